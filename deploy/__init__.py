@@ -1,0 +1,1 @@
+"""The composition root: the `offbeat` command, run configurations and Serve deployments."""

@@ -1,0 +1,240 @@
+"""Combinations of keys that can't work, each refused before anything starts, saying what would be right."""
+
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.config import RunConfig
+from deploy.problems import Problem
+from deploy.prompt_check import first_prompt_problems
+from deploy.run_folder import holds_run
+from services.rollout.config import EnvManagerConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MIN_CPU_HEAD_DIM = 32
+"""vLLM's attention on a CPU needs heads at least this wide."""
+
+
+def check_run(config: RunConfig, *, cores: float | None = None) -> list[Problem]:
+    """Every impossible combination in `config`; empty if it can run.
+
+    cores: CPUs of the machine or cluster that will run it; None counts those that this process may use.
+    """
+    if cores is None:
+        cores = float(len(os.sched_getaffinity(0)))
+    problems = [
+        *_batch_problems(config),
+        *_env_problems(config),
+        *_cpu_problems(config, cores),
+        *_algorithm_problems(config),
+        *_device_problems(config),
+        *_model_problems(config),
+        *_place_problems(config),
+    ]
+    return problems or first_prompt_problems(config)
+
+
+def _batch_problems(config: RunConfig) -> Iterator[Problem]:
+    manager, rollout = config.train_env_manager, config.rollout
+    batch, size = config.rollout_batch_size, manager.group_size
+    if batch % size:
+        below, above = batch // size * size, (batch // size + 1) * size
+        fitting = f"{below} or {above}" if below else f"{above}"
+        yield Problem(
+            "rollout_batch_size",
+            f"{batch} trajectories are no whole number of groups of {size} (train_env_manager.group_size): take {fitting}",
+        )
+        return
+    groups_per_step = batch // size
+    if manager.num_env_groups < groups_per_step:
+        yield Problem(
+            "train_env_manager.num_env_groups",
+            f"a lookahead of {manager.num_env_groups} groups is below one batch of {groups_per_step} "
+            f"(rollout_batch_size {batch} / group_size {size}): take at least {groups_per_step}, "
+            f"or a rollout_batch_size of at most {manager.num_env_groups * size}",
+        )
+    played = size + manager.group_size_redundancy
+    if rollout.max_env_num_per_worker * rollout.num_workers < played:
+        yield Problem(
+            "rollout.max_env_num_per_worker",
+            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't play one group of {played} "
+            f"(group_size + group_size_redundancy): take at least {-(-played // rollout.num_workers)}",
+        )
+
+
+def _env_problems(config: RunConfig) -> Iterator[Problem]:
+    from envs.registry import check_env_config
+
+    if not config.custom_envs:
+        yield Problem("custom_envs", "no env: name at least one tag, `custom_envs.MyTag.env_type`")
+    for tag, env in config.custom_envs.items():
+        for message in check_env_config(env.env_type, env.env_config):
+            key, colon, rest = message.partition(": ")
+            named = bool(colon) and key.startswith(("env_config", "env_type"))
+            yield (
+                Problem(f"custom_envs.{tag}.{key}", rest) if named else Problem(f"custom_envs.{tag}.env_type", message)
+            )
+        if env.max_tokens_per_step >= config.sequence_length:
+            yield Problem(
+                f"custom_envs.{tag}.max_tokens_per_step",
+                f"{env.max_tokens_per_step} tokens of one answer leave no room for a prompt in a sequence_length of "
+                f"{config.sequence_length}: make one smaller or the other larger",
+            )
+    managers: list[tuple[str, EnvManagerConfig]] = [
+        ("train_env_manager", config.train_env_manager),
+        ("val_env_manager", config.val_env_manager),
+    ]
+    for name, manager in managers:
+        for position, tag in enumerate(manager.tags):
+            if tag not in config.custom_envs:
+                yield Problem(f"{name}.tags.{position}", _no_such_tag(tag, config))
+    if config.warm_start:
+        if config.warm_start.tag not in config.custom_envs:
+            yield Problem("warm_start.tag", _no_such_tag(config.warm_start.tag, config))
+        yield from _demo_problems(config.warm_start.demos)
+
+
+def _no_such_tag(tag: str, config: RunConfig) -> str:
+    return f"no tag {tag!r} in custom_envs; there is {', '.join(sorted(config.custom_envs)) or 'none'}"
+
+
+def _demo_problems(demos: str) -> Iterator[Problem]:
+    module, _, function = demos.partition(":")
+    if not module or not function:
+        yield Problem("warm_start.demos", f"expected `module:function`, got {demos!r}")
+        return
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        yield Problem("warm_start.demos", f"can't import {module!r}: {error}")
+        return
+    if not callable(getattr(found, function, None)):
+        known = [name for name, value in inspect.getmembers(found, inspect.isfunction) if value.__module__ == module]
+        yield Problem("warm_start.demos", f"{module} has no function {function!r}; it has {', '.join(known) or 'none'}")
+
+
+def _cpu_problems(config: RunConfig, cores: float) -> Iterator[Problem]:
+    infer, rollout, train = config.actor_infer, config.rollout, config.actor_train
+    engines = infer.num_replicas * infer.tensor_parallel_size * infer.cpus_per_replica if infer.device == "cpu" else 0.0
+    workers = rollout.num_workers * rollout.cpus_per_worker
+    if engines + workers > cores:
+        room = max(int((cores - engines) / rollout.cpus_per_worker), 0)
+        advice = f"take rollout.num_workers <= {room}" if room else "reserve fewer CPUs for engines or workers"
+        yield Problem(
+            "rollout.num_workers",
+            f"{infer.num_replicas} engine(s) with {infer.cpus_per_replica:g} CPUs and {rollout.num_workers} worker(s) with "
+            f"{rollout.cpus_per_worker:g} need {engines + workers:g} CPUs, this machine has {cores:g}: {advice}",
+        )
+    threads = train.num_processes * train.num_threads
+    if train.device == "cpu" and threads > cores:
+        yield Problem(
+            "actor_train.num_processes",
+            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) want {threads} CPUs, this machine "
+            f"has {cores:g}: their product must not exceed {int(cores)}",
+        )
+
+
+def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.actor_infer.generating_args.temperature == 0:
+        yield Problem(
+            "actor_infer.generating_args.temperature",
+            "0 (greedy) has no probabilities to train on: take a positive one; greedy evaluation is done in any case",
+        )
+    if config.adv_estimator == "grpo" and config.train_env_manager.group_size < 2:
+        yield Problem(
+            "train_env_manager.group_size",
+            "adv_estimator grpo compares the members of a group, and a group of 1 has nobody to compare with: "
+            "take at least 2, or adv_estimator gae or reinforce",
+        )
+    if config.is_correction_cap is not None and config.old_logprobs != "recompute":
+        yield Problem("is_correction_cap", "corrects recomputed logprobs: set old_logprobs=recompute, or leave it out")
+    if config.use_kl_loss and not config.kl_loss_coef:
+        yield Problem("kl_loss_coef", "use_kl_loss is on with a coefficient of 0: take a positive one")
+    if config.add_token_level_kl and not config.init_kl_coef:
+        yield Problem("init_kl_coef", "add_token_level_kl is on with a coefficient of 0: take a positive one")
+    if config.critic_warmup >= config.max_steps:
+        yield Problem("critic_warmup", f"must be below max_steps ({config.max_steps}), or the policy never trains")
+
+
+def _device_problems(config: RunConfig) -> Iterator[Problem]:
+    infer, train = config.actor_infer, config.actor_train
+    transport = config.weights.transport
+    if transport in ("ipc", "nccl") and "cpu" in (infer.device, train.device):
+        yield Problem(
+            "weights.transport", f"{transport} moves tensors between GPUs: on a CPU take shm, or fs across hosts"
+        )
+    for path, device in (("actor_infer.device", infer.device), ("actor_train.device", train.device)):
+        if device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+            yield Problem(path, "this machine has no NVIDIA GPU: take cpu")
+
+
+def _model_problems(config: RunConfig) -> Iterator[Problem]:
+    longest = config.actor_infer.max_model_len
+    if longest is not None and config.sequence_length > longest:
+        yield Problem(
+            "sequence_length",
+            f"{config.sequence_length} tokens do not fit the engine's context of {longest} (actor_infer.max_model_len): "
+            f"take at most {longest}, or a larger max_model_len",
+        )
+    if config.pretrain == "tiny":
+        yield from _context_problems(config, config.tiny.max_position_embeddings, "tiny.max_position_embeddings")
+        return
+    folder = Path(config.pretrain)
+    if not folder.is_dir():
+        yield Problem("pretrain", f"no such folder: {folder}; give a local Hugging Face folder, or `tiny`")
+        return
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        yield Problem("pretrain", f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")
+    architecture = _hf_config(folder)
+    if architecture is None:
+        yield Problem("pretrain", f"{folder} holds no readable config.json: it is no Hugging Face model folder")
+        return
+    yield from _context_problems(config, architecture.get("max_position_embeddings"), f"{folder}/config.json")
+    heads, width = architecture.get("num_attention_heads"), architecture.get("hidden_size")
+    if isinstance(heads, int) and isinstance(width, int):
+        head_dim = architecture.get("head_dim") or width // heads
+        if config.actor_infer.device == "cpu" and head_dim < MIN_CPU_HEAD_DIM:
+            yield Problem(
+                "pretrain", f"heads of {head_dim} are too narrow for vLLM on a CPU: at least {MIN_CPU_HEAD_DIM}"
+            )
+
+
+def _hf_config(folder: Path) -> dict[str, Any] | None:
+    try:
+        tree = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _context_problems(config: RunConfig, positions: object, where: str) -> Iterator[Problem]:
+    if not isinstance(positions, int):
+        return
+    wanted = config.actor_infer.max_model_len or config.sequence_length
+    path = "actor_infer.max_model_len" if config.actor_infer.max_model_len else "sequence_length"
+    if wanted > positions:
+        yield Problem(
+            path, f"{wanted} tokens exceed the model's context of {positions} ({where}): take at most {positions}"
+        )
+
+
+def _place_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.control.host not in LOOPBACK and config.control.token is None:
+        yield Problem(
+            "control.host",
+            f"{config.control.host} can be reached from other machines: set control.token, or take 127.0.0.1",
+        )
+    url = config.redis.url
+    if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
+        yield Problem("redis.url", f"expected redis://, rediss:// or unix://, got {url!r}")
+    if config.redis.server is not None and not config.redis.server.is_file():
+        yield Problem("redis.server", f"no such file: {config.redis.server}")
+    resume = config.resume_from_checkpoint
+    if resume is True and not holds_run(config.output_dir):
+        yield Problem("resume_from_checkpoint", f"there is no run in {config.output_dir} to go on with: leave it out")
+    if isinstance(resume, Path) and not resume.is_dir():
+        yield Problem("resume_from_checkpoint", f"no such folder: {resume}; `true` takes the newest one of output_dir")

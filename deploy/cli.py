@@ -1,0 +1,101 @@
+"""The `offbeat` command. Nothing heavy is imported before a command needs it, so that `--help` answers at once."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXIT_CONFIG = 2
+"""The configuration was refused; nothing was started."""
+
+app = typer.Typer(
+    help="Train LLM agents with reinforcement learning on a mesh of services that never wait for each other.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is_help=True)
+learner_app = typer.Typer(help="Learners that join a run from outside.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(learner_app, name="learner")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
+]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Start the whole mesh on this machine, train, write a report and end.
+
+    Ctrl-C stops everything; `resume_from_checkpoint=true` goes on where it stopped.
+    """
+    from deploy.train import train as run_train
+
+    loaded = _load(config, overrides)
+    raise typer.Exit(run_train(loaded, config))
+
+
+@config_app.command("validate")
+def config_validate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Say whether a configuration can run, and if not, all that is wrong with it."""
+    _load(config, overrides)
+    typer.echo("valid")
+
+
+@config_app.command("show")
+def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the whole configuration, defaults and overrides included, as YAML."""
+    from deploy.loading import dump_yaml
+
+    typer.echo(dump_yaml(_load(config, overrides)), nl=False)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")]) -> None:
+    """Make the report of a run again: numbers, learning curve, rendered episodes."""
+    from deploy.report_command import remake_report
+
+    raise typer.Exit(remake_report(run_dir))
+
+
+@learner_app.command("attach")
+def learner_attach(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False)],
+    redis: Annotated[str, typer.Option(metavar="URL", envvar="OFFBEAT_REDIS", help="The Redis that holds the run.")],
+) -> None:
+    """Train a run from here: take its lease when it is free, read its buffer, publish its weights."""
+    from trainer.cli import attach
+
+    raise typer.Exit(attach(run, redis))
+
+
+def _load(path: Path, overrides: list[str] | None):
+    from deploy.loading import load_run
+    from deploy.problems import ConfigError
+
+    try:
+        return load_run(path, overrides or [])
+    except ConfigError as error:
+        many = len(error.problems) > 1
+        typer.echo(f"{path}: {len(error.problems)} problems" if many else f"{path}:", err=True)
+        for problem in error.problems:
+            typer.echo(f"  {problem}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+
+
+def main() -> None:
+    """Entry point of the `offbeat` script."""
+    # Until a command handles it, Ctrl-C ends this process without a traceback; nothing has been started yet.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # As with `python -m`: a user's own env may be a module in the current folder.
+    sys.path.insert(0, str(Path.cwd()))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+# pyright: basic
+"""The parts of a run as components that the reconciler keeps up: learner, env workers, generation.
+
+Ray appears here and in the services' `app.py` alone. Calls into Ray block, so they run in threads.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.serve import Application
+from ray.serve.schema import ApplicationStatus
+from redis import Redis
+
+from deploy import names
+from deploy.config import RunConfig
+from deploy.learner_host import LOG, LearnerHost, ask_to_stop, read_status
+from deploy.preparation import LOGS
+from services.control.components import Health, Observation
+from services.generation import app as generation_app
+from services.generation.client import app_name
+from services.keys import RunKeys
+from services.rollout import app as rollout_app
+from services.rollout.config import WorkerSettings
+from services.weights import app as weights_app
+
+logger = logging.getLogger(__name__)
+
+PING_S = 2.0
+"""An actor that does not answer in time is taken to be starting; one that is dead says so at once."""
+NO_RETRY_EXIT_CODE = 2
+"""The learner's way to say that it would fail in the same way again: it can't use its configuration or checkpoint."""
+
+
+class LearnerHostActor:
+    """A learner host somewhere in the cluster."""
+
+    def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int) -> None:
+        self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads)
+
+    def start(self) -> None:
+        """See `LearnerHost.start`."""
+        self._host.start()
+
+
+class ManagedLearner:
+    """The learner process, wherever its host is; started and replaced by the mesh."""
+
+    name = "learner"
+
+    def __init__(self, config: RunConfig, redis: Redis, redis_url: str) -> None:
+        self._config = config
+        self._redis = redis
+        self._redis_url = redis_url
+        self._run_id = config.exp_name
+        self._actor_name = names.learner_host(self._run_id)
+
+    async def ensure(self) -> None:
+        """Start a learner, unless one is alive."""
+        status = await asyncio.to_thread(read_status, self._redis, self._run_id)
+        if not status.alive:
+            await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        train = self._config.actor_train
+        gpus = train.num_processes if train.device == "cuda" else 0
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 2}
+        actor = (
+            ray.remote(LearnerHostActor)
+            .options(
+                name=self._actor_name, namespace=names.NAMESPACE, lifetime="detached", get_if_exists=True, **options
+            )
+            .remote(self._run_id, self._redis_url, self._config.output_dir.resolve(), train.num_threads)
+        )
+        ray.get(actor.start.remote(), timeout=60.0)
+
+    async def stop(self, *, now: bool) -> None:
+        """Ask its host to end it."""
+        await asyncio.to_thread(ask_to_stop, self._redis, self._run_id, now=now)
+
+    async def observe(self) -> Observation:
+        """What its host has told Redis."""
+        status = await asyncio.to_thread(read_status, self._redis, self._run_id)
+        if not status.started:
+            return Observation(Health.ABSENT)
+        if status.alive:
+            if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).progress):
+                return Observation(Health.READY, log=LOG)
+            return Observation(Health.STARTING, "prepares version 0", LOG)
+        if status.stopping:
+            return Observation(Health.ABSENT, status.how_it_ended, LOG)
+        if status.exit_code == 0:
+            if await asyncio.to_thread(has_finished, self._redis, self._run_id):
+                return Observation(Health.DONE, "has trained all steps", LOG)
+            return Observation(Health.DEAD, "ended before the last step", LOG, status.incarnation)
+        health = Health.BROKEN if status.exit_code == NO_RETRY_EXIT_CODE else Health.DEAD
+        return Observation(health, status.how_it_ended, LOG, status.incarnation)
+
+    async def forget(self) -> None:
+        """Remove the host actor."""
+        await asyncio.to_thread(kill_actor, self._actor_name)
+
+
+def has_finished(redis: Redis, run_id: str) -> bool:
+    """Whether a learner has said that all steps are trained and evaluated."""
+    return redis.hget(RunKeys(run_id).record, "learner_phase") == b"finished"
+
+
+class ExternalLearner:
+    """A learner that a person attaches with `offbeat learner attach`; the mesh waits for it."""
+
+    name = "learner"
+
+    def __init__(self, config: RunConfig, redis: Redis) -> None:
+        self._run_id = config.exp_name
+        self._max_steps = config.max_steps
+        self._redis = redis
+
+    async def ensure(self) -> None:
+        """Nothing: it comes when somebody attaches it."""
+
+    async def stop(self, *, now: bool) -> None:
+        """Nothing: it sees that the run is stopped."""
+
+    async def observe(self) -> Observation:
+        """Whether somebody holds the learner's lease, or has finished."""
+        if await asyncio.to_thread(has_finished, self._redis, self._run_id):
+            return Observation(Health.DONE, "has trained all steps")
+        if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).lease):
+            return Observation(Health.READY)
+        return Observation(Health.ABSENT, f"waits for `offbeat learner attach {self._run_id}`")
+
+
+class ServeApp:
+    """A Serve application of the run's own; Serve replaces its dead replicas, we bring back the application."""
+
+    def __init__(self, name: str, app: str, build: Callable[[], Application]) -> None:
+        self.name = name
+        self._app = app
+        self._build = build
+
+    async def ensure(self) -> None:
+        """Deploy the application."""
+        await asyncio.to_thread(self._deploy)
+
+    def _deploy(self) -> None:
+        serve.run_many(
+            [serve.RunTarget(self._build(), name=self._app, route_prefix=None)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    async def stop(self, *, now: bool) -> None:  # noqa: ARG002
+        """Delete the application."""
+        await asyncio.to_thread(serve.delete, self._app, _blocking=False)
+
+    async def observe(self) -> Observation:
+        """What Serve's controller says."""
+        status = await asyncio.to_thread(serve.status)
+        app = status.applications.get(self._app)
+        if app is None:
+            return Observation(Health.ABSENT, log=LOGS)
+        match app.status:
+            case ApplicationStatus.RUNNING:
+                return Observation(Health.READY, log=LOGS)
+            case ApplicationStatus.DEPLOY_FAILED:
+                # Serve has tried its constructor again and again by now: once more would not help.
+                messages = [part.message for part in app.deployments.values() if part.message]
+                return Observation(Health.BROKEN, _last_line(messages[0] if messages else app.message), LOGS)
+            case ApplicationStatus.UNHEALTHY:
+                return Observation(Health.STARTING, "a replica is being replaced", LOGS)
+            case _:
+                return Observation(Health.STARTING, app.status.value.lower(), LOGS)
+
+
+def generation_component(config: RunConfig, redis_url: str, model: Path) -> ServeApp:
+    """The engines that sample."""
+
+    def build() -> Application:
+        return generation_app.build(
+            config.exp_name,
+            config.actor_infer,
+            config.weights,
+            model=model.resolve(),
+            sequence_length=config.sequence_length,
+            redis_url=redis_url,
+            output_dir=config.output_dir.resolve(),
+            seed=config.seed,
+        )
+
+    return ServeApp("generation", app_name(config.exp_name), build)
+
+
+def broker_component(config: RunConfig, redis_url: str) -> ServeApp:
+    """The weight-sync broker."""
+
+    def build() -> Application:
+        return weights_app.build(
+            config.exp_name, config.weights, redis_url=redis_url, output_dir=config.output_dir.resolve()
+        )
+
+    return ServeApp("weights", weights_app.app_name(config.exp_name), build)
+
+
+class WorkerPool:
+    """The env workers, actors that Ray itself starts again when their process dies."""
+
+    name = "env-workers"
+
+    def __init__(self, config: RunConfig, redis_url: str, model: Path) -> None:
+        self._num_workers = config.rollout.num_workers
+        self._names = [rollout_app.worker_name(config.exp_name, index) for index in range(self._num_workers)]
+        self._settings = WorkerSettings(
+            run_id=config.exp_name,
+            seed=config.seed,
+            model_folder=model.resolve(),
+            output_dir=config.output_dir.resolve(),
+            redis_url=redis_url,
+            sequence_length=config.sequence_length,
+            custom_envs=config.custom_envs,
+            train_env_manager=config.train_env_manager,
+            val_env_manager=config.val_env_manager,
+            rollout=config.rollout,
+            generating_args=config.actor_infer.generating_args,
+            request_timeout_s=config.actor_infer.request_timeout_s,
+            worker_timeout_s=config.buffer.worker_timeout_s,
+        )
+
+    async def ensure(self) -> None:
+        """Start the workers that are missing."""
+        for index in range(self._num_workers):
+            await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=names.NAMESPACE)
+
+    async def stop(self, *, now: bool) -> None:
+        """End all workers; with `now`, what they play is given back to the buffer when they are missed."""
+        for name in self._names:
+            actor = await asyncio.to_thread(find_actor, name)
+            if actor is None:
+                continue
+            if now:
+                await asyncio.to_thread(ray.kill, actor, no_restart=True)
+            else:
+                actor.stop.remote()
+
+    async def observe(self) -> Observation:
+        """Whether every worker answers."""
+        seen = await asyncio.gather(*(self._observe_one(name) for name in self._names))
+        for health in (Health.DEAD, Health.ABSENT, Health.STARTING):
+            concerned = [each for each in seen if each.health is health]
+            if concerned:
+                some = f" ({len(concerned)} of {len(seen)})" if len(seen) > 1 else ""
+                first = concerned[0]
+                # Some are there: the pool is not absent but short of some, and `ensure` starts the others alone.
+                return Observation(health, f"{first.detail}{some}", first.log, first.incident)
+        return Observation(Health.READY)
+
+    async def _observe_one(self, name: str) -> Observation:
+        log = f"{LOGS}/{name}.log"
+        actor = await asyncio.to_thread(find_actor, name)
+        if actor is None:
+            return Observation(Health.ABSENT, log=log)
+        try:
+            await asyncio.wait_for(asyncio.shield(_as_future(actor.alive.remote())), PING_S)
+        except (TimeoutError, ActorUnavailableError):
+            return Observation(Health.STARTING, "starts", log)
+        except RayActorError as error:
+            return Observation(Health.DEAD, _last_line(str(error)), log, actor._actor_id.hex())
+        return Observation(Health.READY, log=log)
+
+
+async def _as_future(reference: "ray.ObjectRef[Any]") -> Any:
+    return await reference
+
+
+def _last_line(text: str) -> str:
+    """What a traceback comes down to."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason was given"
+
+
+def find_actor(name: str) -> ActorHandle | None:
+    """Our named actor, or None."""
+    try:
+        return ray.get_actor(name, namespace=names.NAMESPACE)
+    except ValueError:
+        return None
+
+
+def kill_actor(name: str) -> None:
+    """End our named actor, if there is one."""
+    actor = find_actor(name)
+    if actor is not None:
+        ray.kill(actor, no_restart=True)

@@ -1,0 +1,168 @@
+"""A run's past, read from its metric records: what each step trained, each evaluation found, and how fast it all went.
+
+Invariant: a step that a restarted learner repeated counts once, with what it saw the last time.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.telemetry import MetricRecord, Partial
+
+RATE_S = 15.0
+"""Rates are means over so many seconds."""
+
+
+def command_started(began: float) -> MetricRecord:
+    """What a command writes before anything else of its run. began: Unix time at which its process started."""
+    return MetricRecord("command", {"began": Partial("last", began)})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer batch."""
+
+    number: int
+    time: float
+    """Unix time at its end, s."""
+    values: dict[str, Partial]
+
+    def value(self, name: str, default: float = float("nan")) -> float:
+        partial = self.values.get(name)
+        return default if partial is None else partial.value
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation on held-out tasks."""
+
+    kind: str
+    """`before`, `during` or `after` training."""
+    sampling: str
+    """`sampled` (temperature 1) or `greedy`."""
+    step: int
+    time: float
+    success: float
+    reward: float
+    episodes: int
+
+
+@dataclass
+class RunHistory:
+    """Grows record by record."""
+
+    position: str = "0"
+    """Id of the last record that was added."""
+    steps: dict[int, Step] = field(default_factory=dict[int, Step])
+    evaluations: dict[tuple[str, str, int], Evaluation] = field(default_factory=dict[tuple[str, str, int], Evaluation])
+    totals: dict[str, float] = field(default_factory=dict[str, float])
+    """`source/metric` -> sum over all records, of metrics that are sums."""
+    peaks: dict[str, float] = field(default_factory=dict[str, float])
+    """`source/metric` -> highest value, of metrics that are maxima."""
+    means: dict[str, Partial] = field(default_factory=dict[str, Partial])
+    """`source/metric` -> mean over all records."""
+    attempts: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """(start, last sign of life) of each command that ran it, Unix times."""
+    _recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
+    _now: float = 0.0
+
+    def add(self, records: Iterable[tuple[str, MetricRecord]]) -> None:
+        """Take in records, in the order in which they were written."""
+        for entry_id, record in records:
+            self.position = entry_id
+            self._now = max(self._now, record.time)
+            self._count(record)
+            if self.attempts and record.source != "command":
+                self.attempts[-1] = (self.attempts[-1][0], max(record.time, self.attempts[-1][1]))
+            match record.source:
+                case "command":
+                    began = record.values["began"].value
+                    self.attempts.append((began, max(began, record.time)))
+                case "learner":
+                    self._add_learner(record)
+                case "eval":
+                    self._add_evaluation(record)
+                case _:
+                    continue
+
+    def _count(self, record: MetricRecord) -> None:
+        kind = record.labels.get("kind")
+        source = f"{record.source}:{kind}" if kind else record.source
+        for name, partial in record.values.items():
+            key = f"{source}/{name}"
+            match partial.kind:
+                case "sum":
+                    self.totals[key] = self.totals.get(key, 0.0) + partial.total
+                    self._recent.setdefault(key, deque()).append((record.time, partial.total))
+                case "max":
+                    self.peaks[key] = max(self.peaks.get(key, partial.total), partial.total)
+                case "mean":
+                    before = self.means.get(key)
+                    self.means[key] = partial if before is None else before.merge(partial)
+                case _:
+                    continue
+
+    def _add_learner(self, record: MetricRecord) -> None:
+        if record.step is not None:
+            self.steps[record.step] = Step(record.step, record.time, record.values)
+
+    def _add_evaluation(self, record: MetricRecord) -> None:
+        values = record.values
+        found = Evaluation(
+            kind=record.labels.get("when", "during"),
+            sampling=record.labels.get("sampling", "sampled"),
+            step=record.step or 0,
+            time=record.time,
+            success=values["success"].value if "success" in values else float("nan"),
+            reward=values["reward"].value if "reward" in values else float("nan"),
+            episodes=int(values["reward"].count) if "reward" in values else 0,
+        )
+        self.evaluations[found.kind, found.sampling, found.step] = found
+
+    def seconds(self, time: float) -> float:
+        """Seconds of running from the first start to the Unix time `time`; pauses between attempts do not count."""
+        return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
+            max(time - began, 0.0) for began, _ in self.attempts[-1:]
+        )
+
+    @property
+    def last_step(self) -> Step | None:
+        """The newest step."""
+        return self.steps[max(self.steps)] if self.steps else None
+
+    def ordered_steps(self) -> list[Step]:
+        """Every step once, in order."""
+        return [self.steps[number] for number in sorted(self.steps)]
+
+    def evaluation(self, kind: str, sampling: str) -> Evaluation | None:
+        """The newest evaluation of that kind."""
+        found = [each for each in self.evaluations.values() if (each.kind, each.sampling) == (kind, sampling)]
+        return max(found, key=lambda each: (each.step, each.time), default=None)
+
+    def curve(self) -> list[Evaluation]:
+        """Sampled evaluations by step: before, during and after."""
+        found = [each for each in self.evaluations.values() if each.sampling == "sampled"]
+        return sorted(found, key=lambda each: (each.step, each.time))
+
+    def total(self, key: str) -> float:
+        """Sum of a metric over the whole run, 0 if nobody wrote it."""
+        return self.totals.get(key, 0.0)
+
+    def rate(self, key: str) -> float:
+        """Of a summed metric, per second, over the last `RATE_S`."""
+        recent = self._recent.get(key)
+        if not recent:
+            return 0.0
+        while recent and recent[0][0] < self._now - RATE_S:
+            recent.popleft()
+        if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+            return 0.0
+        # The first record's amount came before its time.
+        return (sum(amount for _, amount in recent) - recent[0][1]) / (recent[-1][0] - recent[0][0])
+
+    def seconds_per_step(self, over: int = 20) -> float | None:
+        """Mean time of the newest steps."""
+        steps = self.ordered_steps()[-(over + 1) :]
+        if len(steps) < 2:
+            return None
+        return (steps[-1].time - steps[0].time) / (steps[-1].number - steps[0].number)

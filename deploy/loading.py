@@ -1,0 +1,126 @@
+"""A run's configuration from a YAML file and `key=value` overrides: composed by Hydra, validated once, strictly.
+
+Invariant: whatever is wrong is told as `ConfigError`, all of it together, before anything starts.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from deploy.checks import check_run
+from deploy.config import RunConfig
+from deploy.problems import ConfigError, Problem, problems_of
+
+MAX_DOCUMENT_CHARS = 1_000_000
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Compose, validate and check the run that `path` and `overrides` describe.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config = validate_tree(compose_tree(path, overrides), source=str(path))
+    problems = check_run(config)
+    if problems:
+        raise ConfigError(problems, str(path))
+    return config
+
+
+def load_document(document: str | dict[str, Any]) -> RunConfig:
+    """The run that a YAML text or a tree of plain values describes, as REST receives it.
+
+    Interpolations are refused: they would be resolved in the service's environment, not the sender's.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config = validate_tree(parse_document(document) if isinstance(document, str) else document)
+    problems = check_run(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Hydra's composition of a YAML file (its `defaults` list included) and overrides, as plain values.
+
+    Raises:
+        ConfigError: the file or an override can't be read.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise ConfigError([Problem("", f"no such file: {path}")], str(path))
+    folder = path.resolve().parent
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            composed = compose(config_name=path.name, overrides=_forced(overrides))
+        tree = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError([Problem("", _first_lines(error))], str(path)) from error
+    return _as_tree(tree, str(path))
+
+
+def parse_document(text: str) -> dict[str, Any]:
+    """A YAML text as plain values.
+
+    Raises:
+        ConfigError: it is no YAML mapping, is too long, or asks for interpolation.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if len(text) > MAX_DOCUMENT_CHARS:
+        raise ConfigError([Problem("", f"longer than {MAX_DOCUMENT_CHARS:,} characters")])
+    if "${" in text:
+        raise ConfigError([Problem("", "interpolation (`${...}`) is refused here: send resolved values")])
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError([Problem("", _first_lines(error))]) from error
+    return _as_tree(tree, "")
+
+
+def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
+    """The configuration of a tree of plain values; strict as JSON is: text may name a path, a list fills a tuple.
+
+    Raises:
+        ConfigError: with every key that was refused.
+    """
+    try:
+        return RunConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, RunConfig), source) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError([Problem("", f"not plain values: {error}")], source) from error
+
+
+def dump_yaml(config: RunConfig) -> str:
+    """The resolved configuration as YAML that `load_run` reads back."""
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _forced(overrides: Sequence[str]) -> list[str]:
+    """Overrides that add a key where the YAML has none: whether a key exists is for our validation to say, not Hydra's."""
+    return [text if text.startswith(("+", "~")) else f"++{text}" for text in overrides]
+
+
+def _as_tree(tree: Any, source: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise ConfigError([Problem("", "expected a mapping of keys to values")], source)
+    return {str(key): value for key, value in tree.items()}
+
+
+def _first_lines(error: Exception, limit: int = 3) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:limit] if line.strip())

@@ -1,0 +1,95 @@
+"""The composition root: what a run is made of, and how the control service comes to know it.
+
+Invariant: every part is found by name (a Serve application, a named actor, a key in Redis), never by a handle that
+somebody keeps, so whichever control replica looks sees and does the same.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from deploy.components import ExternalLearner, ManagedLearner, WorkerPool, broker_component, generation_component
+from deploy.config import RunConfig
+from deploy.loading import load_document
+from deploy.preparation import model_folder, prepare_buffer, prepare_folder, run_spec
+from deploy.problems import ConfigError
+from services.buffer.client import Counters
+from services.buffer.connection import connect
+from services.buffer.watch import BufferWatch, release_all_workers
+from services.control.components import Component
+from services.control.records import RunRecord, RunSpec
+from services.control.service import InvalidRunError
+from services.control.views import ProblemView
+
+logger = logging.getLogger(__name__)
+
+
+class RunParts:
+    """The parts of one run, in the order in which they are stopped."""
+
+    def __init__(self, config: RunConfig, redis: Redis, watch: BufferWatch, redis_url: str) -> None:
+        self._config = config
+        self._redis = redis
+        self._watch = watch
+        external = config.control.learner == "external"
+        learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
+        self._components: tuple[Component, ...] = (
+            learner,
+            WorkerPool(config, redis_url, model_folder(config)),
+            generation_component(config, redis_url, model_folder(config)),
+            broker_component(config, redis_url),
+        )
+
+    @property
+    def components(self) -> Sequence[Component]:
+        return self._components
+
+    async def prepare(self) -> None:
+        """See `RunMesh.prepare`."""
+        await asyncio.to_thread(prepare_folder, self._config)
+        await asyncio.to_thread(prepare_buffer, self._redis, self._config)
+        await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
+        await self._watch.set_paused(False)
+
+    async def drain(self) -> None:
+        """See `RunMesh.drain`."""
+        await self._watch.set_paused(True)
+
+    async def clean_up(self) -> None:
+        """See `RunMesh.clean_up`."""
+        from services.weights.transports import cleanup
+
+        for component in self._components:
+            if isinstance(component, ManagedLearner):
+                await component.forget()
+        await asyncio.to_thread(cleanup, self._config.exp_name, self._config.weights, self._config.output_dir)
+
+
+class Wiring:
+    """What `services.control.app` asks of this project."""
+
+    def __init__(self, redis: AsyncRedis, redis_url: str) -> None:
+        self._async_redis = redis
+        self._redis = connect(redis_url)
+        self._redis_url = redis_url
+
+    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+        """The run that a YAML text or a tree describes. Raises `InvalidRunError`."""
+        try:
+            return run_spec(load_document(document))
+        except ConfigError as error:
+            problems = [ProblemView(path=p.path, message=p.message, suggestion=p.suggestion) for p in error.problems]
+            raise InvalidRunError(problems) from error
+
+    def build_mesh(self, record: RunRecord) -> RunParts:
+        """The parts of a run."""
+        config = RunConfig.model_validate_json(record.config)
+        return RunParts(config, self._redis, BufferWatch(self._async_redis, record.run_id), self._redis_url)
+
+    async def counters(self, run_id: str) -> Counters:
+        """The ledger of a run."""
+        return await BufferWatch(self._async_redis, run_id).counters()

@@ -1,0 +1,136 @@
+"""The processes that this command has started, down to the last grandchild, and how they end.
+
+Invariants: only descendants are ever signalled, each by its pid; a descendant whose parent has died stays one, because
+orphans come to this process and not to init.
+"""
+
+import ctypes
+import logging
+import os
+import sys
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+PR_SET_CHILD_SUBREAPER = 36
+DIE_WITH_PARENT = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Asks the kernel (PR_SET_PDEATHSIG) for SIGKILL when the thread that started this process ends, then becomes another one.
+A program of its own and not a `preexec_fn`, which must not run where threads do."""
+MULTIPROCESSING = ("/dev/shm/sem.mp-", "/dev/shm/psm_")
+"""Semaphores and blocks of memory."""
+TRACKER_S = 2.0
+"""What resource trackers get to tidy up once their processes are gone."""
+
+
+def dying_with_this_thread(command: Sequence[str]) -> list[str]:
+    """The command line of a child that the kernel kills when the thread that started it ends, however that comes about."""
+    return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def adopt_orphans() -> None:
+    """From now on, descendants whose parents die become children of this process."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(besides: Collection[int] = ()) -> list[psutil.Process]:
+    """All living descendants of this process, but those with the pids `besides` and their own descendants."""
+    spared = set(besides)
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child.pid in spared:
+            continue
+        try:
+            found += [child, *child.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+    return [process for process in found if process.pid not in spared]
+
+
+def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
+    """Ask every descendant to end, and kill who has not after `grace_s`; returns how many had to be killed.
+
+    Python's resource trackers are left to end by themselves first: they remove what killed processes leave in shared memory.
+
+    besides: pids that are spared, with their descendants.
+    """
+    for process in descendants(besides):
+        _signal(process, kill=False)
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline:
+        if not _living(descendants(besides)):
+            return 0
+        time.sleep(0.05)
+    killed = _kill([each for each in _living(descendants(besides)) if not _is_resource_tracker(each)])
+    deadline = time.monotonic() + TRACKER_S
+    while _living(descendants(besides)) and time.monotonic() < deadline:
+        # Who was forked between the look and the kill is killed here.
+        killed |= _kill([each for each in _living(descendants(besides)) if not _is_resource_tracker(each)])
+        time.sleep(0.02)
+    killed |= _kill(_living(descendants(besides)))
+    if left := _living(descendants(besides)):
+        logger.error("processes that can't be killed: %s", [process.pid for process in left])
+    return len(killed)
+
+
+def shared_memory_held() -> set[Path]:
+    """Files in shared memory that Python's multiprocessing has made for our descendants."""
+    held: set[Path] = set()
+    for process in descendants():
+        try:
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        held |= {Path(line.split(maxsplit=5)[5]) for line in lines if any(name in line for name in MULTIPROCESSING)}
+    return {path for path in held if path.exists()}
+
+
+def remove_left_behind(held: Iterable[Path]) -> None:
+    """Remove what `shared_memory_held` found before its processes were killed; who was killed could not."""
+    for path in held:
+        path.unlink(missing_ok=True)
+
+
+def _kill(processes: Sequence[psutil.Process]) -> set[int]:
+    for process in processes:
+        _signal(process, kill=True)
+    psutil.wait_procs(processes, timeout=1.0)
+    return {process.pid for process in processes}
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that are more than an entry waiting to be read; such entries of our own children are read here."""
+    living: list[psutil.Process] = []
+    for process in processes:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                process.wait(0)
+            else:
+                living.append(process)
+        except (psutil.NoSuchProcess, psutil.TimeoutExpired):
+            continue
+    return living
+
+
+def _signal(process: psutil.Process, *, kill: bool) -> None:
+    try:
+        process.kill() if kill else process.terminate()
+    except psutil.NoSuchProcess:
+        return
+    except psutil.AccessDenied:
+        logger.warning("may not end process %d", process.pid)

@@ -1,0 +1,105 @@
+# pyright: basic
+"""Ray and Serve of one command, in a child process of its own: `python -m deploy.ray_head`.
+
+Ray may end the process that it runs in, and can't be interrupted while it starts; so the command line keeps it at arm's
+length, tells it by lines of JSON on stdin what to do, and hears of it by lines on stdout.
+
+Invariant: Ray lives exactly as long as this process, which ends when its stdin does.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+UP, CONTROL = "up", "control"
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """How Ray and Serve start."""
+
+    temp_dir: str
+    """Short: Unix sockets lie in it."""
+    num_cpus: int
+    object_store_bytes: int
+    host: str
+    port: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlArguments:
+    """`services.control.app.ControlSettings` as JSON can say it."""
+
+    redis_url: str
+    wiring: str
+    token: str | None
+    reconcile_s: float
+    log_dir: str
+    app: str
+
+
+def to_line(message: RaySettings | ControlArguments) -> bytes:
+    """A message to this process."""
+    return json.dumps(asdict(message)).encode() + b"\n"
+
+
+def start_ray(settings: RaySettings) -> None:
+    """Start Ray and Serve's HTTP proxy."""
+    import ray
+    from ray import serve
+
+    ray.init(
+        address="local",
+        num_cpus=settings.num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace=settings.namespace,
+        object_store_memory=settings.object_store_bytes,
+        _temp_dir=settings.temp_dir,
+    )
+    serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
+
+
+def start_control(arguments: ControlArguments) -> None:
+    """Deploy the control service and wait until it answers."""
+    from ray import serve
+
+    from services.control.app import ControlSettings, build
+
+    settings = ControlSettings(
+        redis_url=arguments.redis_url,
+        wiring=arguments.wiring,
+        token=arguments.token,
+        reconcile_s=arguments.reconcile_s,
+        log_dir=Path(arguments.log_dir),
+    )
+    serve.run(build(settings), name=arguments.app, route_prefix="/")
+
+
+def serve_parent(requests: TextIO, answers: TextIO) -> None:
+    """Do what the parent says until it says no more."""
+    import ray
+
+    start_ray(RaySettings(**json.loads(requests.readline())))
+    print(UP, file=answers, flush=True)
+    line = requests.readline()
+    if line:
+        start_control(ControlArguments(**json.loads(line)))
+        print(CONTROL, file=answers, flush=True)
+        requests.read()
+    ray.shutdown()
+
+
+def main() -> None:
+    """Keep stdout for answers, and send what Ray prints to stderr, which is a log file."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve_parent(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""The mesh on this machine, owned by one command: Redis in the run's folder, a Ray of its own, Serve, control, learner.
+
+Invariants: everything that is started here is a descendant of this process and dies with it; `stop` works from any state,
+also half-way through `start`, and leaves no process and no file in shared memory.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from redis import Redis
+from redis.exceptions import RedisError
+
+from deploy.config import RunConfig
+from deploy.history import command_started
+from deploy.learner_host import LearnerHost, ask_to_stop, read_status
+from deploy.names import CONTROL_APP, NAMESPACE
+from deploy.preparation import LOGS, prepare_buffer, prepare_folder, run_spec
+from deploy.processes import (
+    adopt_orphans,
+    dying_with_this_thread,
+    end_descendants,
+    remove_left_behind,
+    shared_memory_held,
+)
+from deploy.ray_head import CONTROL, UP, ControlArguments, RaySettings, to_line
+from deploy.run_folder import Endpoints, remove_endpoints, write_endpoints
+from services.buffer.connection import connect, connect_async
+from services.buffer.redis_server import EmbeddedRedis
+from services.buffer.watch import release_all_workers
+from services.control.client import ControlClient
+from services.control.records import RunState, RunStore, UnknownRunError, Wanted
+from services.errors import MeshError
+from services.keys import RunKeys
+from services.telemetry import RedisMetrics
+from services.weights.transports import cleanup
+
+logger = logging.getLogger(__name__)
+
+CONTROL_WIRING = "deploy.mesh:Wiring"
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
+SPARE_CPUS = 2.0
+"""Logical CPUs beyond those of engines and workers, for Ray's own actors; they wait more than they compute."""
+RAY_SHUTDOWN_S = 3.0
+TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
+RAY_LOG = "ray_head.out"
+QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0"}
+LEARNER_GRACE_S = 4.0
+"""What a learner gets to save a checkpoint when the command is interrupted."""
+END_GRACE_S = 1.0
+
+
+class LocalMesh:
+    """Everything that one run on this machine needs."""
+
+    def __init__(self, config: RunConfig, *, began: float) -> None:
+        """began: Unix time at which the command started."""
+        self._config = config
+        self._began = began
+        self._folder = config.output_dir
+        # Linux ends Redis with the *thread* that started it, so this thread lives as long as we do.
+        self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
+        self._server: EmbeddedRedis | None = None
+        self._redis: Redis | None = None
+        self._redis_url = config.redis.url or ""
+        self._learner: LearnerHost | None = None
+        self._ray_temp: Path | None = None
+        self._ray: subprocess.Popen[bytes] | None = None
+        self.timings: dict[str, float] = {}
+        """Seconds from the command's start until each part stood."""
+
+    @property
+    def redis_place(self) -> str:
+        """Where the run's state lies, for people: without a password."""
+        return self._redis_url.rpartition("@")[2].removeprefix("redis://")
+
+    async def start(self) -> ControlClient:
+        """Bring everything up and hand the run to the control service; what needs not wait does not.
+
+        Raises:
+            MeshError: a part can't be started.
+            RunExistsError: an outside Redis knows a run of that name that goes on.
+        """
+        adopt_orphans()
+        control = self._config.control
+        port = control.port or _free_port()
+        self._start_ray(port)
+        await self._start_redis()
+        await self._give_the_learner_a_head_start()
+        await self._hear_of_ray(UP)
+        self._mark("ray")
+        arguments = ControlArguments(
+            redis_url=self._redis_url,
+            wiring=CONTROL_WIRING,
+            token=control.token,
+            reconcile_s=control.reconcile_s,
+            log_dir=str(self._folder / LOGS),
+            app=CONTROL_APP,
+        )
+        self._tell_ray(arguments)
+        await self._hear_of_ray(CONTROL)
+        self._mark("control")
+        url = f"http://{_reachable(control.host)}:{port}"
+        client = ControlClient(url, token=control.token)
+        await client.create(self._config.model_dump_json())
+        write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
+        return client
+
+    async def _start_redis(self) -> None:
+        if self._config.redis.url is None:
+            self._server = EmbeddedRedis(self._folder / "redis", self._config.redis)
+            await asyncio.get_running_loop().run_in_executor(self._redis_thread, self._server.start)
+            self._redis_url = self._server.url
+        self._redis = connect(self._redis_url)
+        self._mark("redis")
+
+    async def _give_the_learner_a_head_start(self) -> None:
+        """Start the learner before there is a control service: it needs Redis alone, and warms up for the longest.
+
+        The control service finds it running, and replaces it if it dies. On a GPU machine Ray places the learner, so that it
+        does not share a GPU with an engine.
+        """
+        config, redis = self._config, self._redis
+        assert redis is not None
+        async with connect_async(self._redis_url) as async_redis:
+            await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+        RedisMetrics(redis, config.exp_name).append(command_started(self._began))
+        # Nothing of this run lives now: what lies in shared memory was left by a command that was killed.
+        await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
+        await asyncio.to_thread(prepare_folder, config)
+        await asyncio.to_thread(prepare_buffer, redis, config)
+        await asyncio.to_thread(release_all_workers, redis, config.exp_name)
+        if config.control.learner == "managed" and config.actor_train.device == "cpu":
+            threads = config.actor_train.num_threads
+            self._learner = LearnerHost(config.exp_name, self._redis_url, self._folder, threads=threads)
+            await asyncio.to_thread(self._learner.start)
+            self._mark("learner")
+
+    def _start_ray(self, port: int) -> None:
+        """Start the process that holds Ray; called on the main thread, with which it dies."""
+        # Unix sockets have short names only, so Ray can't live in the run's folder.
+        _remove_orphaned_temp()
+        self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
+        infer, rollout = self._config.actor_infer, self._config.rollout
+        cpus = infer.num_replicas * infer.cpus_per_replica + rollout.num_workers * rollout.cpus_per_worker + SPARE_CPUS
+        settings = RaySettings(
+            temp_dir=str(self._ray_temp),
+            num_cpus=max(math.ceil(cpus), os.cpu_count() or 1),
+            object_store_bytes=OBJECT_STORE_BYTES,
+            host=self._config.control.host,
+            port=port,
+            namespace=NAMESPACE,
+        )
+        logs = self._folder / LOGS
+        logs.mkdir(parents=True, exist_ok=True)
+        _link(logs / "ray", self._ray_temp / "session_latest" / "logs")
+        with (logs / RAY_LOG).open("ab") as log:
+            self._ray = subprocess.Popen(
+                dying_with_this_thread([sys.executable, "-m", "deploy.ray_head"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **QUIET_RAY},
+                start_new_session=True,
+            )
+        self._tell_ray(settings)
+
+    def _tell_ray(self, message: RaySettings | ControlArguments) -> None:
+        assert self._ray is not None
+        assert self._ray.stdin is not None
+        with suppress(BrokenPipeError):  # what it was up to when it ended is heard by who waits for its answer
+            self._ray.stdin.write(to_line(message))
+            self._ray.stdin.flush()
+
+    async def _hear_of_ray(self, expected: str) -> None:
+        """Wait until Ray's process says `expected`. Raises `MeshError` if it ends instead."""
+        assert self._ray is not None
+        assert self._ray.stdout is not None
+        line = await asyncio.to_thread(self._ray.stdout.readline)
+        if line.decode().strip() != expected:
+            raise MeshError(f"Ray could not be started\nRead {self._folder / LOGS / RAY_LOG}")
+
+    async def mend_redis(self) -> None:
+        """Start the embedded Redis again if it died; nothing that it answered for is lost."""
+        server = self._server
+        if server is not None and not server.is_alive():
+            logger.warning("redis-server died and is started again")
+            await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
+
+    async def end_learner(self) -> int:
+        """Let the learner save a checkpoint and end, as far as it can in a few seconds; no other is started.
+
+        Returns:
+            the step that the run has come to; -1 before the first weights.
+        """
+        if self._redis is None:
+            return -1
+        try:
+            async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
+                await RunStore(async_redis).want(self._config.exp_name, Wanted.STOPPED)
+            await asyncio.to_thread(ask_to_stop, self._redis, self._config.exp_name, now=False)
+            deadline = time.monotonic() + LEARNER_GRACE_S
+            while time.monotonic() < deadline:
+                status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)
+                if not status.alive:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                logger.warning("the learner did not end in %s s and is killed", LEARNER_GRACE_S)
+            async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
+                return (await RunStore(async_redis).progress(self._config.exp_name)).step
+        except (RedisError, OSError, UnknownRunError) as error:
+            logger.warning("can't ask the learner to end: %s", error)
+            return -1
+
+    async def stop(self, outcome: RunState | None = None) -> None:
+        """End everything, Redis last, and clean up. outcome: what the record says from now on, if it does not yet."""
+        await asyncio.to_thread(self._stop, outcome)
+
+    def kill(self) -> None:
+        """End everything at once, without a word to anybody; what is saved stays saved."""
+        held = shared_memory_held()
+        end_descendants(0.0)
+        self._remove_leftovers(held)
+
+    def _stop(self, outcome: RunState | None) -> None:
+        spared = [self._server.pid] if self._server and self._server.pid else []
+        held = shared_memory_held()
+        self._stop_ray()
+        killed = end_descendants(END_GRACE_S, besides=spared)
+        if killed:
+            logger.info("killed %d processes that did not end in %s s", killed, END_GRACE_S)
+        self._keep_ray_logs()
+        if outcome is not None and self._redis is not None:
+            self._write_outcome(self._redis, outcome)
+        if self._redis is not None:
+            self._redis.close()
+        if self._server is not None:
+            self._server.stop()
+        end_descendants(END_GRACE_S)
+        self._remove_leftovers(held)
+
+    def _remove_leftovers(self, held: Collection[Path]) -> None:
+        """Remove what processes that are gone left outside the run's folder. held: see `shared_memory_held`."""
+        cleanup(self._config.exp_name, self._config.weights, self._folder)
+        remove_left_behind(held)
+        remove_endpoints(self._folder)
+        if self._ray_temp is not None:
+            shutil.rmtree(self._ray_temp, ignore_errors=True)
+
+    def _stop_ray(self) -> None:
+        """Ask Ray to end; who is left is killed with the other descendants."""
+        if self._ray is None or self._ray.stdin is None or "control" not in self.timings:
+            return  # while it starts it does not listen
+        with suppress(BrokenPipeError):
+            self._ray.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._ray.wait(RAY_SHUTDOWN_S)
+
+    def _keep_ray_logs(self) -> None:
+        """Put Ray's own logs where they outlive it."""
+        link = self._folder / LOGS / "ray"
+        target = link.resolve()
+        if link.is_symlink() and target.is_dir():
+            link.unlink()
+            shutil.copytree(target, link, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+
+    def _write_outcome(self, redis: Redis, outcome: RunState) -> None:
+        changes = {"state": outcome.value, "ended_at": str(time.time())}
+        try:
+            redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
+        except RedisError as error:
+            logger.warning("can't record that the run is %s: %s", outcome, error)
+
+    def _mark(self, part: str) -> None:
+        self.timings[part] = time.time() - self._began
+
+
+def _remove_orphaned_temp() -> None:
+    """Remove what commands that were killed left of Ray's temporary files."""
+    for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
+        pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "localhost") else f"[{host}]" if ":" in host else host
+
+
+def _link(link: Path, target: Path) -> None:
+    if link.is_symlink():
+        link.unlink()
+    elif link.is_dir():
+        shutil.rmtree(link)
+    link.symlink_to(target)

@@ -1,0 +1,11 @@
+"""The base of every configuration class: strict, frozen, and documented where the field stands."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Config(BaseModel):
+    """A validated part of a run's configuration; an unknown key or a wrong type is refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )

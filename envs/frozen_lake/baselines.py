@@ -1,0 +1,94 @@
+"""What success means on given maps: that of a random walker, of a scripted one, and the most that can be had.
+
+All three are computed exactly, by dynamic programming over cells and turns left: no sampling, no noise.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from envs.frozen_lake.env import FrozenLakeConfig, FrozenLakeEnv
+from envs.frozen_lake.maps import ACTIONS, Cell, LakeMap
+
+Array = npt.NDArray[np.float64]
+
+
+class Baselines(NamedTuple):
+    """Chance of reaching the goal within the turns of an episode, mean over maps."""
+
+    random: float
+    """Any of the four directions, whatever lies there."""
+    scripted: float
+    """Towards the goal around visible holes: a nearer neighbour that is no hole, else any that is none."""
+    optimal: float
+
+
+def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> Baselines:
+    """Baselines on the maps of these seeds.
+
+    Raises:
+        ValueError: no seeds.
+    """
+    env = FrozenLakeEnv(config)
+    rows: list[Baselines] = []
+    for seed in seeds:
+        env.reset(seed=seed)
+        rows.append(map_baselines(env.lake, max_steps, is_slippery=env.config.is_slippery))
+    if not rows:
+        raise ValueError("no seeds, no baselines")
+    return Baselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
+
+
+def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -> Baselines:
+    """Baselines on one map."""
+    moves = transitions(lake, is_slippery=is_slippery)
+    start = lake.start[0] * lake.size + lake.start[1]
+    uniform = np.full((lake.size**2, len(ACTIONS)), 1 / len(ACTIONS))
+    chances = (_success(lake, moves, policy, max_steps)[start] for policy in (uniform, scripted_policy(lake), None))
+    return Baselines(*(float(chance) for chance in chances))
+
+
+def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
+    """[action, cell, next cell] probabilities; holes and the goal are never left."""
+    cells = lake.size**2
+    moves = np.zeros((len(ACTIONS), cells, cells))
+    for index in range(cells):
+        at: Cell = divmod(index, lake.size)
+        if at in lake.holes or at == lake.goal:
+            moves[:, index, index] = 1.0
+            continue
+        for action in range(len(ACTIONS)):
+            slips = (-1, 0, 1) if is_slippery else (0,)
+            for slip in slips:
+                row, column = lake.neighbour(at, (action + slip) % len(ACTIONS))
+                moves[action, index, row * lake.size + column] += 1 / len(slips)
+    return moves
+
+
+def scripted_policy(lake: LakeMap) -> Array:
+    """[cell, action] probabilities of the scripted walker."""
+    policy = np.zeros((lake.size**2, len(ACTIONS)))
+    for index in range(lake.size**2):
+        at: Cell = divmod(index, lake.size)
+        ways = {action: lake.neighbour(at, action) for action in range(len(ACTIONS))}
+        safe = {action: there for action, there in ways.items() if there != at and there not in lake.holes}
+        nearer = [action for action, there in safe.items() if _distance(there, lake.goal) < _distance(at, lake.goal)]
+        chosen = nearer or list(safe) or list(ways)
+        policy[index, chosen] = 1 / len(chosen)
+    return policy
+
+
+def _distance(a: Cell, b: Cell) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+
+
+def _success(lake: LakeMap, moves: Array, policy: Array | None, max_steps: int) -> Array:
+    """[cell] chance of reaching the goal in `max_steps` turns under the policy; None plays each turn best."""
+    chance = np.zeros(lake.size**2)
+    chance[lake.goal[0] * lake.size + lake.goal[1]] = 1.0
+    for _ in range(max_steps):
+        by_action = moves @ chance
+        chance = by_action.max(axis=0) if policy is None else (policy * by_action.T).sum(axis=1)
+    return chance

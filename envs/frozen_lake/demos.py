@@ -1,0 +1,38 @@
+"""Weak play to warm a policy start up with: it moves and avoids holes, and knows nothing of the goal."""
+
+import numpy as np
+
+from envs.frozen_lake.env import FrozenLakeEnv
+from envs.frozen_lake.maps import ACTIONS
+from envs.prompting import fill_template
+
+
+def careful_wandering(
+    env: FrozenLakeEnv,
+    rng: np.random.Generator,
+    *,
+    max_turns: int = 12,
+    system_prompt: str | None = None,
+    agent_template: str = "{observation}",
+) -> list[dict[str, str]]:
+    """One episode on a fresh map as chat messages, in the format of a rollout with the same templates.
+
+    Each step goes at random to a neighbour that is neither wall nor hole. The last message is the last answer. Map and
+    walk depend on `rng` alone.
+    """
+    observation, _ = env.reset(seed=int(rng.integers(2**31)))
+    messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
+    for turn in range(max_turns):
+        content = fill_template(agent_template, observation=observation, step=turn + 1, actions_left=max_turns - turn)
+        answer = ACTIONS[int(rng.choice(careful_actions(env)))]
+        messages += [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        observation, _, terminated, truncated, _ = env.step(answer)
+        if terminated or truncated:
+            break
+    return messages
+
+
+def careful_actions(env: FrozenLakeEnv) -> list[int]:
+    """Directions that lead off this cell and not into a hole; never empty on a solvable map."""
+    here = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
+    return [action for action, there in here if there != env.agent and there not in env.lake.holes]

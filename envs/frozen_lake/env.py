@@ -1,0 +1,148 @@
+"""FrozenLake as a text env: the policy reads where it stands and answers with a direction.
+
+Invariants: all that is random comes from the env's own generator, which `reset(seed=)` seeds; the same seed and settings
+give the same map and the same slips.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.spaces import Text
+from gymnasium.utils import seeding
+from pydantic import Field, field_validator
+
+from envs.config import Config
+from envs.frozen_lake.drawing import draw_lake
+from envs.frozen_lake.maps import ACTIONS, MOVES, Cell, LakeMap, Split, draw_map
+from envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
+
+SYSTEM_PROMPT = "Walk P to G . Avoid O ."
+WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), "_", "#", *ACTIONS, *"0123456789")))
+"""Every word that prompts, observations and answers hold (rows and columns up to 9), for a word-level tokenizer."""
+
+OBSERVATION_CHARS = "".join(sorted({*"".join(WORDS), " ", "\n"}))
+ANSWER_CHARS = "".join(map(chr, range(32, 127))) + "\n\t"
+MAX_ANSWER_CHARS = 100_000
+
+
+class FrozenLakeConfig(Config):
+    """`env_config` of a tag with `env_type: frozen_lake`."""
+
+    size: int = Field(default=4, ge=2, le=32)
+    """Rows and columns."""
+    p: float = Field(default=0.7, gt=0, le=1)
+    """Chance that a cell is ice rather than a hole."""
+    is_slippery: bool = False
+    """A step goes where it should, or to either side of it, a third each."""
+    start_goal: Literal["corners", "random"] = "corners"
+    """Start top left and goal bottom right, or both anywhere."""
+    split: Split = "train"
+    """Which maps: a held-out map never turns up in training."""
+    format_penalty: float = Field(default=-0.1, le=0)
+    """Reward of a turn whose answer names no direction; the agent stays where it is."""
+    action_pattern: str = WHOLE_PATTERN
+    """Regular expression for an answer; one group holds the direction, of two the second."""
+    show_grid: Literal["first", "always"] = "first"
+    """Whether later turns show the whole grid too, or the four neighbours alone."""
+    render_mode: Literal["ansi", "rgb_array"] | None = None
+
+    @field_validator("action_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+
+class FrozenLakeEnv(gymnasium.Env[str, str]):
+    """Reward 1 at the goal, `format_penalty` for an answer without a direction, else 0; holes and the goal end it."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
+    config_class: ClassVar[type[FrozenLakeConfig]] = FrozenLakeConfig
+    system_prompt: str = SYSTEM_PROMPT
+
+    def __init__(self, config: FrozenLakeConfig | None = None) -> None:
+        self.config = config or FrozenLakeConfig()
+        self.render_mode = self.config.render_mode
+        cells = self.config.size**2
+        self.observation_space = Text(max_length=4 * cells + 64, charset=OBSERVATION_CHARS)
+        self.action_space = Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=ANSWER_CHARS)
+        self._parse = ActionParser(self.config.action_pattern, {name: i for i, name in enumerate(ACTIONS)})
+        self._lake: LakeMap | None = None
+        self._agent: Cell = (0, 0)
+
+    @property
+    def lake(self) -> LakeMap:
+        """The map being walked.
+
+        Raises:
+            RuntimeError: there is none before the first reset.
+        """
+        if self._lake is None:
+            raise RuntimeError("reset() comes before step() and render()")
+        return self._lake
+
+    @property
+    def agent(self) -> Cell:
+        """Where the agent stands."""
+        return self._agent
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Draw a map; returns the whole grid and the neighbours of the start."""
+        super().reset(seed=seed, options=options)
+        config = self.config
+        self._lake = draw_map(self.np_random, config.size, config.p, config.start_goal, config.split)
+        self._agent = self._lake.start
+        return f"{self.grid_text()}\n{self.neighbours_text()}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer with a direction; returns observation, reward, terminated, truncated and info."""
+        lake, before = self.lake, self._agent
+        wanted = self._parse(action).action
+        if wanted is not None:
+            self._agent = lake.neighbour(before, self._slip(wanted))
+        success = self._agent == lake.goal
+        penalty = 0.0 if wanted is not None else self.config.format_penalty
+        info = {
+            "success": success,
+            "action_is_valid": wanted is not None,
+            "action_is_effective": self._agent != before,
+            "format_penalty": penalty,
+        }
+        return self._observation(), penalty or float(success), success or self._agent in lake.holes, False, info
+
+    def task_id(self, seed: int) -> str:
+        """The map that `reset(seed=seed)` would draw; leaves this env as it is."""
+        config = self.config
+        rng, _ = seeding.np_random(seed)
+        return draw_map(rng, config.size, config.p, config.start_goal, config.split).task_id
+
+    def grid_text(self) -> str:
+        """The whole map with the agent on it, a line per row."""
+        lake, rows = self.lake, range(self.config.size)
+        return "\n".join(" ".join(lake.cell((row, column), self._agent) for column in rows) for row in rows)
+
+    def neighbours_text(self) -> str:
+        """`row col Left # Down _ Right O Up _`: where the agent stands and what lies around it."""
+        (row, column), lake = self._agent, self.lake
+        around = (
+            f"{name} {lake.cell((row + down, column + right), self._agent)}" for name, (down, right) in MOVES.items()
+        )
+        return f"{row} {column} {' '.join(around)}"
+
+    def render(self) -> str | npt.NDArray[np.uint8] | None:
+        """The map as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
+        if self.render_mode == "rgb_array":
+            return draw_lake(self.lake, self._agent)
+        return self.grid_text() if self.render_mode == "ansi" else None
+
+    def _slip(self, wanted: int) -> int:
+        if not self.config.is_slippery:
+            return wanted
+        return (wanted + int(self.np_random.integers(-1, 2))) % len(ACTIONS)
+
+    def _observation(self) -> str:
+        if self.config.show_grid == "always":
+            return f"{self.grid_text()}\n{self.neighbours_text()}"
+        return self.neighbours_text()

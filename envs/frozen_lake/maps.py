@@ -1,0 +1,99 @@
+"""Maps of FrozenLake: drawn at random, solvable, and split into training and held-out ones.
+
+Invariant: a map belongs to one split by a stable digest of what it looks like, so no seed can bring a held-out map into
+training.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+Split = Literal["train", "held_out", "any"]
+Cell = tuple[int, int]
+"""Row and column, from the top left."""
+
+HELD_OUT_SHARE = 8
+"""One map in so many is held out."""
+MAX_DRAWS = 10_000
+
+MOVES: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+ACTIONS = tuple(MOVES)
+"""In gymnasium's order, which makes a slip's directions the neighbours in this list."""
+
+
+@dataclass(frozen=True)
+class LakeMap:
+    """One lake."""
+
+    size: int
+    holes: frozenset[Cell]
+    start: Cell
+    goal: Cell
+
+    @cached_property
+    def task_id(self) -> str:
+        """The map's rows; equal for equal maps."""
+        return "/".join("".join(self.cell((row, column)) for column in range(self.size)) for row in range(self.size))
+
+    @cached_property
+    def is_held_out(self) -> bool:
+        digest = blake2b(self.task_id.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+
+    def cell(self, at: Cell, agent: Cell | None = None) -> str:
+        """What is there: `P` the agent (or, without one, the start), `G`oal, `O` hole, `_` ice, `#` beyond the edge."""
+        if not (0 <= at[0] < self.size and 0 <= at[1] < self.size):
+            return "#"
+        if at == (self.start if agent is None else agent):
+            return "P"
+        if at == self.goal:
+            return "G"
+        return "O" if at in self.holes else "_"
+
+    def neighbour(self, at: Cell, action: int) -> Cell:
+        """Where a step leads: the same cell at the edge."""
+        row, column = MOVES[ACTIONS[action]]
+        there = at[0] + row, at[1] + column
+        return there if 0 <= there[0] < self.size and 0 <= there[1] < self.size else at
+
+    def is_solvable(self) -> bool:
+        """Whether a way without holes leads from start to goal."""
+        seen, frontier = {self.start}, [self.start]
+        while frontier:
+            at = frontier.pop()
+            for action in range(len(ACTIONS)):
+                there = self.neighbour(at, action)
+                if there == self.goal:
+                    return True
+                if there not in seen and there not in self.holes:
+                    seen.add(there)
+                    frontier.append(there)
+        return False
+
+
+def draw_map(
+    rng: np.random.Generator, size: int, p: float, placement: Literal["corners", "random"], split: Split
+) -> LakeMap:
+    """A random solvable map of the split.
+
+    p: chance that a cell is ice rather than a hole. placement: start top left and goal bottom right, or both anywhere.
+
+    Raises:
+        RuntimeError: no such map in 10,000 draws (p very small on a large map, or hardly a map of the split at all).
+    """
+    for _ in range(MAX_DRAWS):
+        start, goal = (0, 0), (size - 1, size - 1)
+        if placement == "random":
+            first, second = (int(i) for i in rng.choice(size * size, size=2, replace=False))
+            start, goal = divmod(first, size), divmod(second, size)
+        frozen = rng.random((size, size)) < p
+        holes = {(int(row), int(column)) for row, column in np.argwhere(~frozen)} - {start, goal}
+        lake = LakeMap(size, frozenset(holes), start, goal)
+        if split in ("any", "held_out" if lake.is_held_out else "train") and lake.is_solvable():
+            return lake
+    raise RuntimeError(
+        f"no solvable {size}x{size} map of split {split!r} with p={p:g} in {MAX_DRAWS:,} draws: take a larger p or size"
+    )

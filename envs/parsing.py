@@ -1,0 +1,70 @@
+"""Reading the action out of what the policy wrote; ROLL's semantics.
+
+Invariant: a text that does not follow the pattern, or names no action, gives `action=None`, never an error: what that
+costs is the env's business.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+THINK_ANSWER_PATTERN = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
+WHOLE_PATTERN = r"^(.*)$"
+
+A = TypeVar("A")
+
+
+class ParsedAction(NamedTuple, Generic[A]):
+    """What a text said."""
+
+    action: A | None
+    """None where nothing valid was said."""
+    content: str
+    """The action's words, or the whole text where the pattern did not match."""
+    think: str = ""
+
+
+class ActionParser(Generic[A]):
+    """Finds `pattern` (one group: the action; two: thought and action) and looks the action up, whatever its case."""
+
+    def __init__(self, pattern: str, lookup: Mapping[str, A], special_tokens: Sequence[str] = ()) -> None:
+        """Compile.
+
+        Raises:
+            ValueError: the pattern is no regular expression, or has not one or two groups.
+        """
+        self._pattern = compile_pattern(pattern)
+        self._lookup = {name.lower(): action for name, action in lookup.items()}
+        self._special_tokens = tuple(special_tokens)
+
+    def __call__(self, text: str) -> ParsedAction[A]:
+        text = self._strip(text)
+        match = self._pattern.search(text)
+        if match is None:
+            return ParsedAction(None, text)
+        think, content = ("", match[1]) if self._pattern.groups == 1 else (match[1], match[2])
+        content = self._strip(content or "")
+        return ParsedAction(self._lookup.get(content.lower()), content, self._strip(think or ""))
+
+    def _strip(self, text: str) -> str:
+        for token in self._special_tokens:
+            text = text.replace(token, "")
+        return text.strip()
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """An action pattern, ready to search; `.` matches line ends too.
+
+    Raises:
+        ValueError: it is no regular expression, or has not one or two groups.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"action_pattern {pattern!r} is no regular expression: {error}") from error
+    if compiled.groups not in (1, 2):
+        raise ValueError(
+            f"action_pattern {pattern!r} has {compiled.groups} groups: one holds the action, two the thought and the action"
+        )
+    return compiled

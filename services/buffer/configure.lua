@@ -1,0 +1,20 @@
+-- Write the limits of admission and assembly, and make the stream's consumer group.
+--
+-- ARGV     field, value, ... (the fields of `BufferLimits`)
+-- Returns  OK; or an error CHANGED when groups exist already and a step's shape (group_size, groups_per_step) differs,
+--          because the ledger counts groups and could not say what step it is at.
+-- Invariant  nothing that was counted changes: resuming a run calls this again.
+local old, new = read_limits(), {}
+for i = 1, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
+if old and redis.call('HGET', LEDGER, 'admitted') then
+  for _, field in ipairs({'group_size', 'groups_per_step'}) do
+    if old[field] ~= new[field] then
+      return redis.error_reply('CHANGED ' .. field .. ' is ' .. old[field] .. ' in this run and cannot become ' .. new[field])
+    end
+  end
+end
+redis.call('HSET', LIMITS, unpack(ARGV))
+redis.call('HDEL', LEDGER, 'expired_at')
+redis.pcall('XGROUP', 'CREATE', STREAM, LEARNER, '0', 'MKSTREAM')
+ring('configure')
+return redis.status_reply('OK')

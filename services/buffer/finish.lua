@@ -1,0 +1,39 @@
+-- Take groups out of the stream for good: trained (their checkpoint is durable) or dropped.
+--
+-- ARGV     1 epoch, 2 `trained` or `dropped`, 3 the step of the checkpoint, or the reason, 4 why blobs are unreadable,
+--          5 members whose blobs are kept in quarantine, comma-separated, 6... entry ids
+-- Returns  how many were still in; FENCED
+-- Invariants  an entry is counted once, whatever is repeated; the entry, its pending mark and its blobs go together.
+local epoch, outcome, detail, complaint, unreadable = unpack(ARGV)
+local QUARANTINE_KEPT = 16
+if is_fenced(epoch) then return fenced_reply(epoch) end
+
+local function quarantine(number, unit)
+  for index in string.gmatch(unreadable, '%d+') do
+    local blob = redis.call('HGET', blobs_key(unit), index) or ''
+    redis.call('LPUSH', QUARANTINE, cmsgpack.pack({unit, tonumber(index), complaint, blob}))
+  end
+  redis.call('LTRIM', QUARANTINE, 0, QUARANTINE_KEPT - 1)
+end
+
+local count = 0
+for i = 6, #ARGV do
+  local entry = redis.call('XRANGE', STREAM, ARGV[i], ARGV[i])[1]
+  if entry then
+    local number = entry[2][2]
+    local unit = 't:' .. number
+    if unreadable ~= '' then quarantine(number, unit) end
+    redis.call('XACK', STREAM, LEARNER, ARGV[i])
+    redis.call('XDEL', STREAM, ARGV[i])
+    redis.call('DEL', blobs_key(unit))
+    if outcome == 'trained' then
+      redis.call('HINCRBY', LEDGER, 'trained', 1)
+      record(number, 'trained', detail)
+    else
+      count_out(number, outcome, detail)
+    end
+    count = count + 1
+  end
+end
+if count > 0 then ring(outcome) end
+return count

@@ -1,0 +1,17 @@
+-- A worker lives, and asks which of the episodes that it plays nobody needs any more.
+--
+-- ARGV     1 worker, 2 its session, 3... tokens and attempts that it plays: token, attempt, ...
+-- Returns  {draining 0|1, token ...}: what it should stop
+-- Invariant  orders are derived from who holds what, so an answer that got lost is given again.
+local worker, session = ARGV[1], ARGV[2]
+local limits, now, orders = read_limits(), now_ms(), {0}
+if limits then
+  enter(worker, session, limits, now)
+  sweep(limits, now)
+  if limits.paused == '1' then orders[1] = 1 end
+end
+for i = 3, #ARGV, 2 do
+  local held = redis.call('HGET', claims_key(worker), ARGV[i])
+  if not held or string.match(held, '^%d+') ~= ARGV[i + 1] then orders[#orders + 1] = ARGV[i] end
+end
+return orders

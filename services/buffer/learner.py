@@ -1,0 +1,156 @@
+"""The buffer as the learner reaches it: every write carries the epoch of its lease.
+
+A group is delivered again until it is acknowledged or dropped, in stream order; a learner that restarts from a checkpoint
+acknowledges what that contains and gets the rest as it got it the first time.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+from redis import Redis
+
+from services.buffer.client import Counters, Snapshot
+from services.buffer.scripts import LONGEST_BLOCK_S, BufferKeys, BufferScripts, errors_translated, group_id_of
+from services.buffer.watch import snapshot_from
+from services.codec import decode_trajectory
+from services.errors import CodecError
+from services.schema import Group, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class RedisLearnerBuffer:
+    """`LearnerBuffer` on Redis, for the learner that holds the lease of `epoch`.
+
+    All methods raise RetryableError while Redis does not answer (the same call may be made again) and, where they write,
+    FencedError when a newer learner holds the run.
+    """
+
+    def __init__(self, redis: Redis, run_id: str, epoch: int) -> None:
+        self._redis = redis
+        self._run_id = run_id
+        self._epoch = epoch
+        self._keys = BufferKeys(run_id)
+        self._run = BufferScripts(redis, run_id)
+        self._last = "0-0"
+
+    def take(self, timeout_s: float) -> Group | None:
+        """See `LearnerBuffer.take`. Groups that can't be read are dropped as `corrupt`, their blobs kept in quarantine."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            row = self._run("take", self._epoch, self._last)
+            if row is None:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return None
+                self._wait(self._keys.stream, self._last, remaining_s)
+                continue
+            self._last = row[0].decode()
+            group = self._read(row)
+            if group is not None:
+                return group
+
+    def drop(self, group: Group, reason: str) -> None:
+        """See `LearnerBuffer.drop`."""
+        self._run("finish", self._epoch, "dropped", reason, "", "", group.entry_id)
+
+    def ack(self, entry_ids: Sequence[str], step: int) -> int:
+        """See `LearnerBuffer.ack`."""
+        return int(self._run("finish", self._epoch, "trained", step, "", "", *entry_ids))
+
+    def restore(self, num_trained: int, next_number: int | None = None) -> int:
+        """Make the ledger agree with the checkpoint this learner goes on from; call it after that checkpoint's `ack`.
+
+        A Redis that lost its data (or a fresh one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
+        as admitted and trained, so that admission goes on where the checkpoint stands and numbers from `next_number`
+        (default: `num_trained`) on are handed out. Groups acknowledged past the checkpoint, whose own checkpoints are
+        gone, are given up as dropped `rewound`, and admission makes up for them. Both are 0 in an ordinary restart.
+
+        Returns:
+            Groups that were added (positive) or given up (negative).
+        """
+        return int(self._run("restore", self._epoch, num_trained, "" if next_number is None else next_number))
+
+    def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
+        """See `LearnerBuffer.start_eval`."""
+        self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
+
+    def eval_result(self, eval_id: str) -> list[Trajectory] | None:
+        """See `LearnerBuffer.eval_result`. Ordered by number; episodes that failed or can't be read are absent.
+
+        Raises:
+            BufferError: there is no such evaluation.
+        """
+        flat = self._run("eval_result", f"e:{eval_id}")
+        if flat is None:
+            return None
+        trajectories: list[Trajectory] = []
+        for index, blob in sorted((int(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2)):
+            try:
+                trajectories.append(decode_trajectory(blob))
+            except CodecError as error:
+                logger.warning("evaluation %s: episode %d can't be read: %s", eval_id, index, error)
+        return trajectories
+
+    def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
+        """See `LearnerBuffer.wait_eval`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            position = self._newest_ring()
+            trajectories = self.eval_result(eval_id)
+            remaining_s = deadline - time.monotonic()
+            if trajectories is not None or remaining_s <= 0:
+                return trajectories
+            self._wait(self._keys.doorbell, position, remaining_s)
+
+    def forget_eval(self, eval_id: str) -> None:
+        """See `LearnerBuffer.forget_eval`."""
+        self._run("forget_eval", self._epoch, f"e:{eval_id}")
+
+    def counters(self) -> Counters:
+        """See `LearnerBuffer.counters`."""
+        return self.snapshot().counters
+
+    def snapshot(self) -> Snapshot:
+        """The ledger, the queues and the workers at one moment."""
+        return snapshot_from(self._run("snapshot"))
+
+    def _read(self, row: Sequence[Any]) -> Group | None:
+        entry_id, number, version, flat = row
+        members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
+        trajectories: list[Trajectory] = []
+        unreadable: dict[int, str] = {}
+        for index in sorted(members):
+            try:
+                trajectories.append(self._member(number, index, members[index]))
+            except CodecError as error:
+                unreadable[index] = str(error)
+        if len({(t.tag, t.seed) for t in trajectories}) > 1:
+            unreadable = dict.fromkeys(members, "siblings of different tags or seeds")
+        if unreadable or not trajectories:
+            complaint = next(iter(unreadable.values()), "no trajectories")
+            logger.error("group %d can't be read and is dropped: %s", number, complaint)
+            self._run("finish", self._epoch, "dropped", "corrupt", complaint, ",".join(map(str, unreadable)), entry_id)
+            return None
+        first = trajectories[0]
+        group_id = group_id_of(self._run_id, number)
+        return Group(entry_id.decode(), group_id, number, first.tag, first.seed, version, tuple(trajectories))
+
+    def _member(self, number: int, index: int, blob: bytes) -> Trajectory:
+        trajectory = decode_trajectory(blob)
+        expected = (group_id_of(self._run_id, number), index)
+        if (trajectory.group_id, trajectory.index) != expected:
+            raise CodecError(f"{trajectory.group_id}/{trajectory.index} lies where {expected[0]}/{index} should")
+        return trajectory
+
+    def _newest_ring(self) -> str:
+        with errors_translated():
+            entries = cast(list[Any], self._redis.xrevrange(self._keys.doorbell, count=1))
+        return entries[0][0].decode() if entries else "0-0"
+
+    def _wait(self, stream: str, after: str, timeout_s: float) -> None:
+        block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        with errors_translated():
+            self._redis.xread({stream: after}, count=1, block=block_ms)

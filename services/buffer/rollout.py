@@ -1,0 +1,144 @@
+"""The buffer as env workers reach it.
+
+Every command may be sent again when its answer got lost: claims carry a nonce, submits are idempotent by member, orders
+are derived from who holds what.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any, cast
+
+from redis.asyncio import Redis as AsyncRedis
+
+from services.buffer.client import SubmitResult, WorkerOrders
+from services.buffer.scripts import (
+    LONGEST_BLOCK_S,
+    AsyncBufferScripts,
+    BufferKeys,
+    errors_translated,
+    group_id_of,
+)
+from services.codec import decode_trajectory, encode_trajectory
+from services.errors import BufferError
+from services.schema import EpisodeKind, EpisodeTask, Trajectory
+
+REASON_LENGTH = 64
+
+
+def unit_of(kind: EpisodeKind, group_id: str, number: int) -> str:
+    """What the scripts call a group or an evaluation."""
+    return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
+
+
+class AsyncRolloutBuffer:
+    """`RolloutBuffer` on Redis. One object per worker process: a second one under the same worker id is taken for the
+    process that replaced the first, and what the first was playing is given to others.
+
+    All methods raise RetryableError while Redis does not answer; the same call may be made again.
+    """
+
+    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+        self._redis = redis
+        self._run_id = run_id
+        self._run = AsyncBufferScripts(redis, run_id)
+        self._doorbell = BufferKeys(run_id).doorbell
+        self._session = uuid.uuid4().hex[:12]
+        self._claim_lock = asyncio.Lock()
+        self._claims: dict[str, int] = {}
+        self._seen = "0-0"
+        self._playing: dict[str, dict[str, EpisodeTask]] = {}
+
+    async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
+        """See `RolloutBuffer.claim`. After a claim whose answer got lost, the next one gives what that was given, even if
+        it is more than the new `limit`."""
+        async with self._claim_lock:
+            nonce = self._claims.setdefault(worker_id, 0)
+            position, rows = await self._run("claim", worker_id, self._session, nonce, limit)
+            self._claims[worker_id] += 1
+        self._seen = position.decode()
+        tasks = [self._task(row) for row in rows]
+        self._playing.setdefault(worker_id, {}).update((_token(task), task) for task in tasks)
+        return tasks
+
+    async def wait_for_work(self, after: str, timeout_s: float) -> str:
+        """See `RolloutBuffer.wait_for_work`. `"$"` counts from the last claim, so that nothing rings unheard between."""
+        position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
+        with errors_translated():
+            newer = await self._newest_ring(position) or await self._next_ring(position, timeout_s)
+        return newer or position
+
+    async def heartbeat(self, worker_id: str) -> WorkerOrders:
+        """See `RolloutBuffer.heartbeat`. Call it at least every quarter of the worker timeout."""
+        playing = dict(self._playing.get(worker_id, {}))
+        listed = [part for token, task in playing.items() for part in (token, task.attempt)]
+        draining, *stopped = await self._run("heartbeat", worker_id, self._session, *listed)
+        mine = self._playing.get(worker_id, {})
+        tokens = [token for raw in stopped if mine.get(token := raw.decode()) is playing[token]]
+        return WorkerOrders(cancelled=tuple(mine.pop(token) for token in tokens), draining=bool(draining))
+
+    async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
+        """See `RolloutBuffer.submit`.
+
+        Raises:
+            CodecError: the trajectory breaks an invariant of `services.schema`; the episode should be failed.
+            BufferError: the trajectory is not of this task.
+        """
+        if (trajectory.group_id, trajectory.index) != (task.group_id, task.index):
+            raise BufferError(f"{trajectory.group_id}/{trajectory.index} is no answer to {task.group_id}/{task.index}")
+        blob = encode_trajectory(trajectory)
+        versions = decode_trajectory(blob).version_range()
+        unit = unit_of(task.kind, task.group_id, task.number)
+        result = await self._run("submit", worker_id, unit, task.index, versions[0] if versions else "", blob)
+        self._forget(worker_id, task)
+        return SubmitResult(result.decode())
+
+    async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
+        """See `RolloutBuffer.fail`. `reason` is a short name (`step_timeout`): groups are counted by it."""
+        unit = unit_of(task.kind, task.group_id, task.number)
+        await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:REASON_LENGTH] or "unknown")
+        self._forget(worker_id, task)
+
+    async def release(self, worker_id: str) -> int:
+        """See `RolloutBuffer.release`."""
+        count = int(await self._run("release", worker_id))
+        self._playing.pop(worker_id, None)
+        return count
+
+    def _task(self, row: Sequence[Any]) -> EpisodeTask:
+        unit, index, attempt, min_version, sampling = row
+        kind, _, name = unit.decode().partition(":")
+        train = kind == "t"
+        return EpisodeTask(
+            kind=EpisodeKind.TRAIN if train else EpisodeKind.EVAL,
+            group_id=group_id_of(self._run_id, int(name)) if train else name,
+            number=int(name) if train else index,
+            index=index,
+            attempt=attempt,
+            min_version=min_version,
+            sampling_name=sampling.decode(),
+        )
+
+    def _forget(self, worker_id: str, task: EpisodeTask) -> None:
+        mine = self._playing.get(worker_id, {})
+        if mine.get(_token(task)) == task:
+            del mine[_token(task)]
+
+    async def _newest_ring(self, position: str) -> str | None:
+        entries = cast(list[Any], await self._redis.xrevrange(self._doorbell, count=1))
+        newest = entries[0][0].decode() if entries else "0-0"
+        return newest if _stream_position(newest) > _stream_position(position) else None
+
+    async def _next_ring(self, position: str, timeout_s: float) -> str | None:
+        block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, count=1, block=block_ms) or [])
+        return streams[0][1][0][0].decode() if streams else None
+
+
+def _token(task: EpisodeTask) -> str:
+    return f"{unit_of(task.kind, task.group_id, task.number)}:{task.index}"
+
+
+def _stream_position(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)

@@ -1,0 +1,63 @@
+-- Housekeeping that every claim and heartbeat does first: dead workers and groups that came too late.
+
+-- The observed clock advances with Redis's, but by a quarter of the worker timeout at most from one sweep to the next:
+-- while Redis was down nobody could be heard, and that silence kills nobody.
+local function observed_clock(limits, now)
+  local clock, swept = unpack(redis.call('HMGET', LEDGER, 'clock', 'swept'))
+  local passed = math.min(now - (swept or now), limits.worker_timeout_s * 250)
+  clock = (clock or 0) + math.max(passed, 0)
+  redis.call('HSET', LEDGER, 'clock', clock, 'swept', now)
+  return clock
+end
+
+local function reap(limits, now)
+  local deadline = observed_clock(limits, now) - limits.worker_timeout_s * 1000
+  for _, worker in ipairs(redis.call('ZRANGEBYSCORE', WORKERS, '-inf', '(' .. deadline)) do
+    forget_worker(worker)
+    give_back_all(worker, limits, 'worker_died', now)
+  end
+end
+
+-- Oldest version that a group is sure or bound to hold: what was submitted, and what its players started with.
+local function oldest_version(unit)
+  local meta, oldest = meta_key(unit), nil
+  for i = 0, redis.call('HGET', meta, 'members') - 1 do
+    local submitted, claimed = unpack(redis.call('HMGET', meta, 's' .. i, 'c' .. i))
+    local version = tonumber(submitted or claimed or nil)
+    if version and (not oldest or version < oldest) then oldest = version end
+  end
+  return oldest
+end
+
+-- Drop groups that no step within the staleness bound can consume any more. Looks once per published step.
+local function expire(limits, step)
+  if limits.stale_policy ~= 'drop' or redis.call('HGET', LEDGER, 'expired_at') == tostring(step) then return end
+  redis.call('HSET', LEDGER, 'expired_at', step)
+  local bound = step - limits.max_staleness
+  for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '-inf', '(' .. bound)) do
+    local unit = 't:' .. number
+    local oldest = oldest_version(unit)
+    if oldest and oldest < bound then
+      end_group(unit, redis.call('HGET', meta_key(unit), 'members'), 'dropped', 'expired')
+    end
+  end
+end
+
+-- Returns the learner's published step, or nil before the first weights.
+local function sweep(limits, now)
+  reap(limits, now)
+  local step = tonumber(redis.call('HGET', PROGRESS, 'step') or nil)
+  if step then expire(limits, step) end
+  return step
+end
+
+-- A worker speaks. A new session under an old name is a new process: what the old one played is given back.
+local function enter(worker, session, limits, now)
+  local known = redis.call('HGET', worker_key(worker), 'session')
+  if known ~= session then
+    if known then give_back_all(worker, limits, 'worker_died', now) end
+    redis.call('DEL', worker_key(worker))
+    redis.call('HSET', worker_key(worker), 'session', session)
+  end
+  redis.call('ZADD', WORKERS, redis.call('HGET', LEDGER, 'clock') or 0, worker)
+end

@@ -1,0 +1,86 @@
+"""The control service as a Ray Serve application; wiring only.
+
+`services/control` knows neither the trainer nor the command line: how a configuration is validated and what a run is made
+of come in by import string.
+"""
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+
+from services.buffer.connection import connect_async
+from services.control.api import create_api
+from services.control.reconciler import Reconciler
+from services.control.records import RunStore
+from services.control.service import ControlService
+from services.telemetry import configure_logging
+
+DEPLOYMENT = "control"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """Plain values: Serve pickles them on their way to the replica."""
+
+    redis_url: str
+    wiring: str
+    """`module:name` of a callable (redis, redis_url) -> object with `validate`, `build_mesh` and `counters`."""
+    token: str | None = None
+    reconcile_s: float = 0.5
+    log_dir: Path | None = None
+
+
+def import_object(path: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class ControlDeployment:
+    """The one replica that serves the API and looks after the runs."""
+
+    def __init__(self, settings: ControlSettings) -> None:
+        configure_logging(DEPLOYMENT, settings.log_dir)
+        self._settings = settings
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        settings = self._settings
+        redis = connect_async(settings.redis_url)
+        wiring = import_object(settings.wiring)(redis, settings.redis_url)
+        store = RunStore(redis)
+        reconciler = Reconciler(store, wiring.build_mesh, reconcile_s=settings.reconcile_s)
+        service = ControlService(store, wiring.validate, wake=reconciler.wake, counters=wiring.counters)
+
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            task = asyncio.create_task(reconciler.run(), name="reconciler")
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await redis.aclose()
+
+        return create_api(service, token=settings.token, lifespan=lifespan)
+
+
+def build(settings: ControlSettings) -> Application:
+    """The application `control`."""
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=1,
+        max_ongoing_requests=256,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=2.0,
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress()(ControlDeployment))
+    return deployment.bind(settings)

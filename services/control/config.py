@@ -1,0 +1,22 @@
+"""What the control service can be told (`control` in a run's YAML)."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from envs.config import Config
+
+
+class ControlConfig(Config):
+    """The REST API and the reconciler."""
+
+    host: str = "127.0.0.1"
+    """Interface that the API listens on; anything but loopback needs `token`."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free one."""
+    token: str | None = None
+    """Bearer token that each call must carry."""
+    learner: Literal["managed", "external"] = "managed"
+    """`managed`: the mesh starts the learner and replaces a dead one; `external`: it waits for `offbeat learner attach`."""
+    reconcile_s: float = Field(default=0.5, gt=0)
+    """Seconds between two looks at what runs and what should."""

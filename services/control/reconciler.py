@@ -1,0 +1,211 @@
+"""Makes the runs that are match the runs that are wanted.
+
+Level-triggered: each look reads the record and the components, and does the next thing that is missing; nothing is
+remembered between two looks but in Redis, so a control replica that comes back, or a second one, does the same.
+
+    preparing -> starting -> running -> draining -> finished | stopped | failed
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from services.control.components import Component, Health, Observation, RunMesh
+from services.control.records import Restarts, RunRecord, RunState, RunStore, UnknownRunError, Wanted
+
+logger = logging.getLogger(__name__)
+
+GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How patient the reconciler is with a component that dies; the count starts anew whenever the run gets further."""
+
+    max_restarts: int = 5
+    """Deaths without progress between them before the run is failed."""
+    backoff_s: float = 0.25
+    """Delay before the second restart; doubles with each further one. The first is at once."""
+    max_backoff_s: float = 15.0
+    drain_timeout_s: float = 60.0
+    """A graceful stop that takes longer goes on as one without grace."""
+
+    def delay_s(self, count: int) -> float:
+        """Seconds to wait before restart number `count` (from 1)."""
+        return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
+
+
+class Reconciler:
+    """Looks after every run of one Redis."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        build_mesh: Callable[[RunRecord], RunMesh],
+        *,
+        reconcile_s: float = 0.5,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self._store = store
+        self._build_mesh = build_mesh
+        self._reconcile_s = reconcile_s
+        self._policy = policy or RestartPolicy()
+        self._meshes: dict[tuple[str, int], RunMesh] = {}
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look now rather than at the next turn."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Look after all runs until cancelled; one that hangs does not hold up the others."""
+        looking: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._wake.clear()
+                looking = {run_id: task for run_id, task in looking.items() if not task.done()}
+                for run_id in await self._store.run_ids():
+                    if run_id not in looking:
+                        looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
+                try:
+                    await asyncio.wait_for(self._wake.wait(), self._reconcile_s)
+                except TimeoutError:
+                    continue
+        finally:
+            for task in looking.values():
+                task.cancel()
+            await asyncio.gather(*looking.values(), return_exceptions=True)
+
+    async def _look(self, run_id: str) -> None:
+        try:
+            await self.look(run_id)
+        except UnknownRunError:
+            return
+        except Exception:
+            # One look that failed is no reason to stop looking: the next one starts from what Redis says.
+            logger.exception("could not look after run %s", run_id)
+
+    async def look(self, run_id: str) -> RunState:
+        """Do the next thing that the run needs, and say what it is then."""
+        record = await self._store.load(run_id)
+        if record.state.over:
+            self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] != run_id}
+            return record.state
+        mesh = self._mesh(record)
+        if record.wanted is not Wanted.RUNNING and record.state is not RunState.DRAINING:
+            return await self._begin_draining(record, RunState.STOPPED)
+        match record.state:
+            case RunState.PREPARING:
+                return await self._prepare(record, mesh)
+            case RunState.DRAINING:
+                return await self._drain(record, mesh)
+            case _:
+                return await self._keep_up(record, mesh)
+
+    def _mesh(self, record: RunRecord) -> RunMesh:
+        key = (record.run_id, record.attempt)
+        if key not in self._meshes:
+            self._meshes[key] = self._build_mesh(record)
+        return self._meshes[key]
+
+    async def _prepare(self, record: RunRecord, mesh: RunMesh) -> RunState:
+        try:
+            await mesh.prepare()
+        except Exception as error:
+            logger.exception("run %s can't be prepared", record.run_id)
+            return await self._begin_draining(
+                record, RunState.FAILED, f"preparation failed: {error}", "logs/control.log"
+            )
+        await self._store.update(record.run_id, state=RunState.STARTING)
+        return await self._keep_up(replace(record, state=RunState.STARTING), mesh)
+
+    async def _keep_up(self, record: RunRecord, mesh: RunMesh) -> RunState:
+        """Bring up what is missing, replace what died, and notice when all is done."""
+        seen = await self._observe(record, mesh.components)
+        healths = {each.name: seen[each.name].health for each in mesh.components}
+        if Health.DONE in healths.values():
+            return await self._begin_draining(record, RunState.FINISHED)
+        for component in mesh.components:
+            reason = await self._mend(record, component, seen[component.name])
+            if reason:
+                return await self._begin_draining(record, RunState.FAILED, reason, seen[component.name].log)
+        if record.state is RunState.STARTING and all(health is Health.READY for health in healths.values()):
+            await self._store.update(record.run_id, state=RunState.RUNNING, running_at=self._store.clock())
+            return RunState.RUNNING
+        return record.state
+
+    async def _mend(self, record: RunRecord, component: Component, seen: Observation) -> str:
+        """Start `component` if it is not there; returns why that is hopeless, or nothing."""
+        if seen.health is Health.BROKEN:
+            return f"{component.name}: {seen.detail}"
+        if seen.health is Health.DEAD:
+            restarts = await self._count(record.run_id, component.name, seen)
+            if restarts.count > self._policy.max_restarts:
+                return f"{component.name} died {restarts.count} times without getting further: {seen.detail}"
+            if self._store.clock() < restarts.last_at + self._policy.delay_s(restarts.count):
+                return ""
+        elif seen.health is not Health.ABSENT:
+            return ""
+        try:
+            await component.ensure()
+        except Exception as error:
+            logger.exception("run %s: can't start %s", record.run_id, component.name)
+            incident = f"start at {self._store.clock()}"
+            failure = Observation(Health.DEAD, f"can't be started: {error}", "logs/control.log", incident)
+            restarts = await self._count(record.run_id, component.name, failure)
+            if restarts.count > self._policy.max_restarts:
+                return f"{component.name} could not be started {restarts.count} times: {error}"
+        return ""
+
+    async def _count(self, run_id: str, component: str, seen: Observation) -> Restarts:
+        """How often it has died by now; one incident counts once."""
+        before = (await self._store.restarts(run_id)).get(component, Restarts())
+        if before.incident == seen.incident:
+            return before
+        step = (await self._store.progress(run_id)).step
+        count = before.count + 1 if step <= before.step else 1
+        restarts = Restarts(count, before.total + 1, self._store.clock(), seen.incident, step)
+        logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, seen.detail, restarts.total)
+        await self._store.set_restarts(run_id, component, restarts)
+        return restarts
+
+    async def _observe(self, record: RunRecord, components: Sequence[Component]) -> dict[str, Observation]:
+        async def one(component: Component) -> Observation:
+            try:
+                return await component.observe()
+            except Exception as error:
+                # Not knowing is no reason to replace it: what it was is looked up again at the next turn.
+                logger.warning("run %s: can't see how %s is: %s", record.run_id, component.name, error)
+                return Observation(Health.STARTING, f"does not answer: {error}")
+
+        found = await asyncio.gather(*(one(component) for component in components))
+        seen = {component.name: observation for component, observation in zip(components, found, strict=True)}
+        await self._store.set_observations(record.run_id, seen)
+        return seen
+
+    async def _begin_draining(self, record: RunRecord, outcome: RunState, error: str = "", log: str = "") -> RunState:
+        (logger.error if error else logger.info)("run %s drains: %s %s", record.run_id, outcome, error)
+        now = self._store.clock()
+        await self._store.update(
+            record.run_id, state=RunState.DRAINING, outcome=outcome, error=error, log=log, draining_at=now
+        )
+        self.wake()
+        return RunState.DRAINING
+
+    async def _drain(self, record: RunRecord, mesh: RunMesh) -> RunState:
+        """Stop the components, gracefully the first (the learner) before the others, then clean up."""
+        now = record.wanted is Wanted.KILLED or record.outcome is not RunState.STOPPED
+        now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
+        if not now:
+            await mesh.drain()
+        seen = await self._observe(record, mesh.components)
+        left = [component for component in mesh.components if seen[component.name].health not in GONE]
+        if left:
+            stopping = left if now or left[0] is not mesh.components[0] else left[:1]
+            await asyncio.gather(*(component.stop(now=now) for component in stopping))
+            return RunState.DRAINING
+        await mesh.clean_up()
+        await self._store.update(record.run_id, state=record.outcome, ended_at=self._store.clock())
+        logger.info("run %s is %s", record.run_id, record.outcome)
+        return record.outcome

@@ -1,0 +1,37 @@
+"""Errors that cross a service's boundary: one class per boundary, and one that says `try again`."""
+
+
+class MeshError(Exception):
+    """Anything that a service of the mesh refuses or fails to do."""
+
+
+class RetryableError(MeshError):
+    """The service is there but cannot answer now (starting, overloaded, being replaced); the same call may succeed later."""
+
+
+class GenerationError(MeshError):
+    """The generation service refused a request."""
+
+
+class BufferError(MeshError):
+    """The trajectory buffer refused a command."""
+
+
+class WeightsError(MeshError):
+    """A weight version could not be published, fetched or loaded."""
+
+
+class FencedError(MeshError):
+    """A newer learner holds the run's lease; what this one writes is refused."""
+
+
+class RolloutError(MeshError):
+    """The env-worker pool could not play an episode."""
+
+
+class CodecError(MeshError):
+    """A message does not follow its schema."""
+
+
+class ControlError(MeshError):
+    """The control service refused a command."""

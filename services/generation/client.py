@@ -1,0 +1,78 @@
+"""What env workers ask of the generation service, and how they reach it through Ray Serve."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, cast
+
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from services.codec import decode_completions, encode_requests
+from services.errors import GenerationError, MeshError, RetryableError
+from services.schema import Completion, GenerateRequest
+
+DEPLOYMENT = "generation"
+
+
+class GenerationClient(Protocol):
+    """Token ids in, token ids out."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """Sample every request; completions come as they finish, several at a time, each request exactly once.
+
+        A refused request (too long for the context, say) comes back as a completion with `error`.
+
+        Raises:
+            RetryableError: the replica died or left routing; requests not yielded so far may be sent again.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sampling requests that nobody needs any more; unknown ids are ignored. Whoever still iterates over their
+        call gets them back with `error`."""
+        ...
+
+
+def app_name(run_id: str) -> str:
+    """Name of a run's Serve application."""
+    return f"generation-{run_id}"
+
+
+class ServeGenerationClient:
+    """`GenerationClient` over a Serve handle: one streaming call carries many turns to one replica.
+
+    Raises `RayServeException` where Serve does not run yet. An application that is not there yet is waited for by the calls.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name(run_id))
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """See `GenerationClient.generate`."""
+        call = self._handle.options(stream=True).generate.remote(encode_requests(list(requests)))
+        ended = False
+        try:
+            async for blob in cast(AsyncIterator[bytes], call):
+                yield decode_completions(blob)
+            ended = True
+        except (RayError, RayServeException) as error:
+            ended = True
+            raise _translated(error) from error
+        finally:
+            if not ended:  # the caller left: without this the replica would sample on
+                call.cancel()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `GenerationClient.abort`. Every replica is told: which one holds a request is not known here."""
+        try:
+            await self._handle.broadcast("abort", list(request_ids)).results_async()
+        except (RayError, RayServeException) as error:
+            raise _translated(error) from error
+
+
+def _translated(error: Exception) -> MeshError:
+    """The service's own error instead of Ray's wrapper; a replica that died, left or is full counts as retryable."""
+    if not isinstance(error, RayTaskError):
+        return RetryableError(f"no replica answered: {error}")
+    cause = error.cause
+    return cause if isinstance(cause, MeshError) else GenerationError(f"the replica failed: {cause!r}")

@@ -1,0 +1,50 @@
+"""What the generation service can be told (`actor_infer` in a run's YAML)."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from envs.config import Config
+
+
+class GeneratingArgs(Config):
+    """How the policy samples; ROLL's `generating_args`."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy. Training needs a positive one; the trainer divides its logits by it."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 keeps every token."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest answer of a turn, tokens; a tag's `max_tokens_per_step` may be lower."""
+
+
+class GenerationConfig(Config):
+    """The vLLM engines behind the deployment."""
+
+    generating_args: GeneratingArgs = GeneratingArgs()
+    num_replicas: int = Field(default=1, ge=1)
+    """vLLM engines, each with all of the weights."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    cpus_per_replica: float = Field(default=1.0, gt=0)
+    """Logical CPUs that Ray reserves for one replica; also the engine's OpenMP threads on a CPU (rounded, at least 1)."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest context of the engine, tokens; None takes the run's `sequence_length`."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Turns that one engine batches."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache on a CPU, GiB per replica."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    engine_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Further vLLM engine arguments, passed as they are."""
+    on_weight_update: Literal["keep", "recompute"] = "keep"
+    """What a running request does when new weights arrive: go on with its keys and values, or recompute them from its
+    tokens under the new weights. New requests never reuse older entries, either way."""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """A turn that takes longer is aborted and its episode retried."""
+    update_timeout_s: float = Field(default=120.0, gt=0)
+    """A weight update that takes longer takes its replica out of routing."""

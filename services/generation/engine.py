@@ -1,0 +1,226 @@
+"""The one seam to vLLM: an engine that samples token ids and changes its weights while it runs."""
+
+# pyright: basic
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.errors import RetryableError
+from services.generation.config import GenerationConfig
+from services.schema import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
+
+WORKER_EXTENSION = "services.generation.weight_engine.WorkerExtension"
+BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
+"""Weight transport -> the engine of `weight_engine` that loads what its `fetch` gives."""
+SHUTDOWN_S = 0.5
+"""How long the engine's process may take to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """What a weight update cost, seconds."""
+
+    pause_s: float
+    """From asking the engine to pause until it runs again."""
+    load_s: float
+    """Of that, loading and comparing."""
+
+
+class PolicyEngine(Protocol):
+    """What a replica asks of its engine."""
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        """Sample one turn; `version` names the weights that serve when it is handed in. A request that the engine refuses
+        comes back with `error`.
+
+        Raises:
+            RetryableError: the engine died.
+        """
+        ...
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """Change the weights while running requests wait; any error leaves the engine unusable."""
+        ...
+
+    async def check(self) -> None:
+        """Raises `RetryableError` if the engine is dead."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        ...
+
+
+def engine_environment(config: GenerationConfig) -> dict[str, str]:
+    """What vLLM's processes must find in their environment."""
+    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if config.device == "cpu":
+        environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if config.tensor_parallel_size == 1:
+            # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
+            # and no message between processes in every step.
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return environment
+
+
+def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int, seed: int) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": config.dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": seed,
+        "max_model_len": config.max_model_len or sequence_length,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if config.device == "cpu":
+        arguments |= {
+            "block_size": 32,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        }
+    else:
+        arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return arguments | config.engine_kwargs
+
+
+class VllmEngine:
+    """`PolicyEngine` on vLLM's `AsyncLLM`, which may be started already."""
+
+    def __init__(self, llm: Any, config: GenerationConfig) -> None:
+        self.llm = llm
+        self._vocab_size: int = llm.model_config.get_vocab_size()
+        self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
+        self._recompute = config.on_weight_update == "recompute"
+
+    @classmethod
+    async def start(
+        cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
+    ) -> "VllmEngine":
+        """Start an engine of the model folder's architecture. Its weights are random until the first `load`."""
+        os.environ.update(engine_environment(config))
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(config, model, sequence_length, seed)
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        await llm.collective_rpc("die_with_parent")
+        engine = cls(llm, config)
+        await engine.warm_up()
+        return engine
+
+    async def warm_up(self) -> None:
+        """Sample two tokens: what vLLM sets up on its first request takes seconds."""
+        from vllm.inputs import tokens_input
+
+        request = GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2))
+        async for _ in self.llm.generate(tokens_input([0]), _parameters(request), request.request_id):
+            pass
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        """See `PolicyEngine.generate`. The version salts the prefix cache: no request finds what other weights computed."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if not all(0 <= token < self._vocab_size for token in request.prompt):
+            # vLLM would die of it: without a tokenizer it does not look.
+            return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
+        prompt = tokens_input(list(request.prompt), cache_salt=f"v{version}" if self._salted else None)
+        try:
+            outputs = [out async for out in self.llm.generate(prompt, _parameters(request), request.request_id)]
+        except (VLLMClientError, ValueError) as error:
+            return Completion(request.request_id, error=str(error))
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RetryableError(f"the engine failed: {error}") from error
+        (answer,) = outputs[-1].outputs
+        if answer.finish_reason == "abort":
+            raise RetryableError(f"request {request.request_id} was aborted")
+        return _completion(request.request_id, answer)
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """See `PolicyEngine.load`. With `on_weight_update: recompute` the pause drops every key and value, of running
+        requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+
+        ticket = _ticket(path)
+        if ticket["init"] is not None:
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket["init"]))
+        await self._start_what_waits()
+        asked = time.monotonic()
+        await self.llm.pause_generation(mode="keep", clear_cache=self._recompute)
+        paused = time.monotonic()
+        await self.llm.start_weight_update()
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=ticket["update"]))
+        await self.llm.finish_weight_update(weight_version=str(version))
+        loaded = time.monotonic()
+        await self.llm.resume_generation()
+        running = time.monotonic()
+        if ticket["init"] is not None:
+            await self.llm.shutdown_weight_transfer_engine()
+        return LoadTimes(pause_s=running - asked, load_s=loaded - paused)
+
+    async def _start_what_waits(self) -> None:
+        """Let requests that were handed in get their first token before weights change, or they are sampled again. The
+        engine answers between two steps: one ran between the answers, and takes in whatever fits."""
+        for _ in range(2):
+            await self.llm.is_paused()
+
+    async def check(self) -> None:
+        """See `PolicyEngine.check`."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self.llm.check_health()
+        except EngineDeadError as error:
+            raise RetryableError("the engine died") from error
+
+    def close(self) -> None:
+        """See `PolicyEngine.close`."""
+        self.llm.shutdown(timeout=SHUTDOWN_S)
+
+
+def _ticket(path: Path) -> dict[str, Any]:
+    """What vLLM's transfer engine is told: the file itself, or what the learner wrote into it (see `weights.pulls`)."""
+    return json.loads(path.read_bytes()) if path.suffix == ".json" else {"init": None, "update": {"path": str(path)}}
+
+
+def _parameters(request: GenerateRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the request alone says what stops it
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # made for this request
+    )
+
+
+def _completion(request_id: str, output: Any) -> Completion:
+    """A completion of the sampled tokens; `logprobs=0` gives exactly one logprob for each."""
+    spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
+    reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
+    return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

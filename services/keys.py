@@ -1,0 +1,66 @@
+"""Names of a run's keys in Redis; the run id is the cluster hash tag, so that one script may touch all of them."""
+
+from dataclasses import dataclass
+
+NAMESPACE = "offbeat"
+RUNS = f"{NAMESPACE}:runs"
+"""Sorted set: run ids by creation time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """Every key of one run starts with `prefix`."""
+
+    run_id: str
+
+    @property
+    def prefix(self) -> str:
+        return f"{NAMESPACE}:{{{self.run_id}}}:"
+
+    def key(self, *parts: str) -> str:
+        return self.prefix + ":".join(parts)
+
+    @property
+    def record(self) -> str:
+        """Hash: the run record of the control service."""
+        return self.key("record")
+
+    @property
+    def lease(self) -> str:
+        """String with expiry: who holds the learner's lease."""
+        return self.key("lease")
+
+    @property
+    def epoch(self) -> str:
+        """Integer: fencing epoch of the newest lease."""
+        return self.key("epoch")
+
+    @property
+    def progress(self) -> str:
+        """Hash: `version` and `step` of the newest published weights; absent before the first."""
+        return self.key("progress")
+
+    @property
+    def manifests(self) -> str:
+        """Hash: version -> manifest of every version that is kept."""
+        return self.key("manifests")
+
+    @property
+    def versions(self) -> str:
+        """Stream, trimmed: the version numbers as they are announced; wakes the replicas."""
+        return self.key("versions")
+
+    @property
+    def served(self) -> str:
+        """Hash: replica id -> the version that it serves."""
+        return self.key("served")
+
+    @property
+    def doorbell(self) -> str:
+        """Stream, trimmed: rings whenever something may be claimable, servable or readable that was not before."""
+        return self.key("doorbell")
+
+    @property
+    def metrics(self) -> str:
+        """Stream of metric records."""
+        return self.key("metrics")

@@ -1,0 +1,191 @@
+"""The learner's lease: one learner at a time holds a run, and what an earlier one still writes is refused.
+
+Invariant: each lease has an epoch of its own, greater than all before; whoever writes as the learner carries it, and Redis
+refuses every epoch but the newest. The lease's expiry only decides when a waiting learner may take over.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+from redis import Redis
+from redis import exceptions as redis_errors
+
+from services.errors import FencedError, RetryableError
+from services.keys import RunKeys
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_TIMEOUT = 4
+LONGEST_WAIT_S = 5.0
+STOP_TIMEOUT_S = 1.0
+
+_ACQUIRE = """
+-- KEYS: lease, epoch. ARGV: holder, timeout in ms.
+-- Returns {1, epoch}: the caller holds the lease (again, if it held it already), or {0, ms until it expires, holder}.
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return {0, redis.call('PTTL', KEYS[1]), holder} end
+if not holder then redis.call('INCR', KEYS[2]) end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return {1, tonumber(redis.call('GET', KEYS[2]))}
+"""
+
+_RENEW = """
+-- KEYS: lease, epoch. ARGV: holder, timeout in ms, epoch.
+-- Returns 1: renewed (also after it expired, as long as nobody else took it); 0: another holds the run, or held it since.
+local holder = redis.call('GET', KEYS[1])
+if redis.call('GET', KEYS[2]) ~= ARGV[3] or (holder and holder ~= ARGV[1]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+_RELEASE = """
+-- KEYS: lease, bell of those who wait for it. ARGV: holder.
+-- Returns 1 if the caller held it.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'released', ARGV[1])
+return 1
+"""
+
+
+class LearnerLease:
+    """Holds a run for one learner; a thread renews it. Use one object for one life of a learner.
+
+    Args:
+        owner: for people, e.g. host and pid.
+        timeout_s: a holder that has not renewed for so long may be replaced.
+        on_lost: called once, from the renewing thread, when another learner has taken the run.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        owner: str,
+        timeout_s: float,
+        *,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        keys = RunKeys(run_id)
+        self._redis = redis
+        self._lease, self._epoch_key, self._bell = keys.lease, keys.epoch, keys.key("lease", "bell")
+        self._acquire = redis.register_script(_ACQUIRE)
+        self._renew = redis.register_script(_RENEW)
+        self._release = redis.register_script(_RELEASE)
+        self._holder = f"{owner} {uuid.uuid4().hex[:12]}"
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._epoch: int | None = None
+        self._valid_until = 0.0
+        self._stop = threading.Event()
+        self._lost = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def epoch(self) -> int:
+        """What every write of this learner carries.
+
+        Raises:
+            FencedError: the lease was never acquired.
+        """
+        if self._epoch is None:
+            raise FencedError("the lease is not acquired")
+        return self._epoch
+
+    def acquire(self, wait_s: float = 0.0) -> int:
+        """Take the lease, waiting up to `wait_s` for another learner to release it or die; returns the epoch.
+
+        Raises:
+            RetryableError: another learner still holds it, or Redis does not answer.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            position = self._bell_position()
+            asked_at = time.monotonic()
+            taken, value, *holder = self._call(self._acquire, self._holder, self._timeout_ms)
+            if taken:
+                self._epoch = int(value)
+                self._valid_until = asked_at + self._timeout_s
+                self._thread = threading.Thread(target=self._keep, name="learner-lease", daemon=True)
+                self._thread.start()
+                return self._epoch
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise RetryableError(f"another learner holds the run: {holder[0].decode()}")
+            self._wait_for_release(position, min(remaining_s, max(value, 0) / 1000 + 0.005, LONGEST_WAIT_S))
+
+    def held(self) -> bool:
+        """Whether the lease was renewed within its timeout and nobody else has taken it."""
+        return self._epoch is not None and not self._lost.is_set() and time.monotonic() < self._valid_until
+
+    def check(self) -> None:
+        """Stop a learner that was replaced.
+
+        Raises:
+            FencedError: another learner has taken the run.
+        """
+        if self._lost.is_set():
+            raise FencedError(f"another learner has taken the run from epoch {self._epoch}")
+
+    def release(self) -> None:
+        """Give the lease up at once, so that the next learner need not wait for it to expire; harmless when not held."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)  # it may be waiting for a Redis that is gone; that must not hold us up
+            self._thread = None
+        held, self._valid_until = self.held(), 0.0
+        if held:
+            try:
+                self._release(keys=[self._lease, self._bell], args=[self._holder])
+            except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+                logger.warning("the lease could not be released and will expire: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def _timeout_ms(self) -> int:
+        return max(1, int(self._timeout_s * 1000))
+
+    def _call(self, script: Any, *args: str | int) -> Any:
+        try:
+            return script(keys=[self._lease, self._epoch_key], args=args)
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise RetryableError(f"Redis does not answer: {error}") from error
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._timeout_s / RENEWALS_PER_TIMEOUT):
+            asked_at = time.monotonic()
+            try:
+                renewed = self._call(self._renew, self._holder, self._timeout_ms, self.epoch)
+            except RetryableError as error:
+                # Redis restarts, say: nobody can take the lease from a Redis that is not there, so this one goes on.
+                logger.warning("the lease could not be renewed: %s", error)
+                continue
+            if not renewed:
+                logger.error("another learner has taken the run from epoch %s", self._epoch)
+                self._lost.set()
+                if self._on_lost is not None:
+                    self._on_lost()
+                return
+            self._valid_until = asked_at + self._timeout_s
+
+    def _bell_position(self) -> str:
+        try:
+            entries = cast(list[Any], self._redis.xrevrange(self._bell, count=1))
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise RetryableError(f"Redis does not answer: {error}") from error
+        return entries[0][0].decode() if entries else "0-0"
+
+    def _wait_for_release(self, position: str, timeout_s: float) -> None:
+        try:
+            self._redis.xread({self._bell: position}, count=1, block=max(1, int(timeout_s * 1000)))
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise RetryableError(f"Redis does not answer: {error}") from error

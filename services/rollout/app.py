@@ -1,0 +1,147 @@
+# pyright: basic
+"""Env workers as Ray actors: wiring only.
+
+Invariant: an actor works from the moment that it exists, also after Ray restarted it; a loop that ends by itself ends the
+process, so that Ray starts a fresh one.
+"""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+
+from services.buffer.connection import connect_async
+from services.buffer.rollout import AsyncRolloutBuffer
+from services.errors import RetryableError
+from services.generation.client import ServeGenerationClient
+from services.rollout.chat import load_chat_format
+from services.rollout.config import WorkerSettings
+from services.rollout.service import EnvWorker, WorkerEnd
+from services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""Between two looks for the generation service, which may start later than the workers."""
+RESTARTS = -1
+"""Ray replaces a dead worker for as long as the run wants it; what it was playing goes to others meanwhile."""
+
+
+def worker_name(run_id: str, index: int) -> str:
+    """Name of the actor, and the id under which the buffer knows it."""
+    return f"env-worker-{run_id}-{index}"
+
+
+class EnvWorkerActor:
+    """One env worker in a process of its own."""
+
+    def __init__(self, index: int, settings: dict[str, Any]) -> None:
+        self._settings = WorkerSettings.model_validate(settings, strict=False)
+        self._name = worker_name(self._settings.run_id, index)
+        configure_logging(self._name, self._settings.output_dir / "logs")
+        self._chat = load_chat_format(self._settings.model_folder)
+        self._worker: EnvWorker | None = None
+        self._working = asyncio.get_running_loop().create_task(self._work())
+
+    async def alive(self) -> dict[str, Any]:
+        """Answers while the loop runs: name, process id, whether it works already, and episodes in hand."""
+        worker = self._worker
+        playing = worker.num_playing if worker else 0
+        return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
+
+    async def drain(self) -> None:
+        """Claim nothing more until the process is replaced."""
+        if self._worker:
+            self._worker.drain()
+
+    async def stop(self) -> None:
+        """Give back all episodes and end the actor for good. The caller may see its death instead of an answer."""
+        if self._worker:
+            self._worker.stop()
+            await self._working
+        # `exit_actor` would wait for calls that still run, such as those that hang.
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _work(self) -> None:
+        log.info("%s starts in process %d", self._name, os.getpid())
+        redis = connect_async(self._settings.redis_url)
+        try:
+            generation = await self._find_generation()
+            self._worker = EnvWorker(
+                self._settings,
+                self._name,
+                buffer=AsyncRolloutBuffer(redis, self._settings.run_id),
+                generation=generation,
+                metrics=_PatientMetrics(redis, self._settings.run_id),
+                chat=self._chat,
+            )
+            log.info("%s works", self._name)
+            end = await self._worker.run()
+        except Exception:
+            log.exception("the worker's loop failed; a fresh process takes over")
+            os._exit(1)
+        await redis.aclose()
+        if end is WorkerEnd.WORN_OUT:
+            log.error("too many threads hang in envs; a fresh process takes over")
+            os._exit(1)
+        log.info("%s has stopped", self._name)
+
+    async def _find_generation(self) -> ServeGenerationClient:
+        while True:
+            try:
+                return await asyncio.to_thread(ServeGenerationClient, self._settings.run_id)
+            except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
+                log.info("generation is not there yet: %s", error)
+                await asyncio.sleep(LOOK_EVERY_S)
+
+
+class _PatientMetrics:
+    """The run's metrics stream, with Redis's silence as the error that is waited out."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._metrics = AsyncRedisMetrics(redis, run_id)
+
+    async def append(self, record: MetricRecord) -> None:
+        try:
+            await self._metrics.append(record)
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise RetryableError(f"Redis does not answer: {error}") from error
+
+
+def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
+    """Start env worker `index` of a run as a detached actor, or find the one that is there; returns its handle.
+
+    It starts working by itself, waiting for the generation application if need be.
+    """
+    return (
+        ray.remote(EnvWorkerActor)
+        .options(
+            name=worker_name(settings.run_id, index),
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=settings.rollout.cpus_per_worker,
+            max_restarts=RESTARTS,
+            max_task_retries=0,
+        )
+        .remote(index, settings.model_dump(mode="json"))
+    )
+
+
+async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float = 5.0) -> None:
+    """Let a worker give back its episodes, then end it for good; one that does not answer in `grace_s` is ended at once."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, worker_name(run_id, index), namespace=namespace)
+    except ValueError:
+        return
+    try:
+        await asyncio.wait_for(actor.stop.remote(), grace_s)
+    except (RayError, TimeoutError) as error:
+        log.warning("%s did not stop by itself: %r", worker_name(run_id, index), error)
+    ray.kill(actor, no_restart=True)

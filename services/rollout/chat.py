@@ -1,0 +1,227 @@
+"""The chat template as token pieces: what stands before the first answer, and what stands between two answers.
+
+Invariant: first prompt + answer + piece + answer + ... are exactly the tokens that the template gives for the whole
+conversation. That holds for append-only templates; any other is refused when the worker starts.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from tokenizers import Tokenizer
+
+from services.errors import RolloutError
+
+Message = dict[str, str]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether the generation prompt follows) -> text."""
+
+MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
+"""Stand for contents while the template is taken apart; no template and no text holds them."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+CACHED_TEXTS = 16_384
+LONGEST_CACHED = 512
+"""Characters; longer texts hardly come twice."""
+
+
+class _Pieces(NamedTuple):
+    """Text of the template between contents."""
+
+    head: str
+    between: str
+    tail: str
+
+
+class ChatFormat:
+    """Turns observations into tokens and tokens into answers, without rendering a template on the way."""
+
+    def __init__(self, render: Render, tokenizer: Tokenizer, extra_stop_ids: Sequence[int] = ()) -> None:
+        """Take the template apart and check it.
+
+        extra_stop_ids: tokens that end an answer beside the one that the template puts there.
+
+        Raises:
+            RolloutError: the template is not append-only, or does not end an answer by a special token.
+        """
+        self._tokenizer = tokenizer
+        self._trims = _trims(render)
+        self._first = {False: _take_apart_first(render, None)}
+        self._next = _take_apart_next(render, None)
+        if _takes_system(render):
+            self._first[True] = _take_apart_first(render, MARKS[0])
+            if (with_system := _take_apart_next(render, MARKS[0])) != self._next:
+                raise _not_append_only(str(self._next), str(with_system))
+        self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
+        self._decode = lru_cache(CACHED_TEXTS)(self._decode_now)
+        self.end_id = self._end_of_turn()
+        self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
+        _check_tokens(self, render)
+
+    def first_prompt(self, system: str, observation: str) -> tuple[int, ...]:
+        """Tokens before the first answer; an empty `system` leaves the system message out.
+
+        Raises:
+            RolloutError: the template knows no system message and one is given.
+        """
+        pieces = self._first.get(bool(system))
+        if pieces is None:
+            raise RolloutError("the chat template takes no system message: set agent_system_template to an empty text")
+        return self.encode(
+            pieces.head + self._content(system) + pieces.between + self._content(observation) + pieces.tail
+        )
+
+    def next_prompt(self, observation: str) -> tuple[int, ...]:
+        """Tokens between an answer's end-of-turn token (which is not among them) and the next answer."""
+        return self.encode(self._next.head + self._content(observation) + self._next.tail)[1:]
+
+    def answer(self, token_ids: tuple[int, ...]) -> str:
+        """What the policy wrote, without special tokens."""
+        return self._decode(token_ids) if len(token_ids) <= LONGEST_CACHED else self._decode_now(token_ids)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a rendered text, special tokens by their names, none added."""
+        return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
+
+    def _content(self, text: str) -> str:
+        return text.strip() if self._trims else text
+
+    def _encode_now(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _decode_now(self, token_ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _end_of_turn(self) -> int:
+        first = self._encode(self._next.head)[0]
+        token = self._tokenizer.get_added_tokens_decoder().get(first)
+        if token is None or not self._next.head.startswith(token.content):
+            raise RolloutError(
+                f"the chat template puts {self._next.head[:20]!r} after an answer, which is no special token of the "
+                "tokenizer: where an answer ends could not be told"
+            )
+        return first
+
+
+def load_chat_format(folder: Path) -> ChatFormat:
+    """The chat format of a Hugging Face folder.
+
+    Raises:
+        RolloutError: there is no tokenizer or no chat template in it, or the template can't be used.
+    """
+    tokenizer = _load_tokenizer(folder)
+    if tokenizer.chat_template is None:
+        raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
+    backend = cast(Tokenizer, tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+
+    def render(messages: Sequence[Message], prompt: bool) -> str:
+        return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+
+    eos = tokenizer.eos_token_id
+    return ChatFormat(render, backend, () if eos is None else (int(eos),))
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """The tokenizer as its tokenizer.json has it; transformers' own class alone where there is no such file.
+
+    `AutoTokenizer` imports torch and takes some architectures' own tokenizer whatever tokenizer.json says.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise RolloutError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} is there")
+    try:
+        if (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"no tokenizer in {folder}: {error}") from error
+
+
+def _turns(contents: Sequence[str], system: str | None = None) -> list[Message]:
+    """User and assistant in turn."""
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def _trims(render: Render) -> bool:
+    """Whether the template strips the space around contents.
+
+    Raises:
+        RolloutError: it treats one role differently from another.
+    """
+    padded = [f" {mark} " for mark in MARKS]
+    text = render(_turns(padded[1:4], padded[0] if _takes_system(render) else None), True)
+    kept = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]
+    if any(kept) != all(kept):
+        raise RolloutError("the chat template strips the space around some roles' messages and keeps it for others")
+    return not any(kept)
+
+
+def _takes_system(render: Render) -> bool:
+    from jinja2 import TemplateError
+
+    try:
+        return MARKS[0] in render(_turns(MARKS[1:2], MARKS[0]), True)
+    except TemplateError:
+        return False
+
+
+def _take_apart_first(render: Render, system: str | None) -> _Pieces:
+    """Pieces around the system message, if any, and the first observation."""
+    text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
+    head, rest = ("", text) if system is None else _split(text, system)
+    return _Pieces(head, *_split(rest, user))
+
+
+def _take_apart_next(render: Render, system: str | None) -> _Pieces:
+    """Pieces around a later observation, checked to be the same at each turn."""
+    user, answer, reply, second_answer, second_reply = MARKS[1:]
+    short = render(_turns((user,), system), True)
+    long = render(_turns((user, answer, reply), system), True)
+    if not long.startswith(short + answer):
+        raise _not_append_only(short + answer, long)
+    head, tail = _split(long.removeprefix(short + answer), reply)
+    expected = long + second_answer + head + second_reply + tail
+    longest = render(_turns((user, answer, reply, second_answer, second_reply), system), True)
+    if longest != expected:
+        raise _not_append_only(expected, longest)
+    return _Pieces(head, "", tail)
+
+
+def _split(text: str, mark: str) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise RolloutError(f"the chat template shows a message {text.count(mark)} times, not once: it can't be used")
+    return before, after
+
+
+def _not_append_only(expected: str, got: str) -> RolloutError:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
+    )
+    return RolloutError(
+        "the chat template is not append-only: with another turn it renders the earlier ones differently "
+        f"(expected ...{expected[max(0, same - 20) : same + 30]!r}, got ...{got[max(0, same - 20) : same + 30]!r}). "
+        "Trajectories could not be one sequence of the tokens that were sampled; such templates (those that strip earlier "
+        "thoughts, for example) are not supported yet: use an append-only chat_template.jinja"
+    )
+
+
+def _check_tokens(chat: ChatFormat, render: Render) -> None:
+    """Pieces encoded one by one must be what the whole text encodes to, at every seam between them."""
+    observations = ("P _\n_ G", "0 1 Left _", "You see: 3 apples.\n\nGo on?")
+    first = chat.first_prompt("", observations[0])
+    short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)
+    long = render(_turns((observations[0], "Down", observations[1], "Up", observations[2])), True)
+    for text, observation in ((short, observations[1]), (long, observations[2])):
+        whole, piece = chat.encode(text), (chat.end_id, *chat.next_prompt(observation))
+        if whole[: len(first)] != first or whole[-len(piece) :] != piece:
+            raise RolloutError(
+                "the tokenizer encodes the parts of a conversation differently from the whole: tokens that were sampled "
+                "could not be kept as they are"
+            )

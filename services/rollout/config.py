@@ -1,0 +1,100 @@
+"""What the env-worker pool can be told (`custom_envs`, `train_env_manager`, `val_env_manager`, `rollout`)."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from envs.config import Config
+from services.generation.config import GeneratingArgs
+
+
+class CustomEnv(Config):
+    """One tag: an env and how its turns are played."""
+
+    env_type: str
+    """A name from `envs.registry`, an entry point of group `offbeat.envs`, or `module:Class`."""
+    max_steps: int = Field(default=10, ge=1)
+    """Turns of an episode."""
+    max_tokens_per_step: int = Field(default=64, ge=1)
+    """Tokens of an answer."""
+    agent_system_template: str | None = None
+    """System prompt; None takes the env's `system_prompt`."""
+    agent_template: str = "{observation}"
+    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`."""
+    env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Keyword arguments of the env's constructor."""
+    execution: Literal["inline", "thread", "process"] = "thread"
+    """Where reset and step run. `inline`: on the worker's loop, for envs that answer in microseconds; `thread`: for envs
+    that wait; `process`: a child of its own, killed when it hangs."""
+    reset_timeout_s: float = Field(default=60.0, gt=0)
+    step_timeout_s: float = Field(default=30.0, gt=0)
+    episode_timeout_s: float = Field(default=600.0, gt=0)
+
+
+class EnvManagerConfig(Config):
+    """Which tags are played and in what groups; ROLL's `train_env_manager` and `val_env_manager`."""
+
+    num_env_groups: int = Field(default=8, ge=1)
+    """Groups in flight at most."""
+    group_size: int = Field(default=8, ge=1)
+    """Episodes of one task and seed."""
+    group_size_redundancy: int = Field(default=0, ge=0)
+    """Extra episodes of a group; the first `group_size` win and the others are cancelled."""
+    tags: tuple[str, ...] = ()
+    """Keys of `custom_envs`; empty takes all of them."""
+    num_groups_partition: tuple[int, ...] = ()
+    """Groups of each tag; sums to `num_env_groups`. Empty shares evenly."""
+
+    @model_validator(mode="after")
+    def _partition_fits(self) -> "EnvManagerConfig":
+        partition = self.num_groups_partition
+        if partition and len(partition) != len(self.tags):
+            raise ValueError(f"num_groups_partition has {len(partition)} entries for {len(self.tags)} tags")
+        if partition and sum(partition) != self.num_env_groups:
+            raise ValueError(
+                f"num_groups_partition sums to {sum(partition)}, num_env_groups is {self.num_env_groups}: make them equal"
+            )
+        return self
+
+
+class RolloutConfig(Config):
+    """The env-worker pool."""
+
+    num_workers: int = Field(default=1, ge=1)
+    """Worker processes."""
+    max_env_num_per_worker: int = Field(default=128, ge=1)
+    """Episodes that one worker plays at a time."""
+    cpus_per_worker: float = Field(default=0.5, gt=0)
+    """Logical CPUs that Ray reserves for one worker."""
+    num_threads: int = Field(default=8, ge=1)
+    """Threads of a worker for envs with `execution: thread`."""
+    keep_text: bool = False
+    """Record the text of training episodes too (evaluation always does)."""
+    max_generation_retry_s: float = Field(default=180.0, gt=0)
+    """Time for which a turn is sent again while no replica answers, before its episode counts as failed."""
+    coalesce_s: float = Field(default=0.01, ge=0)
+    """Time between two calls to generation while many turns become ready: they travel together. A turn that comes alone
+    does not wait."""
+
+
+class WorkerSettings(Config):
+    """All that an env worker is told; plain values, so that it can be sent to another host."""
+
+    run_id: str
+    seed: int
+    model_folder: Path
+    """Where the tokenizer and its chat template lie."""
+    output_dir: Path
+    """The run's folder; logs go to `logs/` in it."""
+    redis_url: str
+    sequence_length: int = Field(ge=2)
+    custom_envs: dict[str, CustomEnv]
+    train_env_manager: EnvManagerConfig
+    val_env_manager: EnvManagerConfig
+    rollout: RolloutConfig = RolloutConfig()
+    generating_args: GeneratingArgs = GeneratingArgs()
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """Of one turn; `actor_infer.request_timeout_s`."""
+    worker_timeout_s: float = Field(default=15.0, gt=0)
+    """`buffer.worker_timeout_s`; heartbeats come often enough for it."""

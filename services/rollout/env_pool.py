@@ -1,0 +1,88 @@
+"""Envs that are made once and played many times.
+
+Invariant: an env is lent to one episode at a time, and comes back only if it is healthy.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from envs.registry import held_out_config
+from services.rollout.config import CustomEnv
+from services.rollout.execution import EnvRunner, EnvSpec, EnvTraits, InlineEnv, ThreadEnv
+from services.rollout.process import ProcessEnv
+from services.rollout.threads import DaemonThreads
+from services.schema import EpisodeKind
+
+Key = tuple[str, EpisodeKind]
+
+
+@dataclass(slots=True)
+class Lent:
+    """An env in the hands of one episode."""
+
+    key: Key
+    runner: EnvRunner
+    traits: EnvTraits
+
+
+class EnvPool:
+    """Makes envs of the tags on demand and keeps idle ones for the next episode."""
+
+    def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int) -> None:
+        self._envs = custom_envs
+        self._threads = DaemonThreads(num_threads)
+        self._num_threads = num_threads
+        self._idle: defaultdict[Key, list[Lent]] = defaultdict(list)
+
+    @property
+    def num_hung(self) -> int:
+        """Threads that hang in an env now."""
+        return self._threads.num_hung
+
+    @property
+    def is_worn_out(self) -> bool:
+        """Whether so many threads hang that the process should be replaced."""
+        return self._threads.num_hung >= self._num_threads
+
+    async def take(self, tag: str, kind: EpisodeKind) -> Lent:
+        """An env to play; evaluation's is on its held-out split.
+
+        Raises:
+            EpisodeError: it can't be made.
+        """
+        key = (tag, kind)
+        if self._idle[key]:
+            return self._idle[key].pop()
+        runner = self._make(self._envs[tag], kind)
+        try:
+            return Lent(key, runner, await runner.start())
+        except BaseException:
+            await asyncio.shield(runner.close())
+            raise
+
+    async def give_back(self, lent: Lent, *, finished: bool) -> None:
+        """Return an env; one whose episode did not finish is closed: what it is doing is not known."""
+        if finished and lent.runner.healthy:
+            self._idle[lent.key].append(lent)
+        else:
+            await lent.runner.close()
+
+    async def close(self) -> None:
+        """Close all idle envs."""
+        idle = [lent for envs in self._idle.values() for lent in envs]
+        self._idle.clear()
+        await asyncio.gather(*(lent.runner.close() for lent in idle))
+        self._threads.close()
+
+    def _make(self, env: CustomEnv, kind: EpisodeKind) -> EnvRunner:
+        config = env.env_config if kind is EpisodeKind.TRAIN else held_out_config(env.env_type, env.env_config)
+        spec = EnvSpec(env.env_type, config, env.reset_timeout_s, env.step_timeout_s)
+        match env.execution:
+            case "inline":
+                return InlineEnv(spec)
+            case "thread":
+                return ThreadEnv(spec, self._threads)
+            case "process":
+                return ProcessEnv(spec)

@@ -1,0 +1,82 @@
+"""What a worker saw, as metric records: sums and means that merge with those of other workers."""
+
+from services.schema import Completion, EpisodeKind, Trajectory
+from services.telemetry import MetricRecord, Partial
+
+SOURCE = "rollout"
+
+
+class Reporter:
+    """Collects between two calls of `records`."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._totals: dict[tuple[str, str], dict[str, Partial]] = {}
+
+    def finished(self, kind: EpisodeKind, trajectory: Trajectory) -> None:
+        """An episode was played to its end."""
+        add = self._adder(kind, trajectory.tag)
+        add("episodes", Partial("sum", 1.0))
+        add("episode_s", Partial("mean", trajectory.duration_s))
+        add("reward", Partial("mean", trajectory.reward))
+        add("trajectory_tokens", Partial("mean", float(trajectory.num_tokens)))
+        add(f"stop/{trajectory.stop_reason.value}", Partial("sum", 1.0))
+        for name, value in trajectory.metrics.items():
+            add(name, Partial("mean", value))
+
+    def failed(self, kind: EpisodeKind, tag: str, reason: str) -> None:
+        """An episode could not be played."""
+        add = self._adder(kind, tag)
+        add("failures", Partial("sum", 1.0))
+        add(f"failed/{reason}", Partial("sum", 1.0))
+
+    def submitted(self, kind: EpisodeKind, tag: str, result: str) -> None:
+        """What the buffer said to a trajectory."""
+        self._adder(kind, tag)(f"submitted/{result}", Partial("sum", 1.0))
+
+    def cancelled(self, kind: EpisodeKind, tag: str) -> None:
+        """An episode was stopped because nobody needs it any more."""
+        self._adder(kind, tag)("cancelled", Partial("sum", 1.0))
+
+    def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
+        """The policy answered, `generation_s` after it was asked."""
+        add = self._adder(kind, tag)
+        add("turns", Partial("sum", 1.0))
+        add("tokens_sampled", Partial("sum", float(len(completion.token_ids))))
+        add("generation_s", Partial("mean", generation_s))
+        add("generation_max_s", Partial("max", generation_s))
+
+    def env_call(self, kind: EpisodeKind, tag: str, env_s: float) -> None:
+        """The env took `env_s` for a reset or step."""
+        add = self._adder(kind, tag)
+        add("env_s", Partial("mean", env_s))
+        add("env_max_s", Partial("max", env_s))
+
+    def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
+        """Everything since the last call, one record per kind of episode and tag, and the worker's own."""
+        totals, self._totals = self._totals, {}
+        own = {
+            "playing": Partial("mean", float(playing)),
+            "hung_threads": Partial("max", float(hung_threads)),
+            "generation_calls": Partial("sum", float(calls)),
+        }
+        labels = {"worker": self._worker_id}
+        by_tag = [
+            MetricRecord(SOURCE, values, labels={**labels, "kind": kind, "tag": tag})
+            for (kind, tag), values in totals.items()
+        ]
+        return [*by_tag, MetricRecord(SOURCE, own, labels=labels)]
+
+    def _adder(self, kind: EpisodeKind, tag: str) -> "_Adder":
+        return _Adder(self._totals.setdefault((kind.value, tag), {}))
+
+
+class _Adder:
+    """Merges parts into one record's values."""
+
+    def __init__(self, values: dict[str, Partial]) -> None:
+        self._values = values
+
+    def __call__(self, name: str, part: Partial) -> None:
+        before = self._values.get(name)
+        self._values[name] = part if before is None else before.merge(part)

@@ -1,0 +1,90 @@
+"""Getting a turn answered: under a time limit, and again while generation is being replaced.
+
+Invariant: only the turn in flight is ever lost; the episode's tokens stay, and the same prompt is sent again.
+"""
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Callable
+
+from services.errors import MeshError, RetryableError
+from services.rollout.batcher import TurnBatcher
+from services.rollout.config import WorkerSettings
+from services.rollout.failures import EpisodeError
+from services.schema import Completion, GenerateRequest, Sampling
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+
+
+def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
+    """A run's sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, whole distribution."""
+    args = settings.generating_args
+    return {
+        "train": Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids),
+        "sampled": Sampling(1.0, 1.0, -1, args.max_new_tokens, stop_ids),
+        "greedy": Sampling(0.0, 1.0, -1, args.max_new_tokens, stop_ids),
+    }
+
+
+class EpisodeSampler:
+    """Samples the turns of one episode."""
+
+    def __init__(
+        self,
+        batcher: TurnBatcher,
+        sampling: Sampling,
+        min_version: int,
+        *,
+        timeout_s: float,
+        retry_s: float,
+        on_answer: Callable[[Completion, float], None],
+    ) -> None:
+        """timeout_s: of one attempt. retry_s: time after which a turn is given up. on_answer: (completion, seconds)."""
+        self._batcher = batcher
+        self._sampling = sampling
+        self._min_version = min_version
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._on_answer = on_answer
+        # The part before the slash names the episode: requests that share it share their prefix.
+        self._name = uuid.uuid4().hex[:16]
+        self._numbers = itertools.count()
+        self._by_length: dict[int, Sampling] = {}
+
+    async def __call__(self, prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
+        """The policy's answer to `prompt`.
+
+        A replica itself refuses a turn that takes it too long; one that is not answered at all within `timeout_s` (no
+        replica is there, or it hangs) is aborted and sent again.
+
+        Raises:
+            EpisodeError: `generation_refused`; or `generation_unavailable` or `generation_timeout` after `retry_s`.
+        """
+        began, wait_s = time.monotonic(), FIRST_WAIT_S
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    completion = await self._batcher.sample(self._request(prompt, max_new_tokens))
+            except TimeoutError:
+                failure = EpisodeError("generation_timeout", f"no answer in {self._timeout_s:g} s, again and again")
+            except RetryableError as error:
+                failure = EpisodeError("generation_unavailable", str(error))
+            except MeshError as error:
+                raise EpisodeError("generation_refused", str(error)) from error
+            else:
+                self._on_answer(completion, time.monotonic() - began)
+                return completion
+            if time.monotonic() - began + wait_s > self._retry_s:
+                raise failure
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _request(self, prompt: tuple[int, ...], max_new_tokens: int) -> GenerateRequest:
+        sampling = self._by_length.get(max_new_tokens)
+        if sampling is None:
+            s = self._sampling
+            sampling = Sampling(s.temperature, s.top_p, s.top_k, max_new_tokens, s.stop_token_ids)
+            self._by_length[max_new_tokens] = sampling
+        return GenerateRequest(f"{self._name}/{next(self._numbers)}", prompt, sampling, self._min_version)

@@ -1,0 +1,293 @@
+"""An env worker: claims episodes, plays many of them on one loop, and hands in what became of each.
+
+Invariants: each claimed episode is submitted, failed by name, given back, or taken away by the buffer; no episode's trouble
+reaches another or the worker; while Redis or generation do not answer, the worker waits and tries again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, Protocol
+
+from services.buffer.client import RolloutBuffer
+from services.errors import MeshError
+from services.generation.client import GenerationClient
+from services.rollout.batcher import TurnBatcher
+from services.rollout.chat import ChatFormat
+from services.rollout.config import WorkerSettings
+from services.rollout.env_pool import EnvPool, Lent
+from services.rollout.episode import EpisodePlan, play
+from services.rollout.execution import StepResult
+from services.rollout.failures import EpisodeError
+from services.rollout.patience import patiently
+from services.rollout.reporting import Reporter
+from services.rollout.sampling import EpisodeSampler, samplings
+from services.rollout.tasks import EvalTasks, Task, train_task
+from services.schema import EpisodeKind, EpisodeTask, Trajectory
+from services.telemetry import MetricRecord
+
+log = logging.getLogger(__name__)
+
+GATHER_S = 0.01
+"""Time that freed places gather for before the next claim."""
+LONGEST_IDLE_S = 1.0
+LONGEST_HEARTBEAT_S = 0.5
+REPORT_S = 1.0
+WIND_UP_S = 2.0
+
+
+class WorkerEnd(StrEnum):
+    """Why a worker's loop ended."""
+
+    STOPPED = "stopped"
+    WORN_OUT = "worn_out"
+    """Too many of its threads hang in envs: start a fresh process."""
+
+
+class MetricsWriter(Protocol):
+    """Where metric records go."""
+
+    async def append(self, record: MetricRecord) -> None: ...
+
+
+class EnvWorker:
+    """Plays up to `max_env_num_per_worker` episodes at a time until it is stopped."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        worker_id: str,
+        *,
+        buffer: RolloutBuffer,
+        generation: GenerationClient,
+        metrics: MetricsWriter,
+        chat: ChatFormat,
+    ) -> None:
+        self._settings = settings
+        self._worker_id = worker_id
+        self._buffer = buffer
+        self._metrics = metrics
+        self._chat = chat
+        self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s)
+        self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads)
+        self._reporter = Reporter(worker_id)
+        self._eval_tasks = EvalTasks(settings, settings.seed)
+        self._samplings = samplings(settings, self._chat.stop_ids)
+        self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
+        self._place_freed = asyncio.Event()
+        self._may_claim = asyncio.Event()
+        self._may_claim.set()
+        self._drained = False
+        self._end: WorkerEnd | None = None
+        self._ended = asyncio.Event()
+        self._lost: BaseException | None = None
+        self._calls_reported = 0
+
+    @property
+    def num_playing(self) -> int:
+        """Episodes in hand."""
+        return len(self._playing)
+
+    async def run(self) -> WorkerEnd:
+        """Work until `stop()`, or until the worker is worn out; gives back what it was playing.
+
+        Raises:
+            MeshError: the buffer refuses what it is told; a fresh process should take over.
+        """
+        work = (self._claim(), self._heartbeat(), self._report(), self._ended.wait())
+        chores = [asyncio.create_task(chore) for chore in work]
+        try:
+            done, _ = await asyncio.wait(chores, return_when=asyncio.FIRST_COMPLETED)
+            for chore in done:
+                chore.result()
+            if self._lost:
+                raise self._lost
+            return self._end or WorkerEnd.STOPPED
+        finally:
+            await self._wind_up(chores)
+
+    def drain(self) -> None:
+        """Claim nothing more; what is being played is finished."""
+        self._drained = True
+        self._may_claim.clear()
+
+    def stop(self) -> None:
+        """End `run`: episodes in hand are given back to the buffer."""
+        self._finish(WorkerEnd.STOPPED)
+
+    def _finish(self, reason: WorkerEnd) -> None:
+        self._end = self._end or reason
+        self._ended.set()
+
+    async def _wind_up(self, chores: list[asyncio.Task[Any]]) -> None:
+        tasks = [*chores, *self._playing.values()]
+        for task in tasks:
+            task.cancel()
+        # Envs that do not let go in time end with the process.
+        await asyncio.wait(tasks, timeout=WIND_UP_S)
+        await self._batcher.close()
+        await asyncio.wait([asyncio.create_task(self._envs.close())], timeout=WIND_UP_S)
+        try:
+            async with asyncio.timeout(WIND_UP_S):
+                await self._buffer.release(self._worker_id)
+                await self._write_metrics()
+        except (MeshError, TimeoutError) as error:
+            log.warning("could not give episodes back; they go to others when the worker is missed: %s", error)
+
+    # --- chores ---------------------------------------------------------------------------------------------------------
+
+    async def _claim(self) -> None:
+        position = "$"
+        while True:
+            await self._may_claim.wait()
+            free = self._settings.rollout.max_env_num_per_worker - len(self._playing)
+            self._place_freed.clear()
+            tasks = await patiently(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
+            for task in tasks:
+                self._begin(task)
+            if len(tasks) < free:
+                position = await patiently(lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S))
+            else:
+                await self._place_freed.wait()
+                await asyncio.sleep(GATHER_S)
+
+    async def _heartbeat(self) -> None:
+        every_s = min(LONGEST_HEARTBEAT_S, self._settings.worker_timeout_s / 5)
+        while True:
+            orders = await patiently(lambda: self._buffer.heartbeat(self._worker_id))
+            for task in orders.cancelled:
+                if playing := self._playing.get(task):
+                    playing.cancel()
+            if orders.draining or self._drained:
+                self._may_claim.clear()
+            else:
+                self._may_claim.set()
+            if self._envs.is_worn_out:
+                self._finish(WorkerEnd.WORN_OUT)
+            await asyncio.sleep(every_s)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            await self._write_metrics()
+
+    async def _write_metrics(self) -> None:
+        calls = self._batcher.num_calls
+        records = self._reporter.records(
+            playing=len(self._playing), hung_threads=self._envs.num_hung, calls=calls - self._calls_reported
+        )
+        self._calls_reported = calls
+        for record in records:
+            await patiently(lambda record=record: self._metrics.append(record))
+
+    # --- one episode ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, task: EpisodeTask) -> None:
+        playing = asyncio.create_task(self._see_through(task), name=f"{task.group_id}/{task.index}")
+        self._playing[task] = playing
+        playing.add_done_callback(lambda done: self._let_go(task, done))
+
+    def _let_go(self, task: EpisodeTask, done: "asyncio.Task[None]") -> None:
+        if self._playing.get(task) is done:
+            del self._playing[task]
+        self._place_freed.set()
+        if not done.cancelled() and (error := done.exception()):
+            # The buffer would not even hear of its failure. It takes the episode back when this worker is replaced.
+            log.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)
+            self._lost = error
+            self._ended.set()
+
+    async def _see_through(self, task: EpisodeTask) -> None:
+        """Play an episode and hand in what became of it."""
+        tag = ""
+        try:
+            what = self._task_of(task)
+            tag = what.tag
+            trajectory = await self._play(task, what)
+            result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
+        except asyncio.CancelledError:
+            self._reporter.cancelled(task.kind, tag)
+            raise
+        except Exception as error:
+            reason = error.reason if isinstance(error, EpisodeError) else "internal_error"
+            known = isinstance(error, MeshError)
+            log.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not known)
+            self._reporter.failed(task.kind, tag, reason)
+            await patiently(lambda: self._buffer.fail(self._worker_id, task, reason))
+        else:
+            self._reporter.finished(task.kind, trajectory)
+            self._reporter.submitted(task.kind, tag, result.value)
+
+    async def _play(self, task: EpisodeTask, what: Task) -> Trajectory:
+        """Play an episode in an env of the pool.
+
+        Raises:
+            EpisodeError: it could not be played.
+        """
+        rules = self._settings.custom_envs[what.tag]
+        limit = asyncio.timeout(rules.episode_timeout_s)
+        try:
+            async with limit:
+                lent = await self._envs.take(what.tag, task.kind)
+                finished = False
+                try:
+                    trajectory = await self._play_in(lent, task, what)
+                    finished = True
+                finally:
+                    await asyncio.shield(self._envs.give_back(lent, finished=finished))
+                return trajectory
+        except TimeoutError:
+            if limit.expired():
+                raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
+            raise
+
+    async def _play_in(self, lent: Lent, task: EpisodeTask, what: Task) -> Trajectory:
+        settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
+        sampling = self._samplings[task.sampling_name]
+        plan = EpisodePlan(
+            task=task,
+            tag=what.tag,
+            seed=what.seed,
+            env=settings.custom_envs[what.tag],
+            sequence_length=settings.sequence_length,
+            sampling=sampling,
+            keep_text=keep,
+            worker_id=self._worker_id,
+        )
+        sample = EpisodeSampler(
+            self._batcher,
+            sampling,
+            task.min_version,
+            timeout_s=settings.request_timeout_s,
+            retry_s=settings.rollout.max_generation_retry_s,
+            on_answer=lambda completion, seconds: self._reporter.turn(task.kind, what.tag, completion, seconds),
+        )
+        env = _TimedEnv(lent, lambda seconds: self._reporter.env_call(task.kind, what.tag, seconds))
+        return await play(plan, env, lent.traits, sample, self._chat)
+
+    def _task_of(self, task: EpisodeTask) -> Task:
+        if task.kind is EpisodeKind.EVAL:
+            return self._eval_tasks.task(task.number)
+        return train_task(self._settings, self._settings.seed, task.number)
+
+
+class _TimedEnv:
+    """An env whose calls are timed."""
+
+    def __init__(self, lent: Lent, on_call: Callable[[float], None]) -> None:
+        self._runner = lent.runner
+        self._on_call = on_call
+        self._clock = asyncio.get_running_loop().time
+
+    async def reset(self, seed: int) -> str:
+        began = self._clock()
+        observation = await self._runner.reset(seed)
+        self._on_call(self._clock() - began)
+        return observation
+
+    async def step(self, action: str) -> StepResult:
+        began = self._clock()
+        result = await self._runner.step(action)
+        self._on_call(self._clock() - began)
+        return result

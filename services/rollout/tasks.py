@@ -1,0 +1,95 @@
+"""Which task an episode plays: tag and env seed from configuration, run seed and number alone.
+
+Invariants: every worker comes to the same answer, so Redis holds numbers only. Seeds of training lie below 2**31, those of
+evaluation above, and evaluation's envs take their held-out split where they have one: an evaluation never plays a training
+task.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from envs.registry import distinct_seeds, held_out_config
+from services.rollout.config import CustomEnv, EnvManagerConfig
+
+FIRST_EVAL_SEED = 1 << 31
+TRAIN, EVAL = 0, 1
+
+
+class TaskConfig(Protocol):
+    """The part of a run's configuration that tasks depend on."""
+
+    @property
+    def custom_envs(self) -> Mapping[str, CustomEnv]: ...
+    @property
+    def train_env_manager(self) -> EnvManagerConfig: ...
+    @property
+    def val_env_manager(self) -> EnvManagerConfig: ...
+
+
+class Task(NamedTuple):
+    """What is played."""
+
+    tag: str
+    seed: int
+    """For the env's `reset`."""
+
+
+def train_task(config: TaskConfig, seed: int, number: int) -> Task:
+    """The task of training group `number` in a run with `seed`."""
+    cycle = tag_cycle(config.custom_envs, config.train_env_manager)
+    state = np.random.SeedSequence(entropy=seed % (1 << 64), spawn_key=(TRAIN, number)).generate_state(1)
+    return Task(cycle[number % len(cycle)], int(state[0]) % FIRST_EVAL_SEED)
+
+
+def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
+    """The task of evaluation episode `number` in a run with `seed`; `EvalTasks` answers many such questions faster."""
+    return EvalTasks(config, seed).task(number)
+
+
+class EvalTasks:
+    """The evaluation tasks of a run: the same in each of its evaluations, all different where the env has so many."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._envs = config.custom_envs
+        self._cycle = tag_cycle(config.custom_envs, config.val_env_manager)
+        self._group_size = config.val_env_manager.group_size
+        self._seed = seed
+        self._seeds: dict[str, list[int]] = {}
+
+    def task(self, number: int) -> Task:
+        """The task of episode `number`; `group_size` episodes in a row share one."""
+        rounds, place = divmod(number // self._group_size, len(self._cycle))
+        tag = self._cycle[place]
+        earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
+        return Task(tag, self._seed_of(tag, earlier))
+
+    def _seed_of(self, tag: str, index: int) -> int:
+        known = self._seeds.get(tag, [])
+        if index >= len(known):
+            env = self._envs[tag]
+            wanted = max(64, 1 << index.bit_length())
+            known = distinct_seeds(
+                wanted, self._start(tag), env.env_type, held_out_config(env.env_type, env.env_config)
+            )
+            self._seeds[tag] = known
+        return known[index]
+
+    def _start(self, tag: str) -> int:
+        key = (EVAL, zlib.crc32(tag.encode()))
+        state = np.random.SeedSequence(entropy=self._seed % (1 << 64), spawn_key=key).generate_state(1)
+        return FIRST_EVAL_SEED + int(state[0]) % (FIRST_EVAL_SEED // 2)
+
+
+def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
+    """Tags in the order in which numbers take them, again and again: each tag's share spread evenly over the cycle."""
+    tags = manager.tags or tuple(custom_envs)
+    shares = manager.num_groups_partition or (1,) * len(tags)
+    places = [
+        ((turn + 0.5) / share, rank, tag)
+        for rank, (tag, share) in enumerate(zip(tags, shares, strict=True))
+        for turn in range(share)
+    ]
+    return tuple(tag for _, _, tag in sorted(places))

@@ -1,0 +1,229 @@
+"""Messages between services.
+
+Invariants: tokens are recorded as sampled and never re-made from text; `loss_mask` is true exactly on tokens that the
+policy sampled; `versions` covers exactly those tokens; `logprobs` is zero elsewhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SCHEMA_VERSION = 1
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class EpisodeKind(StrEnum):
+    """What an episode is played for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    TERMINATED = "terminated"
+    """The env said that the task is over."""
+    TRUNCATED = "truncated"
+    """The env itself cut the episode."""
+    MAX_STEPS = "max_steps"
+    MAX_LENGTH = "max_length"
+    """The next prompt would not leave room for a token below `sequence_length`."""
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class VersionSpan(NamedTuple):
+    """Tokens `[start, end)` were sampled by weights `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; `temperature=0` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One turn to sample: token ids in."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    min_version: int = 0
+    """The replica holds the request until it serves at least this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled turn: token ids out, stop token included. `error` is set, and the rest empty, if it was refused."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    """Of each sampled token under the distribution it was drawn from (temperature applied, float32)."""
+    versions: tuple[VersionSpan, ...] = ()
+    """Spans over `token_ids`."""
+    finish_reason: FinishReason = FinishReason.STOP
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One completion and the env's reply: tokens `[start, end)` of segment `segment` are the completion."""
+
+    segment: int
+    start: int
+    end: int
+    reward: float
+    state_hash: str = ""
+    """Digest of the observation that the turn answered (GiGPO's anchor state)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One token sequence in one continuous context.
+
+    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32; versions: spans over positions of `tokens`.
+    """
+
+    tokens: Int32Array
+    loss_mask: BoolArray
+    logprobs: Float32Array
+    versions: tuple[VersionSpan, ...]
+
+    def token_versions(self) -> Int32Array:
+        """[T] int32: the version that sampled each token, -1 where the policy did not sample it."""
+        out = np.full(len(self.tokens), -1, dtype=np.int32)
+        for start, end, version in self.versions:
+            out[start:end] = version
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The recorded turns of one episode."""
+
+    group_id: str
+    index: int
+    """Place in the group, 0-based."""
+    attempt: int
+    tag: str
+    seed: int
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Env metrics of the episode, already aggregated over its turns (`success`, `action_is_valid`, ...)."""
+    worker_id: str = ""
+    duration_s: float = 0.0
+    text: tuple[str, ...] = ()
+    """For people: system prompt, then observation and answer in turn. Never the source of training data."""
+
+    @property
+    def reward(self) -> float:
+        """Undiscounted sum over turns."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(int(segment.loss_mask.sum()) for segment in self.segments)
+
+    def version_range(self) -> tuple[int, int] | None:
+        """Oldest and newest version that sampled a token, or None if no token was sampled."""
+        versions = [span.version for span in self._spans()]
+        return (min(versions), max(versions)) if versions else None
+
+    def _spans(self) -> Iterator[VersionSpan]:
+        for segment in self.segments:
+            yield from segment.versions
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sibling trajectories of one task and seed, as the learner takes them from the stream."""
+
+    entry_id: str
+    """Redis stream id: what is acknowledged after the checkpoint."""
+    group_id: str
+    number: int
+    """Admission number, 0-based; with the config it fixes tag and seed."""
+    tag: str
+    seed: int
+    admitted_version: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        ranges = [r for t in self.trajectories if (r := t.version_range())]
+        return min((r[0] for r in ranges), default=self.admitted_version)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTask:
+    """One episode that a worker has claimed and must submit, fail, or lose to another worker."""
+
+    kind: EpisodeKind
+    group_id: str
+    number: int
+    index: int
+    attempt: int
+    min_version: int
+    """Completions must come from this version or a newer one."""
+    sampling_name: str = "train"
+    """Which of the run's sampling settings to use: `train`, or for evaluation `sampled` or `greedy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a weight version, by its Hugging Face name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One published weight version: what it is and where its bytes lie."""
+
+    run_id: str
+    version: int
+    step: int
+    """Optimizer batches trained in the lineage that these weights end."""
+    epoch: int
+    """Fencing epoch of the learner that published it."""
+    transport: str
+    location: str
+    """What the transport needs to find the bytes: a path, a URL."""
+    digest: str
+    """Of the bytes, as the transport computes it."""
+    num_bytes: int
+    tensors: tuple[TensorSpec, ...]
+    published_at: float
+    """Unix time, s."""

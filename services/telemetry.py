@@ -1,0 +1,156 @@
+"""Logs to files, and metrics that merge: every part appends sums and counts, never a mean that would be averaged again."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import msgpack
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from services.errors import CodecError
+from services.keys import RunKeys
+
+METRICS_KEPT = 200_000
+"""Records that a run's metrics stream keeps, about."""
+
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def configure_logging(service: str, log_dir: Path | None, level: int = logging.INFO) -> None:
+    """Send this process's log to `log_dir/<service>.log`, or to stderr without one."""
+    handler: logging.Handler
+    if log_dir is None:
+        handler = logging.StreamHandler(sys.stderr)
+    else:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(log_dir / f"{service}.log")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A metric's part as one process saw it.
+
+    kind: `mean` merges as (sum, count); `sum` adds totals; `max` and `min` keep the extreme; `last` the newest.
+    """
+
+    kind: Literal["mean", "sum", "max", "min", "last"]
+    total: float
+    count: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.kind == "mean" and self.count else self.total
+
+    def merge(self, other: "Partial") -> "Partial":
+        """Combine two parts of one metric.
+
+        Raises:
+            ValueError: the two are of different kinds.
+        """
+        if self.kind != other.kind:
+            raise ValueError(f"a {self.kind} does not merge with a {other.kind}")
+        match self.kind:
+            case "mean" | "sum":
+                return Partial(self.kind, self.total + other.total, self.count + other.count)
+            case "max":
+                return Partial("max", max(self.total, other.total))
+            case "min":
+                return Partial("min", min(self.total, other.total))
+            case "last":
+                return other
+
+
+def mean(values: Iterable[float]) -> Partial:
+    """The mean of `values`, mergeable with the means of other parts."""
+    values = list(values)
+    return Partial("mean", float(sum(values)), float(len(values)))
+
+
+def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
+    """Merge metric by metric."""
+    out: dict[str, Partial] = {}
+    for part in parts:
+        for name, partial in part.items():
+            out[name] = out[name].merge(partial) if name in out else partial
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRecord:
+    """What one part of the mesh saw: metric name -> partial."""
+
+    source: str
+    """`learner`, `rollout`, `generation`, `weights`, `eval`, ..."""
+    values: dict[str, Partial]
+    step: int | None = None
+    """The learner's step that the record belongs to, where it belongs to one."""
+    labels: dict[str, str] = field(default_factory=dict[str, str])
+    time: float = field(default_factory=time.time)
+    """Unix time, s."""
+
+
+def encode_record(record: MetricRecord) -> bytes:
+    """Pack one record."""
+    values = {name: [p.kind, p.total, p.count] for name, p in record.values.items()}
+    return cast(bytes, msgpack.packb([record.source, values, record.step, record.labels, record.time]))
+
+
+def decode_record(blob: bytes) -> MetricRecord:
+    """Unpack one record. Raises `CodecError` if it is malformed."""
+    try:
+        source, values, step, labels, at = msgpack.unpackb(blob)
+        partials = {str(k): Partial(kind, float(total), float(count)) for k, (kind, total, count) in values.items()}
+        return MetricRecord(str(source), partials, step, dict(labels), float(at))
+    except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise CodecError(f"malformed metric record: {error}") from error
+
+
+class MetricsSink(Protocol):
+    """Where a synchronous part writes."""
+
+    def append(self, record: MetricRecord) -> None: ...
+
+
+class RedisMetrics:
+    """A run's metrics stream, for synchronous parts (the learner, the command line)."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).metrics
+
+    def append(self, record: MetricRecord) -> None:
+        """Add one record at the end."""
+        self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=METRICS_KEPT, approximate=True)
+
+    def read(
+        self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
+    ) -> Iterator[tuple[str, MetricRecord]]:
+        """Yield (id, record) of what came after the id `after`, waiting up to `block_ms` for the first."""
+        streams = cast(list[Any], self._redis.xread({self._key: after}, count=count, block=block_ms) or [])
+        for _, entries in streams:
+            for entry_id, fields in entries:
+                yield entry_id.decode(), decode_record(fields[b"r"])
+
+
+class AsyncRedisMetrics:
+    """A run's metrics stream, for asynchronous parts."""
+
+    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).metrics
+
+    async def append(self, record: MetricRecord) -> None:
+        """Add one record at the end."""
+        await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=METRICS_KEPT, approximate=True)
+
+    async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
+        """(id, record) of what came after the id `after`, at most `count`."""
+        entries = await self._redis.xrange(self._key, min=f"({after}" if after != "0" else "-", count=count)
+        return [(entry_id.decode(), decode_record(fields[b"r"])) for entry_id, fields in entries]

@@ -1,0 +1,45 @@
+"""The weight-sync broker as a Ray Serve application; wiring only."""
+
+import asyncio
+from pathlib import Path
+
+from ray import serve
+from ray.serve import Application
+from redis.asyncio import Redis
+
+from services.telemetry import configure_logging
+from services.weights.config import WeightsConfig
+from services.weights.service import WeightBroker
+
+DEPLOYMENT = "weights"
+
+
+def app_name(run_id: str) -> str:
+    """Name of a run's broker application."""
+    return f"weights-{run_id}"
+
+
+class BrokerDeployment:
+    """The broker in a process of its own."""
+
+    def __init__(self, run_id: str, config: WeightsConfig, redis_url: str, output_dir: Path) -> None:
+        configure_logging("weights", output_dir / "logs")
+        self._broker = WeightBroker(Redis.from_url(redis_url), run_id, config, output_dir)
+        self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
+
+    async def cleanup(self) -> int:
+        """Remove all bytes of the run, once it has ended."""
+        return await self._broker.cleanup()
+
+    async def check_health(self) -> None:
+        """Called by Serve: raises what ended the watch."""
+        if self._watching.done():
+            self._watching.result()
+
+
+def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path) -> Application:
+    """The broker of one run; needs no CPU of its own."""
+    deployment = serve.deployment(
+        name=DEPLOYMENT, num_replicas=1, graceful_shutdown_timeout_s=1.0, ray_actor_options={"num_cpus": 0}
+    )(BrokerDeployment)
+    return deployment.bind(run_id, config, redis_url, output_dir)

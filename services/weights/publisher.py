@@ -1,0 +1,142 @@
+"""The learner's end of the broker: copies weights out, then stores and announces them beside the next step.
+
+Invariants: versions are announced in order, at most one is under way; an announcement's error is raised by the call that
+follows it. `progress.version` never goes back: a learner that replays steps publishes versions that exist, which changes
+nothing. The one exception are versions whose bytes are gone together with those of all newer ones (a reboot wiped
+/dev/shm, or a clean stop removed the run's bytes): they are announced again, so that replicas have something to serve, while
+`progress` stays where it is until the replay has caught up.
+"""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from redis import Redis
+
+from services.codec import decode_manifest, encode_manifest
+from services.errors import FencedError, WeightsError
+from services.keys import RunKeys
+from services.schema import Manifest, TensorSpec
+from services.weights.config import WeightsConfig
+from services.weights.transports import Stored, Transport, make_transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PUBLISH = files("services.weights").joinpath("publish.lua").read_text(encoding="utf-8")
+
+
+class RedisWeightPublisher:
+    """`WeightPublisher` over Redis and a transport."""
+
+    def __init__(self, redis: Redis, run_id: str, config: WeightsConfig, epoch: int, output_dir: Path) -> None:
+        self._redis = redis
+        self._run_id = run_id
+        self._keys = RunKeys(run_id)
+        self._keep_versions = config.keep_versions
+        self._epoch = epoch
+        self._transport: Transport = make_transport(config, run_id, output_dir, redis=redis)
+        self._script = redis.register_script(PUBLISH)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        self._announcing: Future[None] | None = None
+
+    def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
+        """See `WeightPublisher.publish`."""
+        self._settle()
+        gone = self._lost_versions(version)
+        if gone is None:
+            return
+        copies = self._transport.copies(tensors)
+        self._announcing = self._thread.submit(self._store_and_announce, version, step, copies, gone)
+
+    def newest(self) -> Manifest | None:
+        """See `WeightPublisher.newest`."""
+        readable = [manifest for manifest in self._manifests().values() if self._transport.readable(manifest)]
+        return max(readable, key=lambda manifest: manifest.version, default=None)
+
+    def close(self) -> None:
+        """See `WeightPublisher.close`."""
+        try:
+            self._settle()
+        finally:
+            self._thread.shutdown()
+            self._transport.close()
+
+    def _settle(self) -> None:
+        announcing, self._announcing = self._announcing, None
+        if announcing is not None:
+            announcing.result()
+
+    def _lost_versions(self, version: int) -> list[int] | None:
+        """Versions whose bytes are gone, if `version` is to be announced; None if it exists."""
+        newest = cast(bytes | None, self._redis.hget(self._keys.progress, "version"))
+        if newest is None or version > int(newest):
+            return []
+        manifests = self._manifests()
+        gone = [v for v, manifest in manifests.items() if not self._transport.readable(manifest)]
+        return None if any(v >= version for v in manifests.keys() - set(gone)) else gone
+
+    def _manifests(self) -> dict[int, Manifest]:
+        blobs = cast(dict[bytes, bytes], self._redis.hgetall(self._keys.manifests))
+        return {int(version): decode_manifest(blob) for version, blob in blobs.items()}
+
+    def _store_and_announce(self, version: int, step: int, tensors: "dict[str, Tensor]", gone: list[int]) -> None:
+        stored = self._transport.stage(version, self._epoch, tensors)
+        manifest = self._manifest(version, step, tensors, stored)
+        try:
+            fallen_out = self._announce(manifest, gone)
+        except FencedError:
+            self._transport.delete(stored.location)
+            raise  # after any other error it may have been announced: the broker collects the bytes if it was not
+        for old in fallen_out:
+            self._transport.delete(old.location)
+
+    def _manifest(self, version: int, step: int, tensors: "dict[str, Tensor]", stored: Stored) -> Manifest:
+        specs = (
+            TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        )
+        return Manifest(
+            run_id=self._run_id,
+            version=version,
+            step=step,
+            epoch=self._epoch,
+            transport=self._transport.name,
+            location=stored.location,
+            digest=stored.digest,
+            num_bytes=stored.num_bytes,
+            tensors=tuple(specs),
+            published_at=time.time(),
+        )
+
+    def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:
+        """Returns what fell out of the versions that stay (the manifest's own bytes if it turned out to exist).
+
+        Raises:
+            FencedError: a newer learner holds the run.
+        """
+        keys = [getattr(self._keys, name) for name in ("epoch", "manifests", "progress", "doorbell", "versions")]
+        arguments = [
+            self._epoch,
+            manifest.version,
+            manifest.step,
+            encode_manifest(manifest),
+            self._keep_versions,
+            *gone,
+        ]
+        status, *rest = cast(list[Any], self._script(keys=keys, args=arguments))
+        match status:
+            case b"announced":
+                return [decode_manifest(blob) for blob in rest]
+            case b"exists":
+                return [manifest]
+            case b"fenced":
+                raise FencedError(
+                    f"version {manifest.version} of {self._run_id!r} is refused: this learner's epoch is {self._epoch}, "
+                    f"the newest is {int(rest[0])}"
+                )
+            case _:
+                raise WeightsError(f"publish.lua answered {status!r}")

@@ -1,0 +1,103 @@
+"""Watches a run's weight versions: collects bytes that nobody announced or that a dead learner left, and says how far the
+replicas lag behind.
+
+Invariant: what a manifest in Redis names is never removed here while the run lives. Everything that the broker knows is in
+Redis or in the transport, so killing it loses nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+from services.codec import decode_manifest
+from services.keys import RunKeys
+from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
+from services.weights.config import WeightsConfig
+from services.weights.reports import ReplicaReport, decode_report
+from services.weights.transports import Transport, leaves_files, make_transport, remove_all
+
+logger = logging.getLogger(__name__)
+
+UNANNOUNCED_AFTER_S = 60.0
+"""A file that no manifest names is collected once it is so old; until then a learner may be about to announce it."""
+SILENT_AFTER_S = 30.0
+"""A replica that has not reported for so long is gone."""
+
+
+class WeightBroker:
+    """Keeps one run's weight versions tidy."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        config: WeightsConfig,
+        output_dir: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._redis: Any = redis
+        self._keys = RunKeys(run_id)
+        self._metrics = AsyncRedisMetrics(redis, run_id)
+        self._transport: Transport | None = None
+        if leaves_files(config):
+            self._transport = make_transport(config, run_id, output_dir)
+        self._clock = clock
+
+    async def watch(self, every_s: float = 5.0) -> None:
+        """Look after every announcement, at most once a second and at least every `every_s`, until cancelled."""
+        after = "$"
+        while True:
+            try:
+                await self.collect()
+                await self.measure()
+                heard = await self._redis.xread({self._keys.versions: after}, block=int(every_s * 1000))
+                if heard:
+                    after = heard[0][1][-1][0]
+            except (ConnectionError, TimeoutError) as error:
+                logger.warning("Redis does not answer: %s", error)
+            await asyncio.sleep(1.0)
+
+    async def collect(self) -> int:
+        """Remove the bytes of versions that no manifest names; returns how many files went."""
+        if self._transport is None:
+            return 0
+        stored = await asyncio.to_thread(self._transport.stored)
+        blobs = cast(list[bytes], await self._redis.hvals(self._keys.manifests))
+        named = {decode_manifest(blob).location for blob in blobs}
+        oldest = self._clock() - UNANNOUNCED_AFTER_S
+        orphans = [file.location for file in stored if file.location not in named and file.modified_at < oldest]
+        for location in orphans:
+            logger.info("collecting %s: no manifest names it", location)
+            await asyncio.to_thread(self._transport.delete, location)
+        return len(orphans)
+
+    async def replicas(self) -> dict[str, ReplicaReport]:
+        """What each living replica reported last; silent ones are forgotten."""
+        blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
+        reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
+        silent = [replica for replica, report in reports.items() if report.at < self._clock() - SILENT_AFTER_S]
+        if silent:
+            await self._redis.hdel(self._keys.served, *silent)
+        return {replica: report for replica, report in reports.items() if replica not in silent}
+
+    async def measure(self) -> dict[str, int]:
+        """Append how many versions each replica lags behind the newest one; returns it."""
+        newest = cast(bytes | None, await self._redis.hget(self._keys.progress, "version"))
+        if newest is None:
+            return {}
+        lags = {replica: int(newest) - report.version for replica, report in (await self.replicas()).items()}
+        for replica, lag in lags.items():
+            values = {"lag": Partial("last", lag), "lag_max": Partial("max", lag)}
+            await self._metrics.append(MetricRecord("weights", values, labels={"replica": replica}))
+        return lags
+
+    async def cleanup(self) -> int:
+        """Remove all bytes of the run, once it has ended; returns how many files went."""
+        return await asyncio.to_thread(remove_all, self._transport) if self._transport else 0

@@ -1,0 +1,95 @@
+"""A replica's end of the broker: hears of new versions without polling, and fetches them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from redis import Redis as SyncRedis
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+from services.codec import decode_manifest
+from services.errors import RetryableError
+from services.keys import RunKeys
+from services.schema import Manifest
+from services.weights.config import WeightsConfig
+from services.weights.reports import ReplicaReport, encode_report
+from services.weights.transports import Transport, make_transport
+
+
+@contextmanager
+def _retryable() -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, TimeoutError) as error:
+        raise RetryableError(f"Redis does not answer: {error}") from error
+
+
+class RedisWeightSubscriber:
+    """`WeightSubscriber` over Redis and a transport."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        config: WeightsConfig,
+        output_dir: Path,
+        *,
+        pulls: SyncRedis | None = None,
+        workers: int = 1,
+    ) -> None:
+        """pulls: a connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica."""
+        self._redis: Any = redis
+        self._keys = RunKeys(run_id)
+        self._transport: Transport = make_transport(config, run_id, output_dir, redis=pulls, workers=workers)
+
+    async def newest(self) -> Manifest | None:
+        """See `WeightSubscriber.newest`."""
+        with _retryable():
+            blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.manifests))
+        for _, blob in sorted(blobs.items(), key=lambda item: int(item[0]), reverse=True):
+            manifest = decode_manifest(blob)
+            if await asyncio.to_thread(self._transport.readable, manifest):
+                return manifest
+        return None
+
+    async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
+        """See `WeightSubscriber.wait_newer`."""
+        deadline = time.monotonic() + timeout_s
+        with _retryable():
+            last = await self._redis.xrevrange(self._keys.versions, count=1)
+        after = last[0][0] if last else "0"
+        while True:
+            manifest = await self.newest()
+            if manifest is not None and manifest.version > version:
+                return manifest
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            if left_ms <= 0:
+                return None
+            with _retryable():
+                heard = await self._redis.xread({self._keys.versions: after}, block=left_ms)
+            if heard:
+                after = heard[0][1][-1][0]
+
+    @asynccontextmanager
+    async def fetch(self, manifest: Manifest) -> AsyncIterator[Path]:
+        """See `WeightSubscriber.fetch`."""
+        context = self._transport.fetch(manifest)
+        path = await asyncio.to_thread(context.__enter__)
+        try:
+            yield path
+        finally:
+            await asyncio.to_thread(context.__exit__, None, None, None)
+
+    async def report(self, replica_id: str, version: int) -> None:
+        """See `WeightSubscriber.report`."""
+        with _retryable():
+            await self._redis.hset(self._keys.served, replica_id, encode_report(ReplicaReport(version, time.time())))
+
+    async def retire(self, replica_id: str) -> None:
+        """See `WeightSubscriber.retire`."""
+        with _retryable():
+            await self._redis.hdel(self._keys.served, replica_id)

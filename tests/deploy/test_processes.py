@@ -1,0 +1,71 @@
+import subprocess
+import sys
+import textwrap
+
+from tests.waiting import wait_until_sync
+
+FAMILY = """
+    import subprocess, sys, time
+    from deploy.processes import adopt_orphans, descendants, end_descendants
+
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); input()"
+    adopt_orphans()
+    spared = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    child = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "up\\n"
+    child.stdin.close()
+    child.wait()
+    orphans = descendants(besides=[spared.pid])
+    assert len(orphans) == 1, orphans
+    assert end_descendants(0.3, besides=[spared.pid]) == 1
+    assert descendants(besides=[spared.pid]) == []
+    assert spared.poll() is None
+    assert end_descendants(5.0) == 0
+    assert spared.poll() is not None
+    print("done")
+"""
+
+
+def test_orphans_stay_descendants_and_who_ignores_the_request_is_killed():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAMILY)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+def test_a_strangers_process_is_never_touched():
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        code = "from deploy.processes import end_descendants; end_descendants(0.1)"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        wait_until_sync(lambda: stranger.poll() is None)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+TRACKED = """
+    import multiprocessing, os, subprocess, sys, time
+    from deploy.processes import end_descendants
+
+    hold = (
+        "import multiprocessing, sys, time; from multiprocessing import shared_memory; "
+        "memory = shared_memory.SharedMemory(create=True, size=64); print(memory.name, flush=True); "
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    name = child.stdout.readline().strip()
+    assert os.path.exists("/dev/shm/" + name)
+    assert end_descendants(0.2) == 1
+    assert not os.path.exists("/dev/shm/" + name)
+    print("done")
+"""
+
+
+def test_shared_memory_of_killed_processes_is_removed():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRACKED)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.endswith("done\n"), done.stderr

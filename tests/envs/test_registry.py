@@ -1,0 +1,144 @@
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.spaces import Text
+
+from envs import registry
+from envs.frozen_lake import FrozenLakeEnv
+
+
+class Echo(gymnasium.Env[str, str]):
+    """A user's env with keyword settings."""
+
+    system_prompt = "Repeat."
+    observation_space = Text(20)
+    action_space = Text(20)
+
+    def __init__(self, word: str, times: int = 1, *, split: str = "train") -> None:
+        self.word, self.times, self.split = word, times, split
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return self.word, {}
+
+
+def anything(**settings: object) -> Echo:
+    return Echo(" ".join(settings))
+
+
+def no_env() -> str:
+    return "not an env"
+
+
+HERE = f"{__name__}:"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+
+
+def test_a_built_in_env_is_made_with_its_settings():
+    env = registry.make("frozen_lake", {"size": 6, "p": 1, "split": "any"})
+    assert isinstance(env, FrozenLakeEnv)
+    assert env.config.size == 6
+
+
+def test_a_users_env_is_made_by_module_and_class():
+    env = registry.make(HERE + "Echo", {"word": "hi"})
+    assert isinstance(env, Echo)
+    assert env.reset(seed=0)[0] == "hi"
+
+
+def test_an_entry_point_names_an_env(monkeypatch: pytest.MonkeyPatch):
+    point = EntryPoint("echo", HERE + "Echo", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.ENTRY_POINT_GROUP else [])
+    assert registry.make("echo", {"word": "x"}).reset()[0] == "x"
+
+
+@pytest.mark.parametrize(
+    ("env_type", "settings", "expected"),
+    [
+        ("frozen_lake", {"siez": 4}, "env_config.siez: frozen_lake has no such setting, did you mean env_config.size?"),
+        ("frozen_lake", {"p": "much"}, "env_config.p: Input should be a valid number, got 'much'"),
+        ("frozen_lake", {"size": 1}, "env_config.size: Input should be greater than or equal to 2, got 1"),
+        (
+            "frozen_lake",
+            {"action_pattern": "("},
+            "env_config.action_pattern: action_pattern '(' is no regular expression",
+        ),
+        ("frozen_like", {}, "env_type: no env named 'frozen_like', did you mean frozen_lake?"),
+        (
+            HERE + "Echo",
+            {"word": "a", "tims": 2},
+            "env_config.tims: " + HERE + "Echo has no such setting, did you mean env_config.times?",
+        ),
+        (HERE + "Echo", {}, "env_config.word: " + HERE + "Echo needs it"),
+        (HERE + "Ecko", {}, "has no attribute 'Ecko'"),
+        ("no.such.module:Env", {}, "No module named 'no'"),
+        (HERE + "HERE", {}, "is a str, not a class or function"),
+        (":", {}, "env_type ':'"),
+    ],
+)
+def test_what_cannot_work_is_named_before_anything_starts(env_type: str, settings: dict[str, Any], expected: str):
+    problems = registry.check_env_config(env_type, settings)
+    assert len(problems) == 1
+    assert expected in problems[0]
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        registry.make(env_type, settings)
+    assert str(refused.value) == problems[0]
+
+
+def test_all_wrong_settings_are_told_together():
+    assert len(registry.check_env_config("frozen_lake", {"siez": 4, "p": 2.0})) == 2
+
+
+def test_right_settings_are_no_problem():
+    assert registry.check_env_config("frozen_lake", {"size": 4, "p": 0.7, "is_slippery": False}) == []
+    assert registry.check_env_config(HERE + "Echo", {"word": "a"}) == []
+    assert registry.check_env_config(HERE + "anything", {"whatever": 1}) == []
+
+
+def test_what_is_no_env_is_refused():
+    with pytest.raises(ValueError, match=r"makes a str, not a gymnasium\.Env"):
+        registry.make(HERE + "no_env", {})
+
+
+def test_evaluation_takes_the_held_out_split_where_the_env_has_one_and_the_tag_sets_none():
+    assert registry.held_out_config("frozen_lake", {"size": 5}) == {"size": 5, "split": "held_out"}
+    assert registry.held_out_config("frozen_lake", {"split": "any"}) == {"split": "any"}
+    assert registry.held_out_config(HERE + "Echo", {"word": "a"}) == {"word": "a", "split": "held_out"}
+    assert registry.held_out_config(HERE + "anything", {}) == {}
+
+
+def test_distinct_seeds_bring_distinct_maps():
+    settings = {"split": "held_out"}
+    seeds = registry.distinct_seeds(256, 1000, "frozen_lake", settings)
+    env = registry.make("frozen_lake", settings)
+    assert len({env.unwrapped.task_id(seed) for seed in seeds}) == 256
+    assert seeds == sorted(seeds)
+    assert seeds[0] == 1000
+    assert registry.distinct_seeds(64, 1000, "frozen_lake", settings) == seeds[:64]
+
+
+def test_where_tasks_run_out_they_are_played_again_in_order():
+    seeds = registry.distinct_seeds(40, 0, "frozen_lake", {"size": 2, "split": "any"})
+    distinct = len(set(seeds))
+    assert 1 < distinct < 10
+    assert seeds[distinct : 2 * distinct] == seeds[:distinct]
+
+
+def test_an_env_that_names_no_tasks_gets_consecutive_seeds():
+    assert registry.distinct_seeds(3, 7, HERE + "Echo", {"word": "a"}) == [7, 8, 9]
+
+
+def test_the_registry_imports_no_heavy_library():
+    program = "import sys, envs.registry as r; r.make('frozen_lake', {}); print({'torch', 'ray'} & set(sys.modules))"
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == "set()"

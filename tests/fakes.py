@@ -1,0 +1,237 @@
+"""What the learner works with, in memory: a buffer, a publisher, a trainer, a sink."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.buffer.client import Counters
+from services.schema import Group, Manifest, Segment, StopReason, Trajectory, Turn, VersionSpan
+from services.telemetry import MetricRecord, Partial
+
+
+def make_trajectory(
+    group: int = 0,
+    index: int = 0,
+    *,
+    reward: float = 0.0,
+    version: int = 0,
+    num_turns: int = 2,
+    success: float | None = None,
+    text: tuple[str, ...] = (),
+) -> Trajectory:
+    """A prompt of 3 tokens, then turns of 2 sampled tokens with 2 observed ones between them; the last turn is rewarded."""
+    length = 3 + 4 * num_turns - 2
+    tokens = np.random.default_rng([group, index]).integers(0, 11, length).astype(np.int32)
+    starts = [3 + 4 * turn for turn in range(num_turns)]
+    mask = np.zeros(length, dtype=np.bool_)
+    for start in starts:
+        mask[start : start + 2] = True
+    spans = tuple(VersionSpan(start, start + 2, version) for start in starts)
+    logprobs = np.where(mask, -2.0, 0.0).astype(np.float32)
+    turns = tuple(Turn(0, start, start + 2, reward if start == starts[-1] else 0.0) for start in starts)
+    metrics = {"success": reward if success is None else success}
+    segment = Segment(tokens, mask, logprobs, spans)
+    return Trajectory(
+        f"run:{group}", index, 0, "tag", group, (segment,), turns, StopReason.TERMINATED, metrics, text=text
+    )
+
+
+def make_group(number: int, *, rewards: Sequence[float] = (0.0, 1.0), version: int = 0) -> Group:
+    """Siblings with those rewards, sampled by `version`."""
+    members = tuple(make_trajectory(number, i, reward=reward, version=version) for i, reward in enumerate(rewards))
+    return Group(f"{number + 1}-0", f"run:{number}", number, "tag", number, version, members)
+
+
+class CrashError(Exception):
+    """The learner dies here, as by kill -9."""
+
+
+@dataclass
+class Moments:
+    """Names every call that changes something, in order, and crashes before the n-th or right after it."""
+
+    crash_at: int | None = None
+    after: bool = False
+    names: list[str] = field(default_factory=list[str])
+
+    def pass_by(self, name: str, act: Callable[[], None]) -> None:
+        self.names.append(name)
+        dies = self.crash_at is not None and len(self.names) == self.crash_at
+        if dies and not self.after:
+            raise CrashError(name)
+        act()
+        if dies:
+            raise CrashError(name)
+
+
+@dataclass
+class FakeLearnerBuffer:
+    """A stream of groups; `on_empty` may add more. What was delivered and not taken out comes again after `reconnect`."""
+
+    on_empty: Callable[["FakeLearnerBuffer"], None] | None = None
+    moments: Moments = field(default_factory=Moments)
+    stream: list[Group] = field(default_factory=list[Group])
+    trained: list[int] = field(default_factory=list[int])
+    dropped: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    evaluations: dict[str, list[Trajectory] | None] = field(default_factory=dict[str, list[Trajectory] | None])
+    started: list[tuple[str, int, str, int]] = field(default_factory=list[tuple[str, int, str, int]])
+    restored: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
+    _delivered: int = 0
+
+    def reconnect(self) -> None:
+        self._delivered = 0
+
+    def take(self, timeout_s: float) -> Group | None:
+        del timeout_s
+        if self._delivered == len(self.stream) and self.on_empty is not None:
+            self.on_empty(self)
+        if self._delivered == len(self.stream):
+            return None
+        self._delivered += 1
+        return self.stream[self._delivered - 1]
+
+    def drop(self, group: Group, reason: str) -> None:
+        def act() -> None:
+            self._remove([group.entry_id])
+            self.dropped.append((group.number, reason))
+
+        self.moments.pass_by(f"drop {group.number}", act)
+
+    def ack(self, entry_ids: Sequence[str], step: int) -> int:
+        gone: list[int] = []
+
+        def act() -> None:
+            gone.extend(self._remove(entry_ids))
+            self.trained.extend(gone)
+
+        self.moments.pass_by(f"ack {step}", act)
+        return len(gone)
+
+    def _remove(self, entry_ids: Sequence[str]) -> list[int]:
+        gone = [group for group in self.stream if group.entry_id in entry_ids]
+        self._delivered -= sum(self.stream.index(group) < self._delivered for group in gone)
+        self.stream = [group for group in self.stream if group not in gone]
+        return [group.number for group in gone]
+
+    def restore(self, num_trained: int, next_number: int | None = None) -> int:
+        self.restored.append((num_trained, next_number))
+        return 0
+
+    def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
+        self.started.append((eval_id, num_episodes, sampling_name, min_version))
+        self.evaluations.setdefault(eval_id, None)
+
+    def eval_result(self, eval_id: str) -> list[Trajectory] | None:
+        return self.evaluations[eval_id]
+
+    def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
+        del timeout_s
+        if self.on_empty is not None:
+            self.on_empty(self)
+        return self.evaluations[eval_id]
+
+    def forget_eval(self, eval_id: str) -> None:
+        del self.evaluations[eval_id]
+
+    def counters(self) -> Counters:
+        return Counters(0, 0, len(self.trained), {}, {}, len(self.stream))
+
+
+@dataclass
+class FakePublisher:
+    """Keeps every announced version; older ones are left alone, as the broker does."""
+
+    moments: Moments = field(default_factory=Moments)
+    versions: dict[int, float] = field(default_factory=dict[int, float])
+
+    def publish(self, version: int, step: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        assert version == step
+
+        def act() -> None:
+            if version > max(self.versions, default=-1):
+                self.versions[version] = float(dict(tensors)["weight"])
+
+        self.moments.pass_by(f"publish {version}", act)
+
+    def newest(self) -> Manifest | None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class FakeTrainer:
+    """Its one weight is a digest of all groups that it was trained on, in order."""
+
+    moments: Moments = field(default_factory=Moments)
+    history: list[tuple[int, tuple[int, ...]]] = field(default_factory=list[tuple[int, tuple[int, ...]]])
+    kl_coef: float = 0.5
+    gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
+
+    def begin(self, progress: Callable[[int, int], None], stopped: Callable[[], bool]) -> bool:
+        progress(1, 1)
+        return not stopped()
+
+    def train(self, groups: Sequence[Group], step: int) -> dict[str, Partial]:
+        self.moments.pass_by(
+            f"train {step}", lambda: self.history.append((step, tuple(group.number for group in groups)))
+        )
+        return self.gauges
+
+    @property
+    def weight(self) -> float:
+        return float(int(hashlib.sha256(repr(self.history).encode()).hexdigest()[:6], 16))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", torch.tensor(self.weight)
+
+    def save(self, folder: Path) -> None:
+        self.moments.pass_by("save", lambda: None)
+        (folder / "weights.json").write_text(json.dumps(self.history))
+
+    def load(self, folder: Path, kl_coef: float) -> None:
+        rows = json.loads((folder / "weights.json").read_text())
+        self.history = [(step, tuple(numbers)) for step, numbers in rows]
+        self.kl_coef = kl_coef
+
+
+@dataclass
+class ListSink:
+    """Keeps metric records."""
+
+    records: list[MetricRecord] = field(default_factory=list[MetricRecord])
+
+    def append(self, record: MetricRecord) -> None:
+        self.records.append(record)
+
+    def of(self, source: str) -> list[MetricRecord]:
+        return [record for record in self.records if record.source == source and record.step is not None]
+
+
+@dataclass
+class DictBoard:
+    """Keeps what a run's record would show."""
+
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+
+    def show(self, **fields: str) -> None:
+        self.fields |= fields
+
+
+@dataclass
+class DictLog:
+    """An evaluation log that outlives learners."""
+
+    states: dict[str, str] = field(default_factory=dict[str, str])
+
+    def load(self) -> dict[str, str]:
+        return dict(self.states)
+
+    def put(self, eval_id: str, state: str) -> None:
+        self.states[eval_id] = state

@@ -1,0 +1,261 @@
+"""Stand-ins for what an env worker talks to, and envs that misbehave in every way."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Text
+
+from services.buffer.client import SubmitResult, WorkerOrders
+from services.errors import RetryableError
+from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig, WorkerSettings
+from services.schema import Completion, EpisodeKind, EpisodeTask, FinishReason, GenerateRequest, Trajectory, VersionSpan
+from services.telemetry import MetricRecord
+
+HERE = f"{__name__}:"
+
+
+def worker_settings(folder: Path, **changes: Any) -> WorkerSettings:
+    """Settings of a worker that plays FrozenLake inline with the tiny policy of `folder`."""
+    lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
+    values: dict[str, Any] = {
+        "run_id": "run",
+        "seed": 7,
+        "model_folder": folder,
+        "output_dir": folder,
+        "redis_url": "redis://nowhere",
+        "sequence_length": 512,
+        "custom_envs": {"Lake": lake},
+        "train_env_manager": EnvManagerConfig(group_size=4),
+        "val_env_manager": EnvManagerConfig(group_size=1),
+        "rollout": RolloutConfig(max_env_num_per_worker=16),
+        "request_timeout_s": 5.0,
+        "worker_timeout_s": 0.25,
+    }
+    return WorkerSettings(**{**values, **changes})
+
+
+def train_episode(number: int, index: int = 0, attempt: int = 0) -> EpisodeTask:
+    return EpisodeTask(EpisodeKind.TRAIN, f"run-{number}", number, index, attempt, min_version=0)
+
+
+class FakeBuffer:
+    """Hands out episodes from a list and keeps what comes back; `down` makes every call fail for as long as it is set."""
+
+    def __init__(self, tasks: Sequence[EpisodeTask] = ()) -> None:
+        self.queue = list(tasks)
+        self.submitted: dict[EpisodeTask, Trajectory] = {}
+        self.failed: list[tuple[EpisodeTask, str]] = []
+        self.claimed: list[EpisodeTask] = []
+        self.to_cancel: list[EpisodeTask] = []
+        self.draining = False
+        self.down = False
+        self.released = 0
+        self.heartbeats = 0
+        self.refused = 0
+        """Calls that came while it was down."""
+        self.retries = False
+        """Whether a failed episode is queued again with the next attempt."""
+        self._bell = asyncio.Event()
+
+    def offer(self, *tasks: EpisodeTask) -> None:
+        self.queue += tasks
+        self._bell.set()
+
+    async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
+        self._answer(worker_id)
+        if self.draining:
+            return []
+        given, self.queue = self.queue[:limit], self.queue[limit:]
+        self.claimed += given
+        return given
+
+    async def wait_for_work(self, after: str, timeout_s: float) -> str:
+        self._answer(after)
+        self._bell.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._bell.wait()
+        except TimeoutError:
+            pass
+        return after
+
+    async def heartbeat(self, worker_id: str) -> WorkerOrders:
+        self._answer(worker_id)
+        self.heartbeats += 1
+        cancelled, self.to_cancel = tuple(self.to_cancel), []
+        return WorkerOrders(cancelled, self.draining)
+
+    async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
+        self._answer(worker_id)
+        if task in self.submitted:
+            return SubmitResult.DUPLICATE
+        self.submitted[task] = trajectory
+        return SubmitResult.ACCEPTED
+
+    async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
+        self._answer(worker_id)
+        self.failed.append((task, reason))
+        if self.retries:
+            again = EpisodeTask(task.kind, task.group_id, task.number, task.index, task.attempt + 1, task.min_version)
+            self.offer(again)
+
+    async def release(self, worker_id: str) -> int:
+        self._answer(worker_id)
+        self.released += 1
+        return 0
+
+    def _answer(self, _: str) -> None:
+        if self.down:
+            self.refused += 1
+            raise RetryableError("down")
+
+
+class FakeMetrics:
+    def __init__(self) -> None:
+        self.records: list[MetricRecord] = []
+
+    async def append(self, record: MetricRecord) -> None:
+        self.records.append(record)
+
+
+Answer = Callable[[GenerateRequest], tuple[int, ...]]
+
+
+class FakeGeneration:
+    """Answers each turn by `answer`, after `delay_s(request)`; `errors` are raised first, one per call."""
+
+    def __init__(self, answer: Answer, delay_s: Callable[[GenerateRequest], float] | None = None) -> None:
+        self.answer = answer
+        self.delay_s = delay_s or (lambda _: 0.0)
+        self.errors: list[Exception] = []
+        self.calls: list[list[GenerateRequest]] = []
+        self.aborted: list[str] = []
+        self.version = 3
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        self.calls.append(list(requests))
+        if self.errors:
+            raise self.errors.pop(0)
+        by_delay: dict[float, list[GenerateRequest]] = {}
+        for request in requests:
+            by_delay.setdefault(self.delay_s(request), []).append(request)
+        waited = 0.0
+        for delay in sorted(by_delay):
+            await asyncio.sleep(delay - waited)
+            waited = delay
+            yield [self._complete(request) for request in by_delay[delay]]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+
+    def _complete(self, request: GenerateRequest) -> Completion:
+        ids = self.answer(request)[: request.sampling.max_new_tokens]
+        finish = FinishReason.STOP if ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
+        spans = (VersionSpan(0, len(ids), self.version),)
+        return Completion(request.request_id, ids, tuple(-0.5 for _ in ids), spans, finish)
+
+
+class CountingEnv(gymnasium.Env[str, str]):
+    """Counts its steps; ends after `length`; its observations name the seed."""
+
+    system_prompt = "Walk P to G ."
+    observation_space = Text(100)
+    action_space = Text(100)
+    metrics_agg_mode = {"total": "sum", "first_step": "first", "highest": "max"}  # noqa: RUF012
+
+    def __init__(self, length: int = 3, split: str = "train") -> None:
+        self.length, self.split, self._step = length, split, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self._step = 0
+        return f"P {int(self.np_random.integers(10))}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._step += 1
+        n = self._step
+        info = {
+            "total": n,
+            "first_step": n,
+            "highest": n,
+            "action_is_valid": n == 1,
+            "success": n == self.length,
+            "text": action,
+        }
+        return f"_ {n % 10}", 0.5, n >= self.length, False, info
+
+
+class BadEnv(CountingEnv):
+    """Misbehaves at its second step (or where `when` says), as `how` says, unless `marker` exists."""
+
+    def __init__(self, how: str, when: str = "step", marker: str = "") -> None:
+        super().__init__()
+        self.how, self.when, self.marker = how, when, marker
+        if when == "make":
+            self._misbehave()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        if self.when == "reset":
+            self._misbehave()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.when == "step" and self._step == 1:
+            self._misbehave()
+        observation, reward, *rest = super().step(action)
+        if self.how == "nan":
+            reward = float("nan")
+        return (observation if self.how != "no_text" else 3), reward, *rest  # pyright: ignore[reportReturnType]
+
+    def _misbehave(self) -> None:
+        if self.marker:
+            if Path(self.marker).exists():
+                return
+            Path(self.marker).touch()
+        match self.how:
+            case "raise":
+                raise RuntimeError("broken")
+            case "stop_iteration":
+                raise StopIteration
+            case "exit":
+                sys.exit(3)
+            case "crash":
+                os._exit(7)
+            case "hang":
+                time.sleep(1000)
+            case "hang_with_child":
+                child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+                Path(self.marker).write_text(str(child.pid))
+                time.sleep(1000)
+            case "print":
+                print("noise on stdout", flush=True)  # noqa: T201
+            case _:
+                pass
+
+
+class WaitingEnv(CountingEnv):
+    """Waits in each step; a gate file lets it go on."""
+
+    def __init__(self, wait_s: float = 0.05, gate: str = "") -> None:
+        super().__init__()
+        self.wait_s, self.gate = wait_s, gate
+        self.closed = False
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if self.gate:
+            Path(self.gate + ".waits").touch()
+        while self.gate and not Path(self.gate).exists():
+            time.sleep(0.005)
+        time.sleep(self.wait_s)
+        return super().step(action)
+
+    def close(self) -> None:
+        if self.gate:
+            Path(self.gate + ".closed").touch()

@@ -1,0 +1,105 @@
+"""`offbeat train` as a child process, for tests that look at a whole run from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
+SMALL = (
+    "warm_start.steps=60",
+    "max_steps=12",
+    "save_steps=3",
+    "eval_steps=0",
+    "final_val_batch_size=16",
+    "buffer.worker_timeout_s=4",
+    "buffer.learner_timeout_s=3",
+)
+"""A run that takes about a minute, most of it to start."""
+
+
+class TrainProcess:
+    """One `offbeat train` and what it started."""
+
+    def __init__(self, output_dir: Path, *overrides: str) -> None:
+        self.output_dir = output_dir
+        self._log = output_dir.with_suffix(".log")
+        command = [sys.executable, "-m", "deploy.cli", "train", str(QUICKSTART), f"output_dir={output_dir}", *SMALL]
+        self.process = subprocess.Popen(
+            [*command, *overrides], stdout=self._log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def view(self) -> dict[str, Any] | None:
+        """The run as the control service tells it, or None while that does not answer."""
+        try:
+            endpoints = json.loads((self.output_dir / "endpoints.json").read_text())
+            answer = httpx.get(f"{endpoints['control_url']}/runs/quickstart", timeout=5.0)
+        except (OSError, ValueError, httpx.HTTPError):
+            return None
+        return answer.json() if answer.status_code == httpx.codes.OK else None
+
+    def wait_for_step(self, step: int, timeout_s: float = 240.0) -> dict[str, Any]:
+        """Return the view once `step` batches are published."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.output
+            view = self.view()
+            if view and view["step"] >= step:
+                return view
+            time.sleep(0.1)
+        raise TimeoutError(f"step {step} not reached within {timeout_s} s\n{self.output}")
+
+    def find(self, *marks: str) -> psutil.Process | None:
+        """The newest process of the run whose command line holds all of `marks`."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                line = " ".join(process.cmdline())
+                if all(mark in line for mark in marks) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process.create_time(), process))
+            except psutil.NoSuchProcess:
+                continue
+        return max(found, key=lambda row: row[0])[1] if found else None
+
+    def kill(self, *marks: str, timeout_s: float = 60.0) -> int:
+        """kill -9 the newest process whose command line holds `marks`, and see it gone; returns its pid."""
+        deadline = time.monotonic() + timeout_s
+        while (process := self.find(*marks)) is None:
+            assert time.monotonic() < deadline, f"no process {marks}\n{self.output}"
+            time.sleep(0.1)
+        process.kill()
+        psutil.wait_procs([process], timeout=10)
+        return process.pid
+
+    def wait(self, timeout_s: float = 300.0) -> int:
+        """Exit code."""
+        return self.process.wait(timeout_s)
+
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.output_dir / "report.json").read_text())
+
+    def close(self) -> None:
+        """End it, whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(10)
+
+
+def left_behind(run_id: str = "quickstart") -> list[str]:
+    """Files of the run in shared memory."""
+    return [path.name for path in Path("/dev/shm").glob(f"offbeat-{run_id}-*")]

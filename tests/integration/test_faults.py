@@ -1,0 +1,79 @@
+"""Whole runs whose processes are killed: each ends, and every admitted group is trained once, dropped or failed by name."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.mesh import TrainProcess, left_behind
+
+pytestmark = pytest.mark.timeout(600)
+
+Start = Callable[..., TrainProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[TrainProcess] = []
+
+    def run(*overrides: str) -> TrainProcess:
+        started.append(TrainProcess(tmp_path / "run", *overrides))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.close()
+
+
+def accounted(report: dict) -> bool:
+    lost = sum(report["groups_dropped"].values()) + sum(report["groups_failed"].values())
+    return report["groups_admitted"] == report["groups_trained"] + lost
+
+
+def test_a_run_whose_worker_engine_and_learner_are_killed_ends_with_every_group_accounted_for(start: Start):
+    train = start()
+    train.wait_for_step(2)
+    train.kill("ray::EnvWorker")
+    train.wait_for_step(4)
+    train.kill("trainer.cli")
+    train.wait_for_step(7)
+    train.kill("ray::ServeReplica:generation")
+    assert train.wait() == 0, train.output
+    report = train.report()
+    assert report["steps"] == 12
+    assert report["groups_trained"] == 12 * 8
+    assert accounted(report)
+    assert report["max_staleness_seen"] <= 1
+    assert left_behind() == []
+
+
+def test_without_learning_the_learner_and_the_engine_agree_to_float_noise_through_all_updates(start: Start):
+    train = start("actor_train.training_args.learning_rate=0", "max_steps=10")
+    assert train.wait() == 0, train.output
+    report = train.report()
+    assert report["weight_updates"] >= 5
+    assert report["mismatch_kl"] < 1e-9
+
+
+def test_ctrl_c_stops_within_ten_seconds_leaves_nothing_and_the_run_can_be_resumed(start: Start):
+    train = start()
+    step = train.wait_for_step(4)["step"]
+    family = psutil.Process(train.process.pid).children(recursive=True)
+    train.process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    assert train.wait(timeout_s=30) == 130
+    assert time.monotonic() - asked < 10
+    assert "resume_from_checkpoint=true" in train.output
+    assert psutil.wait_procs(family, timeout=1)[1] == []
+    assert left_behind() == []
+
+    resumed = start("resume_from_checkpoint=true")
+    assert resumed.wait_for_step(step)["step"] >= step
+    assert resumed.wait() == 0, resumed.output
+    report = resumed.report()
+    assert report["steps"] == 12
+    assert report["groups_trained"] == 12 * 8
+    assert accounted(report)

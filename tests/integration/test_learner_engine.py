@@ -1,0 +1,176 @@
+"""The DeepSpeed engine on a CPU: ZeRO stages, ranks and micro-batches must not change what is learned."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import free_port
+from tests.integration.learner_rank import SMOOTH, fixed_batch
+from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
+from trainer.engines.base import Hyperparameters
+from trainer.engines.deepspeed import DeepSpeedEngine, merged
+from trainer.engines.processes import Ranks, process_group, ranks_of_environment
+from trainer.models.policy import PackedCritic, Sampled, load_critic, load_policy
+from trainer.policies.tiny import write_tiny_policy
+
+HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
+EngineFactory = Callable[..., DeepSpeedEngine]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    torch.set_num_threads(1)
+    alone = ranks_of_environment("cpu")
+    with process_group(alone):
+        yield alone
+
+
+@pytest.fixture
+def engine(folder: Path, ranks: Ranks) -> EngineFactory:
+    def build(stage: int = 0, dtype: str = "float32", training: TrainingArgs = SMOOTH) -> DeepSpeedEngine:
+        args = ModelArgs.model_validate({"dtype": dtype})
+        strategy = StrategyArgs.model_validate({"zero_stage": stage})
+        return DeepSpeedEngine(load_policy(folder, args, seed=1), training, strategy, ranks)
+
+    return build
+
+
+def nll(_: int, said: Sampled) -> Tensor:
+    return -said.logprobs.sum() / 6
+
+
+def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.tensors()}
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_zero_stages_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
+    """Three micro-batches on two ranks: one rank has a pass less of its own."""
+    script = Path(__file__).with_name("learner_rank.py")
+    command = [sys.executable, str(script), str(folder), str(tmp_path), "0", "2", "3"]
+    root = str(Path(__file__).parents[2])
+    for world in (1, 2):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        running = [
+            subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": root})
+            for rank in range(world)
+        ]
+        assert [process.wait(timeout=120) for process in running] == [0] * world
+    expected = load_file(tmp_path / "stage0-of-1.safetensors")
+    assert "model.embed_tokens.weight" in expected
+    for stage in (0, 2, 3):
+        for world in (1, 2):
+            assert_same(expected, load_file(tmp_path / f"stage{stage}-of-{world}.safetensors"), atol=2e-5)
+
+
+def test_the_cut_into_micro_batches_does_not_change_the_step(engine: EngineFactory) -> None:
+    one, two = engine(), engine()
+    outcomes = [one.train(fixed_batch(1), nll, HYPER), two.train(fixed_batch(6), nll, HYPER)]
+    assert outcomes[0].grad_norm == pytest.approx(outcomes[1].grad_norm, rel=1e-5)
+    assert_same(weights_of(one), weights_of(two), atol=1e-5)
+
+
+def test_a_step_is_torch_adamw_on_the_clipped_gradient(engine: EngineFactory, folder: Path) -> None:
+    ours = engine(training=SMOOTH.model_copy(update={"max_grad_norm": 0.5}))
+    twin = load_policy(folder, ModelArgs(), seed=1)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    for _ in range(3):
+        outcome = ours.train(fixed_batch(), nll, HYPER)
+        optimizer.zero_grad()
+        sum(nll(0, twin(x)) for x in fixed_batch()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+        assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    expected = {name.removeprefix("model."): p.detach() for name, p in twin.named_parameters()}
+    assert_same(weights_of(ours), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (3, "float32"), (0, "bfloat16")])
+def test_a_loss_that_is_not_finite_changes_nothing(engine: EngineFactory, stage: int, dtype: str) -> None:
+    policy, undisturbed = engine(stage, dtype), engine(stage, dtype)
+    for each in (policy, undisturbed):
+        each.train(fixed_batch(), nll, HYPER)
+    before = weights_of(policy)
+    outcome = policy.train(fixed_batch(), lambda i, said: nll(i, said) * (math.nan if i == 1 else 1.0), HYPER)
+    assert not outcome.applied
+    assert_same(weights_of(policy), before)
+    for each in (policy, undisturbed):
+        assert each.train(fixed_batch(), nll, HYPER).applied
+    assert_same(weights_of(policy), weights_of(undisturbed))
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "bfloat16"), (3, "float32")])
+def test_a_loaded_engine_goes_on_exactly(engine: EngineFactory, stage: int, dtype: str, tmp_path: Path) -> None:
+    saved = engine(stage, dtype)
+    saved.train(fixed_batch(), nll, HYPER)
+    saved.save(tmp_path)
+    saved.train(fixed_batch(), nll, HYPER)
+    fresh = engine(stage, dtype)
+    fresh.load(tmp_path)
+    fresh.train(fixed_batch(), nll, HYPER)
+    assert_same(weights_of(saved), weights_of(fresh))
+
+
+def test_bfloat16_weights_gather_steps_too_small_for_them(engine: EngineFactory) -> None:
+    policy = engine(dtype="bfloat16")
+    before = weights_of(policy)
+    for _ in range(40):
+        policy.train(fixed_batch(), nll, Hyperparameters(1e-5, 0.0))
+    norm = "model.norm.weight"
+    assert before[norm].dtype == torch.bfloat16
+    assert not torch.equal(
+        before["model.layers.0.self_attn.q_proj.weight"], weights_of(policy)["model.layers.0.self_attn.q_proj.weight"]
+    )
+    assert float((weights_of(policy)[norm] - before[norm]).abs().max()) < 1e-2
+
+
+def test_a_reset_optimizer_forgets_its_moments(engine: EngineFactory) -> None:
+    used, fresh = engine(), engine()
+    used.train(fixed_batch(), nll, Hyperparameters(0.0, 0.0))
+    used.reset_optimizer()
+    for each in (used, fresh):
+        each.train(fixed_batch(), nll, HYPER)
+    assert_same(weights_of(used), weights_of(fresh))
+
+
+def test_the_critic_trains_on_the_same_engine(folder: Path, ranks: Ranks) -> None:
+    critic = load_critic(folder, ModelArgs(), seed=1)
+    assert isinstance(critic, PackedCritic)
+    engine = DeepSpeedEngine(critic, TrainingArgs(), StrategyArgs(), ranks)
+    batch = fixed_batch()
+
+    def miss(_: int, values: Tensor) -> Tensor:
+        return ((values - 1.0) ** 2).sum()
+
+    first = sum(float(miss(0, values)) for values in engine.infer(batch))
+    for _ in range(20):
+        engine.train(batch, miss, HYPER)
+    assert sum(float(miss(0, values)) for values in engine.infer(batch)) < first / 10
+
+
+def test_settings_of_the_run_lie_over_ours() -> None:
+    ours = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "steps_per_print": 5}
+    assert merged(ours, {"zero_optimization": {"overlap_comm": True}}) == {
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "steps_per_print": 5,
+    }

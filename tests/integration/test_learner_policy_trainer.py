@@ -1,0 +1,97 @@
+"""A run's weights with critic and reference on DeepSpeed: made, saved, brought back exactly."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deploy import preparation
+from deploy.loading import load_run
+from tests.fakes import make_group
+from trainer.engines.processes import Ranks, process_group, ranks_of_environment
+from trainer.policy_trainer import PolicyTrainer
+from trainer.run import LearnerRun, LearnerRunConfig
+
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
+CRITIC = ("adv_estimator=gae", "reward_normalization.method=identity", "zero_variance=train")
+REFERENCE = ("add_token_level_kl=true", "init_kl_coef=0.1", "target_kl=0.01")
+GROUPS = [make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    torch.set_num_threads(1)
+    with process_group(alone := ranks_of_environment("cpu")):
+        yield alone
+
+
+def run_of(folder: Path, overrides: Sequence[str]) -> LearnerRun:
+    small = ["tiny.num_hidden_layers=1", "warm_start.steps=3", "save_steps=2", "max_steps=6"]
+    config = load_run(QUICKSTART, [f"output_dir={folder}", *small, *overrides])
+    preparation.prepare_folder(config)
+    return LearnerRun("run", "now", folder, LearnerRunConfig.model_validate_json(config.model_dump_json()))
+
+
+def begun(run: LearnerRun, ranks: Ranks) -> PolicyTrainer:
+    trainer = PolicyTrainer(run, ranks)
+    assert trainer.begin(lambda *_: None, lambda: False)
+    return trainer
+
+
+def weights(trainer: PolicyTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.tensors()}
+
+
+def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("overrides", [(), CRITIC, (*CRITIC, *REFERENCE), ("actor_train.strategy_args.zero_stage=3",)])
+def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
+    run = run_of(tmp_path, overrides)
+    trainer = begun(run, ranks)
+    for step in range(2):
+        trainer.train(GROUPS, step)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    trainer.save(folder)
+    kl_coef = trainer.kl_coef
+    expected = trainer.train(GROUPS, 2)
+    again = PolicyTrainer(run, ranks)
+    again.load(folder, kl_coef)
+    found = again.train(GROUPS, 2)
+    assert_equal(weights(trainer), weights(again))
+    assert again.kl_coef == trainer.kl_coef
+    assert found == expected
+
+
+def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:
+    run = run_of(tmp_path, REFERENCE)
+    trainer = begun(run, ranks)
+    gauges = [trainer.train(GROUPS, step) for step in range(2)]
+    assert gauges[0]["actor/kl_coef"].value != 0.1
+    assert (tmp_path / "start" / "model.safetensors").is_file()
+    from safetensors.torch import load_file
+
+    start = load_file(tmp_path / "start" / "model.safetensors")
+    assert not torch.equal(start["model.norm.weight"], weights(trainer)["model.norm.weight"])
+
+
+def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:
+    made = begun(run_of(tmp_path / "made", ()), ranks)
+    folder = tmp_path / "own"
+    folder.mkdir()
+    made.save(folder)
+    run = run_of(tmp_path / "next", (f"pretrain={folder}", "warm_start=null"))
+    assert_equal(weights(begun(run, ranks)), weights(made))
+
+
+def test_the_warm_start_and_the_seed_fix_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:
+    one, same, other = (
+        weights(begun(run_of(tmp_path / str(i), (f"seed={seed}",)), ranks)) for i, seed in enumerate((1, 1, 2))
+    )
+    assert_equal(one, same)
+    assert not torch.equal(one["model.norm.weight"], other["model.norm.weight"])

@@ -1,0 +1,243 @@
+"""Env workers as Ray actors with a real Redis and a replica on Ray Serve that answers without an engine.
+
+One Ray; the tests run in order, and each plays a run of its own.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import redis
+from ray import serve
+from ray.exceptions import RayActorError
+
+from envs.frozen_lake import WORDS
+from services.buffer.client import BufferLimits, Counters
+from services.buffer.learner import RedisLearnerBuffer
+from services.buffer.watch import configure_buffer
+from services.generation.client import app_name
+from services.keys import RunKeys
+from services.rollout.app import build, stop_worker, worker_name
+from services.rollout.chat import load_chat_format
+from services.rollout.config import RolloutConfig, WorkerSettings
+from services.rollout.tasks import train_task
+from services.schema import Group
+from services.telemetry import RedisMetrics, merge_all
+from tests.fakes_rollout import worker_settings
+from tests.integration.rollout_replica import build_walker
+from tests.waiting import wait_until
+from trainer.config import TinyPolicyConfig
+from trainer.policies.tiny import write_tiny_policy
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(180),
+    pytest.mark.usefixtures("ray_cluster"),
+]
+
+NAMESPACE = "rollout-test"
+GROUP_SIZE = 4
+RECOVERY_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(), WORDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir="/tmp/offbeat-rp")
+    try:
+        yield
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+class Run:
+    """A run's buffer, its learner and its only env worker."""
+
+    def __init__(self, run_id: str, server: redis.Redis, settings: WorkerSettings, total_groups: int) -> None:
+        self.run_id = run_id
+        self.settings = settings
+        self.redis = server
+        self.keys = RunKeys(run_id)
+        configure_buffer(server, run_id, BufferLimits(GROUP_SIZE, 0, 4, 1e6, 6, total_groups, 3, 2.0))
+        self.learner = RedisLearnerBuffer(server, run_id, int(server.incr(self.keys.epoch)))  # type: ignore[arg-type]
+        self.groups: list[Group] = []
+
+    def publish(self) -> None:
+        """What the broker does to the buffer."""
+        self.redis.hset(self.keys.progress, mapping={"version": 0, "step": 0})
+        self.redis.xadd(self.keys.doorbell, {"e": "publish"})
+
+    def start_worker(self) -> Any:
+        return build(0, self.settings, namespace=NAMESPACE)
+
+    def serve_generation(self, delay_s: float = 0.005) -> Any:
+        chat = load_chat_format(self.settings.model_folder)
+        words = tuple(chat.encode(word)[0] for word in ("Left", "Down", "Right", "Up"))
+        app = build_walker(words, chat.end_id, delay_s=delay_s)
+        return serve.run(app, name=app_name(self.run_id), route_prefix=None)
+
+    async def pid(self) -> int:
+        """Of the worker that answers."""
+        alive: dict[str, Any] | None = None
+
+        async def answers() -> bool:
+            nonlocal alive
+            try:
+                actor = ray.get_actor(worker_name(self.run_id, 0), namespace=NAMESPACE)
+                alive = await asyncio.wait_for(asyncio.shield(actor.alive.remote()), 5)
+            except (RayActorError, ValueError, TimeoutError):
+                return False
+            return bool(alive and alive["ready"])
+
+        await wait_until(answers, RECOVERY_S)
+        assert alive
+        return int(alive["pid"])
+
+    async def train(self, count: int) -> None:
+        """Take and acknowledge `count` more groups."""
+        wanted = len(self.groups) + count
+        async with asyncio.timeout(RECOVERY_S):
+            while len(self.groups) < wanted:
+                group = await asyncio.to_thread(self.learner.take, 0.5)
+                if group:
+                    self.groups.append(group)
+                    self.learner.ack([group.entry_id], 1)
+
+    def counters(self) -> Counters:
+        return self.learner.counters()
+
+
+@pytest.fixture
+def begin(folder: Path, tmp_path: Path, redis_url: str):
+    @asynccontextmanager
+    async def start(run_id: str, total_groups: int, **changes: Any) -> AsyncIterator[Run]:
+        rollout = RolloutConfig(max_env_num_per_worker=16, cpus_per_worker=0.2)
+        settings = worker_settings(
+            folder,
+            run_id=run_id,
+            redis_url=redis_url,
+            output_dir=tmp_path,
+            rollout=rollout,
+            worker_timeout_s=2.0,
+            **changes,
+        )
+        with redis.Redis.from_url(redis_url) as server:
+            run = Run(run_id, server, settings, total_groups)
+            try:
+                yield run
+            finally:
+                await stop_worker(run_id, 0, namespace=NAMESPACE, grace_s=3.0)
+                serve.delete(app_name(run_id))
+
+    return start
+
+
+def assert_whole(run: Run, total: int) -> None:
+    """Every admitted group was trained once, with the task that its number fixes and equal first prompts."""
+    counters = run.counters()
+    assert (counters.admitted, counters.trained, counters.in_flight) == (total, total, 0)
+    assert (counters.failed, counters.dropped) == ({}, {})
+    assert sorted(group.number for group in run.groups) == list(range(total))
+    for group in run.groups:
+        tag, seed = train_task(run.settings, run.settings.seed, group.number)
+        assert {(t.tag, t.seed) for t in group.trajectories} == {(tag, seed)}
+        assert sorted(t.index for t in group.trajectories) == list(range(GROUP_SIZE))
+        prompts = {tuple(t.segments[0].tokens[: t.turns[0].start].tolist()) for t in group.trajectories}
+        assert len(prompts) == 1
+
+
+async def test_a_worker_that_starts_first_waits_for_generation_and_then_plays_the_run(begin):
+    async with begin("pool-order", total_groups=12) as run:
+        run.publish()
+        actor = run.start_worker()
+        assert (await actor.alive.remote())["ready"] is False
+        run.serve_generation()
+        assert run.start_worker()._actor_id == actor._actor_id
+        await run.train(12)
+        assert_whole(run, 12)
+        seen = merge_all(r.values for _, r in RedisMetrics(run.redis, run.run_id).read())
+        await wait_until(lambda: count_episodes(run) == 12 * GROUP_SIZE)
+        assert seen["playing"].kind == "mean"
+
+
+def count_episodes(run: Run) -> float:
+    records = [record for _, record in RedisMetrics(run.redis, run.run_id).read()]
+    return sum(record.values["episodes"].total for record in records if "episodes" in record.values)
+
+
+async def test_a_killed_worker_is_replaced_and_every_group_is_still_trained_once(begin):
+    async with begin("pool-worker", total_groups=30) as run:
+        run.serve_generation()
+        run.start_worker()
+        run.publish()
+        await run.train(6)
+        first = await run.pid()
+        os.kill(first, signal.SIGKILL)
+        await run.train(12)
+        second = await run.pid()
+        assert second != first
+        os.kill(second, signal.SIGKILL)
+        await run.train(12)
+        assert_whole(run, 30)
+        assert any(t.attempt > 0 for group in run.groups for t in group.trajectories)
+
+
+async def test_a_killed_replica_costs_no_episode(begin):
+    async with begin("pool-replica", total_groups=20) as run:
+        handle = run.serve_generation(delay_s=0.05)
+        run.start_worker()
+        run.publish()
+        await run.train(3)
+        os.kill(await handle.pid.remote(), signal.SIGKILL)
+        await run.train(17)
+        assert_whole(run, 20)
+        assert {t.attempt for group in run.groups for t in group.trajectories} == {0}
+
+
+async def stop_by_itself(run: Run) -> None:
+    actor = ray.get_actor(worker_name(run.run_id, 0), namespace=NAMESPACE)
+    with suppress(RayActorError):
+        await asyncio.wait_for(actor.stop.remote(), 10)
+
+
+async def stop_from_outside(run: Run) -> None:
+    await stop_worker(run.run_id, 0, namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize("stop", [stop_by_itself, stop_from_outside])
+async def test_a_stopped_worker_gives_back_what_it_played_and_stays_away(begin, stop: Callable[[Run], Awaitable[None]]):
+    async with begin(f"pool-{stop.__name__}", total_groups=8) as run:
+        run.serve_generation(delay_s=1000.0)
+        run.start_worker()
+        run.publish()
+        pid = await run.pid()
+        claims = f"{run.keys.key('buffer')}:claims:{worker_name(run.run_id, 0)}"
+        await wait_until(lambda: run.redis.hlen(claims) == 16)
+        await stop(run)
+        await wait_until(lambda: not psutil.pid_exists(pid))
+        await wait_until(lambda: not is_known(run))
+        assert not run.redis.exists(claims)
+        counters = run.counters()
+        assert counters.admitted == counters.in_flight > 0
+
+
+def is_known(run: Run) -> bool:
+    try:
+        ray.get_actor(worker_name(run.run_id, 0), namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True

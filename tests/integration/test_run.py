@@ -1,0 +1,211 @@
+"""Whole runs of `offbeat train` on a user's own env, in a folder of the user's own."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.waiting import wait_until_sync
+
+OFFBEAT = Path(__file__).parents[2] / ".venv/bin/offbeat"
+STOPPED, FAILED = 130, 1
+RUN_ID = "own"
+MY_ENVS = '''
+import time
+import gymnasium
+
+COLORS = ("red", "green", "blue")
+
+
+class Echo(gymnasium.Env):
+    """Say the word that is shown."""
+
+    system_prompt = "say it"
+    words = ("say", "it", *COLORS)
+
+    def __init__(self, wait_s: float = 0.0):
+        self.wait_s = wait_s
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.word = COLORS[int(self.np_random.integers(len(COLORS)))]
+        return self.word, {}
+
+    def step(self, action):
+        time.sleep(self.wait_s)
+        hit = action.strip() == self.word
+        return "it", float(hit), True, False, {"success": hit}
+
+
+def no_demos(env, rng):
+    raise ValueError("these demonstrations are missing")
+'''
+MY_RUN = """
+exp_name: own
+output_dir: runs/own
+custom_envs:
+  Echo: {env_type: "my_envs:Echo", max_steps: 1, max_tokens_per_step: 2, env_config: {wait_s: 0.4}}
+train_env_manager: {num_env_groups: 8, group_size: 4}
+rollout_batch_size: 16
+max_steps: 24
+save_steps: 5
+eval_steps: 0
+final_val_batch_size: 8
+sequence_length: 64
+buffer: {worker_timeout_s: 5, learner_timeout_s: 4}
+actor_infer: {generating_args: {max_new_tokens: 2}}
+actor_train: {training_args: {learning_rate: 1e-3}}
+"""
+
+
+class Command:
+    """`offbeat train own.yaml` in a folder that holds the user's env."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self.run_dir = folder / "runs" / "own"
+        self.log = folder / "output.txt"
+        self.environment = {**os.environ, "OFFBEAT_TEST": str(folder)}
+        with self.log.open("a") as out:
+            self.process = subprocess.Popen(
+                [OFFBEAT, "train", "own.yaml", *overrides],
+                cwd=folder,
+                stdout=out,
+                stderr=out,
+                env=self.environment,
+                start_new_session=True,
+            )
+
+    def call(self, method: str, path: str) -> Any:
+        """What the control service answers, or None while it does not."""
+        try:
+            url = json.loads((self.run_dir / "endpoints.json").read_text())["control_url"]
+            return httpx.request(method, f"{url}{path}", timeout=5.0).raise_for_status().json()
+        except (OSError, ValueError, httpx.HTTPError):
+            return None
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            view = self.call("GET", f"/runs/{RUN_ID}")
+            return bool(view) and view["step"] >= step
+
+        wait_until_sync(reached, timeout_s=240, every_s=0.1)
+
+    def living(self, mark: str = "") -> list[psutil.Process]:
+        """Every process that this command or its descendants started, by a mark in their environment (redis-server writes
+        over its own) or by where it runs; of those, who has `mark` in the command line."""
+        redis = self.run_dir / "redis"
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("OFFBEAT_TEST") == str(self.folder) or process.cwd() == str(redis)
+                if ours and process.status() != psutil.STATUS_ZOMBIE and mark in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def kill(self, mark: str) -> None:
+        """kill -9 the one process whose command line holds `mark`."""
+        wait_until_sync(lambda: len(self.living(mark)) == 1, timeout_s=60)
+        self.living(mark)[0].kill()
+
+    def end(self) -> None:
+        for process in self.living():
+            process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_envs.py").write_text(MY_ENVS)
+    (tmp_path / "own.yaml").write_text(MY_RUN)
+    return tmp_path
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    begun: list[Command] = []
+    yield begun
+    for command in begun:
+        command.end()
+
+
+def shared_memory() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"offbeat-{RUN_ID}-*")]
+
+
+def test_a_run_stopped_over_rest_goes_on_and_ends_though_redis_and_the_control_service_are_killed(
+    folder: Path, commands: list[Command]
+):
+    first = Command(folder)
+    commands.append(first)
+    first.wait_for_step(3)
+    assert first.call("POST", f"/runs/{RUN_ID}/stop")["wanted"] == "stopped"
+    assert first.process.wait(60) == STOPPED, first.log.read_text()
+    assert "resume_from_checkpoint=true" in first.log.read_text()
+    assert first.living() == []
+    assert shared_memory() == []
+    stopped_at = max(int(path.name.removeprefix("step-")) for path in (first.run_dir / "checkpoints").glob("step-*"))
+    assert stopped_at >= 3
+
+    second = Command(folder, "resume_from_checkpoint=true")
+    commands.append(second)
+    second.wait_for_step(stopped_at + 2)
+    second.kill("redis-server")
+    second.wait_for_step(stopped_at + 5)
+    second.kill("ServeReplica:control")
+    assert second.process.wait(240) == 0, second.log.read_text()
+    assert second.living() == []
+    assert shared_memory() == []
+
+    report = json.loads((second.run_dir / "report.json").read_text())
+    assert (report["steps"], report["attempts"], report["eval_episodes"]) == (24, 2, 8)
+    gone = sum(report["groups_dropped"].values()) + sum(report["groups_failed"].values())
+    assert report["groups_trained"] == 96
+    assert report["groups_admitted"] == 96 + gone + report["groups_in_flight"]
+    assert report["max_staleness_seen"] <= 1
+    assert (second.run_dir / "episodes.html").exists()
+
+
+def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, commands: list[Command]):
+    command = Command(folder, "++warm_start={demos: 'my_envs:no_demos', tag: Echo}")
+    commands.append(command)
+    assert command.process.wait(240) == FAILED
+    said = command.log.read_text()
+    assert "The run failed: learner" in said
+    assert "Traceback" not in said
+    assert "runs/own/logs/learner.out" in said
+    assert "these demonstrations are missing" in (command.run_dir / "logs/learner.out").read_text()
+    assert command.living() == []
+
+
+def test_nothing_outlives_a_command_that_is_killed_and_the_next_one_takes_its_place(
+    folder: Path, commands: list[Command]
+):
+    first = Command(folder)
+    commands.append(first)
+    wait_until_sync(lambda: first.call("GET", f"/runs/{RUN_ID}") is not None, timeout_s=120)
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait(5)
+    wait_until_sync(lambda: first.living() == [], timeout_s=15)
+
+    second = Command(folder)
+    commands.append(second)
+    wait_until_sync(lambda: second.call("GET", f"/runs/{RUN_ID}") is not None, timeout_s=120)
+    assert (folder / "runs" / "own.1" / "config.yaml").exists()
+    os.killpg(second.process.pid, signal.SIGINT)
+    began = time.monotonic()
+    assert second.process.wait(30) == STOPPED
+    assert time.monotonic() - began < 10
+    assert second.living() == []
+    assert shared_memory() == []

@@ -1,0 +1,78 @@
+"""A learner is killed while it publishes, again and again: replicas always find whole weights, and versions only grow."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis.asyncio import Redis as AsyncRedis
+from safetensors.torch import load_file
+
+from services.errors import WeightsError
+from services.keys import RunKeys
+from services.weights.config import WeightsConfig
+from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
+from services.weights.subscriber import RedisWeightSubscriber
+from services.weights.transports import SharedMemoryTransport, cleanup
+
+RUN = f"kill-{os.getpid()}"
+LEARNER = Path(__file__).with_name("weights_learner.py")
+
+
+@pytest.fixture
+def server(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+    cleanup(RUN)
+
+
+async def test_a_learner_killed_while_publishing_leaves_whole_weights_and_its_successor_goes_on(
+    server: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    async with AsyncRedis.from_url(redis_url) as connection:
+        subscriber = RedisWeightSubscriber(connection, RUN, WeightsConfig(), tmp_path)
+        served = -1
+        for epoch in (1, 2, 3):
+            server.set(RunKeys(RUN).epoch, epoch)
+            first = max(0, served - 5)
+            learner = start_learner(redis_url, epoch, first)
+            try:
+                goal = served + 30
+                while served < goal:
+                    manifest = await subscriber.wait_newer(served, 60.0)
+                    assert manifest is not None, "no newer version came"
+                    assert manifest.version > served
+                    served = await newest_whole(subscriber)
+            finally:
+                learner.kill()
+                learner.wait()
+            served = max(served, await newest_whole(subscriber))
+        files = SharedMemoryTransport(RUN).stored()
+        broker = WeightBroker(
+            connection, RUN, WeightsConfig(), tmp_path, clock=lambda: time.time() + UNANNOUNCED_AFTER_S + 1
+        )
+        assert await broker.collect() == len(files) - 2
+    assert len(SharedMemoryTransport(RUN).stored()) == 2
+
+
+def start_learner(redis_url: str, epoch: int, first: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(LEARNER), redis_url, RUN, str(epoch), str(first)]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()})
+
+
+async def newest_whole(subscriber: RedisWeightSubscriber) -> int:
+    """Load the newest version, which may be collected meanwhile by a learner that runs ahead."""
+    while True:
+        manifest = await subscriber.newest()
+        assert manifest is not None
+        try:
+            async with subscriber.fetch(manifest) as path:
+                assert load_file(path)["w"].unique().tolist() == [float(manifest.version)]
+                return manifest.version
+        except WeightsError as error:
+            if "is gone" not in str(error):
+                raise

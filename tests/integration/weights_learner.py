@@ -1,0 +1,24 @@
+"""A learner that publishes as fast as it can, from a version on, until it is killed: `redis_url run_id epoch first`."""
+
+import sys
+from pathlib import Path
+
+import redis
+import torch
+
+from services.weights.config import WeightsConfig
+from services.weights.publisher import RedisWeightPublisher
+
+
+def main() -> None:
+    url, run_id, epoch, first = sys.argv[1:]
+    server = redis.Redis.from_url(url)
+    publisher = RedisWeightPublisher(server, run_id, WeightsConfig(), int(epoch), Path("unused"))
+    version = int(first)
+    while True:
+        publisher.publish(version, version, [("w", torch.full((100_000,), float(version)))])
+        version += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from services.buffer import connection
+from services.buffer.config import RedisConfig
+from services.buffer.connection import connect, connect_async
+from services.buffer.redis_server import EmbeddedRedis
+from services.buffer.rollout import AsyncRolloutBuffer
+from services.buffer.watch import release_all_workers
+from services.errors import RetryableError
+from tests.services.buffer.buffer_play import RUN
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
+async def test_clients_give_up_a_redis_that_hangs_or_is_gone_when_their_patience_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_number: signal.Signals
+):
+    monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 0.2)
+    with EmbeddedRedis(tmp_path, RedisConfig()) as server:
+        client, async_client = connect(server.url, patience_s=0.5), connect_async(server.url, patience_s=0.5)
+        worker = AsyncRolloutBuffer(async_client, RUN)
+        assert release_all_workers(client, RUN) == 0
+        assert await worker.claim("w", 1) == []
+        assert server.pid is not None
+        os.kill(server.pid, signal_number)
+        started = time.monotonic()
+        with pytest.raises(RetryableError):
+            release_all_workers(client, RUN)
+        with pytest.raises(RetryableError):
+            await worker.claim("w", 1)
+        assert 0.9 < time.monotonic() - started < 5
+        if signal_number is signal.SIGSTOP:
+            os.kill(server.pid, signal.SIGCONT)
+        else:
+            server.restart()
+        assert release_all_workers(client, RUN) == 0
+        assert await worker.claim("w", 1) == []
+        await async_client.aclose()
+        client.close()
+
+
+async def test_more_callers_than_connections_wait_for_one(redis_url: str):
+    client = connect_async(redis_url, max_connections=2)
+    await client.set("key", "value")
+    assert await asyncio.gather(*(client.get("key") for _ in range(20))) == [b"value"] * 20
+    await client.aclose()

@@ -1,0 +1,79 @@
+"""A mesh whose components do as they are told."""
+
+from dataclasses import dataclass, field
+
+from services.control.components import Health, Observation
+
+
+@dataclass
+class FakeComponent:
+    """Comes up at once, and dies or finishes when a test says so."""
+
+    name: str
+    health: Health = Health.ABSENT
+    detail: str = ""
+    starts: int = 0
+    stops: list[bool] = field(default_factory=list[bool])
+    deaths: int = 0
+    stays_dead: bool = False
+    start_error: Exception | None = None
+    stops_at_once: bool = True
+
+    async def ensure(self) -> None:
+        if self.start_error:
+            raise self.start_error
+        if self.health in (Health.ABSENT, Health.DEAD):
+            self.starts += 1
+            self.health = Health.READY
+            if self.stays_dead:
+                self.die("it always does")
+
+    async def stop(self, *, now: bool) -> None:
+        self.stops.append(now)
+        if now or self.stops_at_once:
+            self.health = Health.ABSENT
+
+    async def observe(self) -> Observation:
+        return Observation(self.health, self.detail, f"logs/{self.name}.log", f"death {self.deaths}")
+
+    def die(self, detail: str = "killed") -> None:
+        self.deaths += 1
+        self.health = Health.DEAD
+        self.detail = detail
+
+
+@dataclass
+class FakeMesh:
+    """A learner, an engine and a pool of workers."""
+
+    components: list[FakeComponent] = field(
+        default_factory=lambda: [FakeComponent("learner"), FakeComponent("env-workers"), FakeComponent("generation")]
+    )
+    prepared: int = 0
+    drained: int = 0
+    cleaned: int = 0
+    prepare_error: Exception | None = None
+
+    async def prepare(self) -> None:
+        if self.prepare_error:
+            raise self.prepare_error
+        self.prepared += 1
+
+    async def drain(self) -> None:
+        self.drained += 1
+
+    async def clean_up(self) -> None:
+        self.cleaned += 1
+
+    def __getitem__(self, name: str) -> FakeComponent:
+        return next(component for component in self.components if component.name == name)
+
+
+@dataclass
+class FakeClock:
+    """Time that passes when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -1,0 +1,250 @@
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from redis.asyncio import Redis
+
+from services.control.components import Health
+from services.control.reconciler import Reconciler, RestartPolicy
+from services.control.records import RunSpec, RunState, RunStore, Wanted
+from services.keys import RunKeys
+from tests.services.control.control_fakes import FakeClock, FakeMesh
+from tests.waiting import wait_until
+
+SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def mesh() -> FakeMesh:
+    return FakeMesh()
+
+
+@pytest.fixture
+async def store(redis: Redis, clock: FakeClock) -> RunStore:
+    store = RunStore(redis, clock)
+    await store.create(SPEC)
+    return store
+
+
+@pytest.fixture
+def reconciler(store: RunStore, mesh: FakeMesh) -> Reconciler:
+    return Reconciler(store, lambda _: mesh, policy=RestartPolicy(max_restarts=3, backoff_s=1.0))
+
+
+async def look_until(reconciler: Reconciler, state: RunState, looks: int = 10) -> None:
+    seen = [await reconciler.look("lake") for _ in range(looks)]
+    assert seen[-1] is state, seen
+
+
+async def test_a_run_is_prepared_then_started_then_running(reconciler: Reconciler, mesh: FakeMesh):
+    assert await reconciler.look("lake") is RunState.STARTING
+    assert mesh.prepared == 1
+    assert await reconciler.look("lake") is RunState.RUNNING
+    assert [component.starts for component in mesh.components] == [1, 1, 1]
+
+
+async def test_looking_again_changes_nothing_that_is_right(reconciler: Reconciler, mesh: FakeMesh):
+    await look_until(reconciler, RunState.RUNNING, looks=20)
+    assert mesh.prepared == 1
+    assert [component.starts for component in mesh.components] == [1, 1, 1]
+
+
+async def test_the_run_finishes_when_the_learner_has_done_its_work(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh["learner"].health = Health.DONE
+    assert await reconciler.look("lake") is RunState.DRAINING
+    await look_until(reconciler, RunState.FINISHED)
+    assert mesh["learner"].stops == []
+    assert mesh["generation"].stops == [True]
+    assert mesh.cleaned == 1
+    assert (await store.load("lake")).ended_at > 0
+
+
+@pytest.mark.parametrize("name", ["learner", "env-workers", "generation"])
+async def test_a_dead_component_is_replaced_at_once(reconciler: Reconciler, mesh: FakeMesh, name: str):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh[name].die()
+    assert await reconciler.look("lake") is RunState.RUNNING
+    assert mesh[name].health is Health.READY
+    assert mesh[name].starts == 2
+
+
+async def test_a_component_that_keeps_dying_is_given_more_and_more_time(
+    reconciler: Reconciler, mesh: FakeMesh, clock: FakeClock
+):
+    await look_until(reconciler, RunState.RUNNING)
+    for delay in (0.0, 1.0, 2.0):
+        mesh["learner"].die()
+        before = mesh["learner"].starts
+        if delay:
+            await reconciler.look("lake")
+            clock.now += delay - 0.1
+            await reconciler.look("lake")
+            assert mesh["learner"].starts == before
+            clock.now += 0.2
+        await reconciler.look("lake")
+        assert mesh["learner"].starts == before + 1
+
+
+async def test_one_death_counts_once_however_often_it_is_seen(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh["learner"].die()
+    await reconciler.look("lake")
+    mesh["learner"].die()
+    for _ in range(5):
+        await reconciler.look("lake")
+    assert (await store.restarts("lake"))["learner"].count == 2
+
+
+async def test_a_component_that_always_dies_fails_the_run_with_the_cause_and_the_log(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
+):
+    mesh["learner"].stays_dead = True
+    for _ in range(12):
+        clock.now += 100.0
+        await reconciler.look("lake")
+    record = await store.load("lake")
+    assert record.state is RunState.FAILED
+    assert record.error == "learner died 4 times without getting further: it always does"
+    assert record.log == "logs/learner.log"
+    assert all(component.health is not Health.READY for component in mesh.components)
+
+
+async def test_a_run_that_gets_further_between_deaths_goes_on_for_ever(
+    reconciler: Reconciler, mesh: FakeMesh, redis: Redis, clock: FakeClock
+):
+    await look_until(reconciler, RunState.RUNNING)
+    for step in range(20):
+        await redis.hset(RunKeys("lake").progress, mapping={"version": step, "step": step})
+        clock.now += 100.0
+        await reconciler.look("lake")
+        mesh["learner"].die()
+    await reconciler.look("lake")
+    assert await reconciler.look("lake") is RunState.RUNNING
+
+
+async def test_a_component_that_cannot_be_started_fails_the_run(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
+):
+    mesh["generation"].start_error = RuntimeError("no GPU left")
+    for _ in range(12):
+        clock.now += 100.0
+        await reconciler.look("lake")
+    record = await store.load("lake")
+    assert record.state is RunState.FAILED
+    assert "generation could not be started 4 times: no GPU left" in record.error
+
+
+async def test_what_a_restart_cannot_mend_fails_the_run_at_once(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh["learner"].health, mesh["learner"].detail = Health.BROKEN, "the configuration does not fit the checkpoint"
+    await look_until(reconciler, RunState.FAILED)
+    assert (await store.load("lake")).error == "learner: the configuration does not fit the checkpoint"
+
+
+async def test_a_failed_preparation_fails_the_run_with_its_cause(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    mesh.prepare_error = OSError("disk full")
+    await look_until(reconciler, RunState.FAILED)
+    assert "disk full" in (await store.load("lake")).error
+
+
+async def test_a_graceful_stop_drains_and_stops_the_learner_before_the_others(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh["learner"].stops_at_once = False
+    await store.want("lake", Wanted.STOPPED)
+    await look_until(reconciler, RunState.DRAINING, looks=4)
+    assert mesh.drained > 0
+    assert set(mesh["learner"].stops) == {False}
+    assert mesh["generation"].stops == []
+    mesh["learner"].health = Health.ABSENT
+    await look_until(reconciler, RunState.STOPPED)
+    assert mesh["generation"].stops == [False]
+
+
+async def test_a_graceful_stop_that_takes_too_long_goes_on_without_grace(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
+):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh["learner"].stops_at_once = False
+    await store.want("lake", Wanted.STOPPED)
+    await look_until(reconciler, RunState.DRAINING, looks=3)
+    clock.now += RestartPolicy().drain_timeout_s + 1
+    await look_until(reconciler, RunState.STOPPED)
+    assert mesh["learner"].stops[-1] is True
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+async def test_stopping_now_works_from_any_state(reconciler: Reconciler, mesh: FakeMesh, store: RunStore, looks: int):
+    for _ in range(looks):
+        await reconciler.look("lake")
+    await store.want("lake", Wanted.KILLED)
+    await look_until(reconciler, RunState.STOPPED)
+    assert all(component.health is Health.ABSENT for component in mesh.components)
+
+
+async def test_a_new_control_replica_goes_on_where_the_old_one_died(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await look_until(reconciler, RunState.RUNNING)
+    mesh["env-workers"].die()
+    successor = Reconciler(store, lambda _: mesh)
+    assert await successor.look("lake") is RunState.RUNNING
+    assert mesh["env-workers"].starts == 2
+    assert [mesh["learner"].starts, mesh["generation"].starts] == [1, 1]
+
+
+async def test_a_component_that_does_not_say_how_it_is_is_left_alone(reconciler: Reconciler, mesh: FakeMesh):
+    await look_until(reconciler, RunState.RUNNING)
+
+    async def silent() -> None:
+        raise TimeoutError("no answer")
+
+    observe = mesh["generation"].observe
+    mesh["generation"].observe = silent  # pyright: ignore[reportAttributeAccessIssue]
+    assert await reconciler.look("lake") is RunState.RUNNING
+    mesh["generation"].observe = observe
+    assert await reconciler.look("lake") is RunState.RUNNING
+    assert mesh["generation"].starts == 1
+
+
+async def test_the_loop_looks_after_every_run_and_at_once_when_woken(redis: Redis):
+    meshes = {"a": FakeMesh(), "b": FakeMesh()}
+    store = RunStore(redis)
+    for run_id in meshes:
+        await store.create(RunSpec(run_id, "{}", f"/tmp/{run_id}", 1))
+    reconciler = Reconciler(store, lambda record: meshes[record.run_id], reconcile_s=0.05)
+    task = asyncio.create_task(reconciler.run())
+
+    def states(wanted: RunState) -> Callable[[], Awaitable[bool]]:
+        async def reached() -> bool:
+            return all([(await store.load(run_id)).state is wanted for run_id in meshes])
+
+        return reached
+
+    await wait_until(states(RunState.RUNNING))
+    for run_id in meshes:
+        await store.want(run_id, Wanted.KILLED)
+    reconciler.wake()
+    await wait_until(states(RunState.STOPPED))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,107 @@
+"""An engine and a broker that do what a test says, when it says so."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from services.errors import RetryableError, WeightsError
+from services.generation.engine import LoadTimes
+from services.schema import Completion, GenerateRequest, Manifest, VersionSpan
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest("run", version, version, 1, "fake", f"v{version}", "digest", 1, (), 0.0)
+
+
+class FakeEngine:
+    """Answers a request once the test finishes it, with the version that is loaded at its first token."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.loads: list[int] = []
+        self.paths: list[Path] = []
+        self.handed_in: list[tuple[str, int]] = []
+        self.asked: dict[str, asyncio.Future[VersionSpan]] = {}
+        self.given_up: list[str] = []
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.load_error: Exception | None = None
+        self.dead = False
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        if self.dead:
+            raise RetryableError("the engine died")
+        self.handed_in.append((request.request_id, version))
+        answer = asyncio.get_running_loop().create_future()
+        self.asked[request.request_id] = answer
+        try:
+            span = await answer
+        except asyncio.CancelledError:
+            self.given_up.append(request.request_id)
+            raise
+        return Completion(request.request_id, (7,), (-0.5,), (span,))
+
+    def finish(self, *request_ids: str, version: int | None = None) -> None:
+        for request_id in request_ids:
+            self.asked.pop(request_id).set_result(VersionSpan(0, 1, self.version if version is None else version))
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        await self.may_load.wait()
+        if self.load_error is not None:
+            raise self.load_error
+        self.version = version
+        self.loads.append(version)
+        self.paths.append(path)
+        return LoadTimes(pause_s=0.02, load_s=0.01)
+
+    async def check(self) -> None:
+        if self.dead:
+            raise RetryableError("the engine died")
+
+    def close(self) -> None:
+        self.dead = True
+
+
+class FakeBroker:
+    """A `WeightSubscriber` over a list."""
+
+    def __init__(self) -> None:
+        self.published: list[Manifest] = []
+        self.damaged: set[int] = set()
+        self.unreachable = False
+        self.refusals = 0
+        self.reports: list[tuple[str, int]] = []
+        self._rang = asyncio.Condition()
+
+    async def publish(self, version: int) -> None:
+        async with self._rang:
+            self.published.append(manifest(version))
+            self._rang.notify_all()
+
+    async def newest(self) -> Manifest | None:
+        return max(self.published, key=lambda m: m.version, default=None)
+
+    async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
+        if self.unreachable:
+            self.refusals += 1
+            raise RetryableError("Redis does not answer")
+        try:
+            async with asyncio.timeout(timeout_s), self._rang:
+                await self._rang.wait_for(lambda: any(m.version > version for m in self.published))
+        except TimeoutError:
+            return None
+        return await self.newest()
+
+    @asynccontextmanager
+    async def fetch(self, manifest: Manifest) -> AsyncIterator[Path]:
+        if manifest.version in self.damaged:
+            self.refusals += 1
+            raise WeightsError(f"version {manifest.version} is damaged")
+        yield Path(manifest.location)
+
+    async def report(self, replica_id: str, version: int) -> None:
+        self.reports.append((replica_id, version))
+
+    async def retire(self, replica_id: str) -> None:
+        self.reports.append((replica_id, -1))

@@ -1,0 +1,88 @@
+from collections import Counter
+
+import pytest
+
+from envs import registry
+from services.rollout.config import CustomEnv, EnvManagerConfig
+from services.rollout.tasks import FIRST_EVAL_SEED, EvalTasks, eval_task, tag_cycle, train_task
+
+
+class Config:
+    def __init__(self, train: EnvManagerConfig, val: EnvManagerConfig | None = None) -> None:
+        lake = CustomEnv(env_type="frozen_lake")
+        big = CustomEnv(env_type="frozen_lake", env_config={"size": 6})
+        self.custom_envs = {"Lake": lake, "BigLake": big}
+        self.train_env_manager = train
+        self.val_env_manager = val or EnvManagerConfig(group_size=1)
+
+
+SHARED = EnvManagerConfig(tags=("Lake", "BigLake"), num_groups_partition=(6, 2))
+
+
+def test_the_same_config_seed_and_number_give_the_same_task():
+    first = [train_task(Config(SHARED), 42, number) for number in range(50)]
+    assert first == [train_task(Config(SHARED), 42, number) for number in reversed(range(50))][::-1]
+    assert len({task.seed for task in first}) == 50
+
+
+def test_another_seed_gives_other_tasks():
+    a, b = ({train_task(Config(SHARED), seed, number).seed for number in range(50)} for seed in (1, 2))
+    assert not a & b
+
+
+def test_tasks_are_those_that_every_release_gave():
+    assert [train_task(Config(SHARED), 42, n) for n in range(3)] == [
+        ("Lake", 995508986),
+        ("Lake", 1761329061),
+        ("BigLake", 371152380),
+    ]
+    assert [eval_task(Config(SHARED), 42, n) for n in range(3)] == [
+        ("Lake", 2303750527),
+        ("BigLake", 2645728477),
+        ("Lake", 2303750528),
+    ]
+
+
+def test_tags_get_their_shares_spread_evenly():
+    tags = [train_task(Config(SHARED), 0, number).tag for number in range(80)]
+    assert Counter(tags) == {"Lake": 60, "BigLake": 20}
+    assert Counter(tags[:4]) == {"Lake": 3, "BigLake": 1}
+
+
+def test_without_tags_all_envs_take_turns():
+    envs = Config(SHARED).custom_envs
+    assert tag_cycle(envs, EnvManagerConfig()) == ("Lake", "BigLake")
+
+
+def test_evaluation_plays_distinct_held_out_maps_that_training_never_sees():
+    config = Config(EnvManagerConfig(tags=("Lake",)), EnvManagerConfig(tags=("Lake",), group_size=1))
+    tasks = EvalTasks(config, 42)
+    held_out = registry.make("frozen_lake", registry.held_out_config("frozen_lake", {})).unwrapped
+    maps = [held_out.task_id(tasks.task(number).seed) for number in range(256)]
+    assert len(set(maps)) == 256
+    train_env = registry.make("frozen_lake", {}).unwrapped
+    trained = {train_env.task_id(train_task(config, 42, number).seed) for number in range(1000)}
+    assert not trained & set(maps)
+
+
+def test_evaluation_asked_in_any_order_is_the_same():
+    config = Config(SHARED)
+    tasks = EvalTasks(config, 3)
+    assert tasks.task(200) == eval_task(config, 3, 200)
+    assert [tasks.task(n) for n in range(10)] == [eval_task(config, 3, n) for n in range(10)]
+
+
+def test_members_of_an_evaluation_group_share_a_map_and_tags_alternate():
+    config = Config(SHARED, EnvManagerConfig(group_size=2))
+    tasks = [eval_task(config, 0, number) for number in range(8)]
+    assert [task.tag for task in tasks] == ["Lake"] * 2 + ["BigLake"] * 2 + ["Lake"] * 2 + ["BigLake"] * 2
+    assert tasks[0] == tasks[1]
+    assert tasks[0] != tasks[4]
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, -1])
+def test_seeds_of_training_and_evaluation_lie_apart(seed: int):
+    config = Config(SHARED)
+    assert all(0 <= train_task(config, seed, number).seed < FIRST_EVAL_SEED for number in range(200))
+    tasks = EvalTasks(config, seed)
+    assert all(FIRST_EVAL_SEED <= tasks.task(number).seed < 2**32 for number in range(20))

@@ -1,0 +1,96 @@
+"""The broker: what nobody names goes, what is named stays, lag is told."""
+
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+from redis.asyncio import Redis as AsyncRedis
+
+from services.keys import RunKeys
+from services.telemetry import AsyncRedisMetrics
+from services.weights.config import WeightsConfig
+from services.weights.publisher import RedisWeightPublisher
+from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
+from services.weights.subscriber import RedisWeightSubscriber
+from services.weights.transports import file_name
+
+RUN = "broker"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> WeightsConfig:
+    return WeightsConfig(transport="fs", url=str(tmp_path))
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[AsyncRedis]:
+    async with AsyncRedis.from_url(redis_url) as client:
+        yield client
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.iterdir())
+
+
+def publish(redis_url: str, config: WeightsConfig, versions: int) -> None:
+    with redis.Redis.from_url(redis_url) as server:
+        publisher = RedisWeightPublisher(server, RUN, config, 1, Path("unused"))
+        for version in range(versions):
+            publisher.publish(version, version, [("w", torch.ones(1))])
+        publisher.close()
+
+
+async def test_old_files_that_no_manifest_names_are_collected(
+    client: AsyncRedis, redis_url: str, config: WeightsConfig, tmp_path: Path
+) -> None:
+    publish(redis_url, config, 2)
+    announced = files(tmp_path)
+    dead, fresh, foreign = tmp_path / file_name(RUN, 9, 1), tmp_path / file_name(RUN, 10, 1), tmp_path / "foreign"
+    for path in (dead, fresh, foreign, *announced):
+        path.touch()
+        os.utime(path, (0, 0))
+    os.utime(fresh, None)
+    broker = WeightBroker(client, RUN, config, Path("unused"))
+    assert await broker.collect() == 1
+    assert files(tmp_path) == announced | {fresh, foreign}
+    broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + UNANNOUNCED_AFTER_S + 1)
+    assert await broker.collect() == 1
+    assert files(tmp_path) == announced | {foreign}
+
+
+async def test_the_lag_of_every_living_replica_becomes_a_metric(
+    client: AsyncRedis, redis_url: str, config: WeightsConfig
+) -> None:
+    subscriber = RedisWeightSubscriber(client, RUN, config, Path("unused"))
+    broker = WeightBroker(client, RUN, config, Path("unused"))
+    await subscriber.report("early", -1)
+    assert await broker.measure() == {}
+    publish(redis_url, config, 4)
+    await subscriber.report("current", 3)
+    await subscriber.report("behind", 1)
+    await subscriber.retire("early")
+    assert await broker.measure() == {"current": 0, "behind": 2}
+    records = [record for _, record in await AsyncRedisMetrics(client, RUN).read()]
+    assert {record.labels["replica"]: record.values["lag"].value for record in records} == {"current": 0, "behind": 2}
+
+
+async def test_a_silent_replica_is_forgotten(client: AsyncRedis, redis_url: str, config: WeightsConfig) -> None:
+    publish(redis_url, config, 1)
+    await RedisWeightSubscriber(client, RUN, config, Path("unused")).report("dead", 0)
+    broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + 3600)
+    assert await broker.measure() == {}
+    assert await client.exists(RunKeys(RUN).served) == 0
+
+
+async def test_cleaning_up_removes_every_byte_of_the_run(
+    client: AsyncRedis, redis_url: str, config: WeightsConfig, tmp_path: Path
+) -> None:
+    publish(redis_url, config, 3)
+    broker = WeightBroker(client, RUN, config, Path("unused"))
+    assert await broker.cleanup() == 2
+    assert files(tmp_path) == set()
+    assert await RedisWeightSubscriber(client, RUN, config, Path("unused")).newest() is None

@@ -1,0 +1,74 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.algorithms.kl import KL_PENALTIES, KLController, k2, k3
+
+P = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["kl", "k3"])
+def test_unbiased_estimators_have_the_exact_divergence_as_their_mean(name: str):
+    exact = float((P * (P / Q).log()).sum())
+    assert float((P * KL_PENALTIES[name](P.log(), Q.log())).sum()) == pytest.approx(exact, rel=1e-12)
+
+
+@given(st.floats(-8, 0), st.floats(-8, 0))
+def test_each_penalty_is_its_formula(p: float, q: float):
+    got = {
+        name: float(penalty(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)))
+        for name, penalty in KL_PENALTIES.items()
+    }
+    d = p - q
+    k3_by_hand = torch.tensor(-d, dtype=torch.float64).exp().item() + d - 1
+    assert got == pytest.approx({"kl": d, "k2": d * d / 2, "k3": k3_by_hand, "abs": abs(d)}, rel=1e-9, abs=1e-9)
+    assert got["k3"] >= 0
+
+
+def test_the_mean_gradient_of_k2_under_the_policy_is_that_of_the_divergence():
+    logits = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - Q.log())).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (got,) = torch.autograd.grad((logprobs.detach().exp() * k2(logprobs, Q.log())).sum(), logits)
+    torch.testing.assert_close(got, expected)
+
+
+def test_k3_pulls_towards_the_reference_and_rests_there():
+    logprobs = torch.tensor([-1.0, -2.0, -1.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.5, -1.5], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(k3(logprobs, reference).sum(), logprobs)
+    assert gradient.sign().tolist() == [1, -1, 0]
+
+
+def test_extreme_ratios_stay_finite():
+    for penalty in KL_PENALTIES.values():
+        assert torch.isfinite(penalty(torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))).all()
+
+
+def test_the_adaptive_controller_moves_towards_its_target_within_bounds():
+    controller = KLController(0.1, target=1.0, horizon=1000)
+    controller.update(kl=1.1, num_samples=100)
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    controller.update(kl=10.0, num_samples=100)
+    assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02)
+    controller.update(kl=0.0, num_samples=100)
+    assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+
+
+def test_a_restored_controller_goes_on_where_it_was_saved():
+    controller = KLController(0.1, target=1.0, horizon=1000)
+    controller.update(kl=3.0, num_samples=50)
+    restored = KLController(0.1, target=1.0, horizon=1000)
+    restored.load_state_dict(controller.state_dict())
+    for each in (controller, restored):
+        each.update(kl=0.5, num_samples=50)
+    assert restored.coef == controller.coef != 0.1
+
+
+def test_a_fixed_controller_stays():
+    controller = KLController(0.1)
+    controller.update(kl=10.0, num_samples=100)
+    assert controller.coef == 0.1

@@ -1,0 +1,113 @@
+"""Checkpoints: whole or not there, found again, collected."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import CheckpointError, CheckpointStore, LearnerState, read_checkpoint
+
+
+def write(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"weights" * 100)
+    (folder / "state").mkdir()
+    (folder / "state" / "optimizer.pt").write_bytes(b"moments")
+
+
+def state(step: int, lineage: str = "now") -> LearnerState:
+    return LearnerState(step, lineage, entry_ids=(f"{step}-0", f"{step}-1"), next_number=8 * step, kl_coef=0.25)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_what_was_saved_is_found_again(store: CheckpointStore) -> None:
+    path = store.save(state(20), write)
+    found = store.newest_complete("now")
+    assert found is not None
+    assert (found.path, found.state) == (path, state(20))
+    assert path.name == "step-000020"
+    assert (path / "state" / "optimizer.pt").read_bytes() == b"moments"
+
+
+def test_only_the_newest_are_kept(store: CheckpointStore, tmp_path: Path) -> None:
+    for step in (0, 20, 40, 60):
+        store.save(state(step), write)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000040", "step-000060"]
+
+
+def test_a_write_that_breaks_off_leaves_the_older_one_newest(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(state(20), write)
+
+    def breaks(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        store.save(state(40), breaks)
+    found = store.newest_complete("now")
+    assert found is not None
+    assert found.state.step == 20
+    store.save(state(40), write)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000020", "step-000040"]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest", "no learner"])
+def test_a_damaged_one_is_skipped_and_said_so(
+    store: CheckpointStore, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.save(state(20), write)
+    path = store.save(state(40), write)
+    weights = path / "model.safetensors"
+    match harm:
+        case "truncate":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "flip":
+            weights.write_bytes(b"W" + weights.read_bytes()[1:])
+        case "remove":
+            (path / "state" / "optimizer.pt").unlink()
+        case "no manifest":
+            (path / "manifest.json").unlink()
+        case _:
+            (path / "learner.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        found = store.newest_complete("now")
+    assert found is not None
+    assert found.state.step == 20
+    assert "step-000040 is skipped" in caplog.text
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path)
+
+
+def test_a_damaged_one_is_replaced_when_its_step_is_trained_again(store: CheckpointStore) -> None:
+    path = store.save(state(40), write)
+    (path / "model.safetensors").write_bytes(b"")
+    store.save(state(40), write)
+    assert read_checkpoint(path).state == state(40)
+
+
+def test_another_runs_checkpoints_are_passed_over(store: CheckpointStore) -> None:
+    store.save(state(60, lineage="earlier"), write)
+    assert store.newest_complete("now") is None
+    found = store.newest_complete()
+    assert found is not None
+    assert found.state.lineage == "earlier"
+    store.save(state(0), write)
+    store.save(state(20), write)
+    found = store.newest_complete("now")
+    assert found is not None
+    assert found.state.step == 20
+
+
+def test_the_manifest_names_every_file(store: CheckpointStore) -> None:
+    path = store.save(state(20), write)
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert set(manifest) == files - {"manifest.json"}
+
+
+def test_no_checkpoints_is_none(store: CheckpointStore) -> None:
+    assert store.newest_complete() is None

@@ -1,0 +1,303 @@
+"""The learner's loop: order of its stages, and what survives a death at any moment."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.errors import FencedError
+from services.telemetry import Partial
+from tests.fakes import (
+    CrashError,
+    DictBoard,
+    DictLog,
+    FakeLearnerBuffer,
+    FakePublisher,
+    FakeTrainer,
+    ListSink,
+    Moments,
+    make_group,
+    make_trajectory,
+)
+from trainer.checkpoint import CheckpointStore
+from trainer.evaluations import Evaluations
+from trainer.intake import Intake
+from trainer.loop import Learner, Parts
+from trainer.reporting import Reporter
+from trainer.run import LearnerRun, LearnerRunConfig
+
+GROUPS_PER_STEP = 2
+
+
+def learner_config(**settings: object) -> LearnerRunConfig:
+    tree: dict[str, object] = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "eval_steps": 0,
+        "rollout_batch_size": 2 * GROUPS_PER_STEP,
+        "custom_envs": {},
+        "train_env_manager": {"group_size": 2},
+        "val_batch_size": 2,
+        "final_val_batch_size": 0,
+        "actor_infer": {},
+        "buffer": {},
+        "weights": {},
+        "max_staleness": 100.0,
+    }
+    return LearnerRunConfig.model_validate(tree | settings)
+
+
+@dataclass
+class World:
+    """What outlives a learner: Redis, the disk, and the players that fill the stream."""
+
+    folder: Path
+    config: LearnerRunConfig = field(default_factory=learner_config)
+    buffer: FakeLearnerBuffer = field(default_factory=FakeLearnerBuffer)
+    publisher: FakePublisher = field(default_factory=FakePublisher)
+    log: DictLog = field(default_factory=DictLog)
+    sink: ListSink = field(default_factory=ListSink)
+    board: DictBoard = field(default_factory=DictBoard)
+
+    def __post_init__(self) -> None:
+        numbers = itertools.count()
+        self.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers)))
+
+    def learner(
+        self, moments: Moments | None = None, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[Learner, FakeTrainer]:
+        """A fresh learner process that goes on where the last one's checkpoint stands."""
+        moments = moments or Moments()
+        self.buffer.moments = self.publisher.moments = moments
+        self.buffer.reconnect()
+        trainer = FakeTrainer(moments)
+        checkpoints = CheckpointStore(self.folder / "checkpoints", keep=2)
+        parts = Parts(
+            buffer=self.buffer,
+            publisher=self.publisher,
+            trainer=trainer,
+            checkpoints=checkpoints,
+            evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
+            intake=Intake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
+            reporter=Reporter(self.sink, self.board),
+            stopped=stopped,
+        )
+        learner = Learner(LearnerRun("run", "now", self.folder, self.config), parts)
+        newest = checkpoints.newest_complete("now")
+        if newest is not None:
+            learner.resume(newest)
+        return learner, trainer
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_each_group_is_trained_once_in_stream_order_and_each_step_published(world: World) -> None:
+    learner, trainer = world.learner()
+    assert learner.run()
+    assert trainer.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
+    assert list(world.publisher.versions) == list(range(7))
+    assert world.buffer.trained == list(range(12))
+    assert world.board.fields == {"learner_phase": "finished", "learner_step": "6"}
+
+
+def test_groups_are_acknowledged_only_after_the_checkpoint_that_contains_them(world: World) -> None:
+    moments = Moments()
+    learner, _ = world.learner(moments)
+    learner.run()
+    order = [name for name in moments.names if name.startswith(("save", "ack", "train"))]
+    assert order == [
+        *("train 0", "train 1", "train 2", "save", "ack 3"),
+        *("train 3", "train 4", "train 5", "save", "ack 6"),
+    ]
+
+
+def test_the_new_version_is_published_before_anything_else_is_done(world: World) -> None:
+    moments = Moments()
+    learner, _ = world.learner(moments)
+    learner.run()
+    names = moments.names
+    for step in range(6):
+        assert names[names.index(f"train {step}") + 1] == f"publish {step + 1}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(crashes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4))
+def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
+    crashes: list[tuple[int, bool]],
+) -> None:
+    with TemporaryDirectory() as one, TemporaryDirectory() as two:
+        undisturbed = World(Path(one))
+        learner, expected = undisturbed.learner()
+        learner.run()
+        world = World(Path(two))
+        for crash_at, after in crashes:
+            learner, trainer = _run_until_it_dies(world, Moments(crash_at, after))
+        learner, trainer = world.learner()
+        assert learner.run()
+    assert trainer.history == expected.history
+    assert world.publisher.versions == undisturbed.publisher.versions
+    assert world.buffer.trained == list(range(12))
+    assert not world.buffer.dropped
+
+
+def _run_until_it_dies(world: World, moments: Moments) -> tuple[Learner | None, FakeTrainer | None]:
+    try:
+        learner, trainer = world.learner(moments)
+        learner.run()
+    except CrashError:
+        return None, None
+    return learner, trainer
+
+
+def test_a_stopped_learner_leaves_a_checkpoint_of_its_last_whole_step(world: World) -> None:
+    learner, trainer = world.learner(stopped=lambda: len(trainer.history) >= 2)
+    assert not learner.run()
+    assert world.buffer.trained == [0, 1, 2, 3]
+    resumed, again = world.learner()
+    assert resumed.run()
+    assert again.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
+
+
+def test_a_learner_stopped_before_its_first_step_writes_nothing(world: World) -> None:
+    learner, _ = world.learner(stopped=lambda: True)
+    assert not learner.run()
+    assert not (world.folder / "checkpoints").exists()
+
+
+def test_a_fenced_learner_neither_saves_nor_acknowledges(world: World) -> None:
+    learner, _ = world.learner()
+
+    def refuse(*_: object) -> None:
+        raise FencedError("a newer learner holds the run")
+
+    world.publisher.publish = refuse
+    with pytest.raises(FencedError):
+        learner.run()
+    assert not world.buffer.trained
+    assert not (world.folder / "checkpoints").exists()
+
+
+def test_resuming_makes_the_ledger_agree_with_the_checkpoint(world: World) -> None:
+    learner, trainer = world.learner(stopped=lambda: len(trainer.history) >= 3)
+    learner.run()
+    world.learner()
+    assert world.buffer.restored == [(3 * GROUPS_PER_STEP, 6)]
+
+
+def test_a_step_without_signal_leaves_its_mark_but_no_gradient(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    numbers = itertools.count()
+    world.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), rewards=(1.0, 1.0)))
+    learner, trainer = world.learner()
+    assert learner.run()
+    assert trainer.history == [(step, ()) for step in range(6)]
+    assert list(world.publisher.versions) == list(range(7))
+    assert world.buffer.trained == list(range(12))
+    assert all(record.values["groups_without_signal"].total == GROUPS_PER_STEP for record in world.sink.of("learner"))
+
+
+def test_records_tell_what_each_step_consumed(world: World) -> None:
+    learner, _ = world.learner()
+    learner.run()
+    records = world.sink.of("learner")
+    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
+    last = records[-1].values
+    assert last["success"] == Partial("mean", 2.0, 4.0)
+    assert last["reward"] == Partial("mean", 2.0, 4.0)
+    assert (last["staleness"].value, last["staleness_max"].value) == (5.0, 5.0)
+    assert last["tokens_trained"] == Partial("sum", 10.0)
+    assert last["trajectories"] == Partial("sum", 4.0)
+    assert {"time/wait_s", "time/train_s", "time/publish_s", "time/step_s"} <= last.keys()
+
+
+def test_a_value_that_is_not_finite_is_counted_and_left_out(world: World) -> None:
+    learner, trainer = world.learner()
+    trainer.gauges = {"actor/total_loss": Partial("mean", float("nan")), "actor/skipped_steps": Partial("sum", 1.0)}
+    learner.run()
+    values = world.sink.of("learner")[0].values
+    assert "actor/total_loss" not in values
+    assert values["not_finite"].total == 1.0
+    assert values["actor/skipped_steps"].total == 1.0
+
+
+def evaluating(world: World, *, done: bool = True) -> None:
+    """Players that finish each evaluation as soon as the learner looks for more."""
+    fill = world.buffer.on_empty
+    assert fill is not None
+
+    def play(buffer: FakeLearnerBuffer) -> None:
+        fill(buffer)
+        for eval_id, count, *_ in buffer.started:
+            if done and buffer.evaluations.get(eval_id, ()) is None:
+                buffer.evaluations[eval_id] = [make_trajectory(i, reward=i % 2) for i in range(count)]
+
+    world.buffer.on_empty = play
+
+
+def test_evaluations_come_before_during_and_after_training(tmp_path: Path) -> None:
+    world = World(tmp_path, learner_config(eval_steps=2, final_val_batch_size=4))
+    evaluating(world)
+    learner, _ = world.learner()
+    assert learner.run()
+    found = [(r.labels["when"], r.labels["sampling"], r.step, r.values["success"].value) for r in world.sink.of("eval")]
+    assert found == [
+        ("before", "sampled", 0, 0.5),
+        ("before", "greedy", 0, 0.5),
+        ("during", "sampled", 2, 0.5),
+        ("during", "sampled", 4, 0.5),
+        ("after", "sampled", 6, 0.5),
+        ("after", "greedy", 6, 0.5),
+    ]
+    assert not world.buffer.evaluations
+    assert sorted(path.name for path in (tmp_path / "evaluations").iterdir())[0] == "after-greedy-6.jsonl"
+
+
+def test_the_first_weights_stay_while_they_are_evaluated(tmp_path: Path) -> None:
+    world = World(tmp_path, learner_config(final_val_batch_size=4))
+    evaluating(world, done=False)
+    polls = itertools.count()
+    learner, trainer = world.learner(stopped=lambda: next(polls) > 20)
+    assert not learner.run()
+    assert list(world.publisher.versions) == [0]
+    assert not trainer.history
+
+
+def test_an_evaluation_during_training_does_not_stop_it(tmp_path: Path) -> None:
+    world = World(tmp_path, learner_config(eval_steps=2))
+    learner, trainer = world.learner(stopped=lambda: len(trainer.history) == 6)
+    learner.run()
+    assert len(trainer.history) == 6
+    assert [eval_id for eval_id, *_ in world.buffer.started] == ["during-sampled-2", "during-sampled-4"]
+    assert not world.sink.of("eval")
+
+
+def test_a_replaced_learner_collects_what_the_last_one_had_queued_and_repeats_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, learner_config(eval_steps=2))
+    with pytest.raises(CrashError):
+        world.learner(Moments(crash_at=8))[0].run()
+    assert world.log.states == {"during-sampled-2": "2"}
+    evaluating(world)
+    learner, _ = world.learner()
+    assert learner.run()
+    assert [record.step for record in world.sink.of("eval")] == [2, 4]
+    assert set(world.log.states.values()) == {"recorded"}
+
+
+def test_a_run_that_is_resumed_after_its_last_step_only_evaluates(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.learner()[0].run()
+    world.config = learner_config(final_val_batch_size=2)
+    evaluating(world)
+    learner, trainer = world.learner()
+    before = list(trainer.history)
+    assert learner.run()
+    assert trainer.history == before
+    assert [record.labels["when"] for record in world.sink.of("eval")] == ["after", "after"]

@@ -1,0 +1,184 @@
+"""One optimizer batch, from groups to weights."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.schema import Group, Trajectory
+from tests.fakes import make_group
+from tests.trainer.plain_engine import PlainEngine
+from trainer.config import LearnerConfig, ModelArgs, TinyPolicyConfig
+from trainer.engines.processes import Ranks
+from trainer.models.policy import PackedPolicy, load_critic, load_policy
+from trainer.policies.tiny import write_tiny_policy
+from trainer.step import BatchTrainer, Models
+
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+GROUPS = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
+TREE: dict[str, object] = {
+    "reward_normalization": {"method": "mean"},
+    "entropy_loss_coef": 0.01,
+    "actor_train": {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    return path
+
+
+def config(**settings: object) -> LearnerConfig:
+    return LearnerConfig.model_validate(TREE | settings)
+
+
+def training(**settings: object) -> dict[str, object]:
+    return {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000} | settings}
+
+
+def trainer(
+    folder: Path, settings: LearnerConfig, *, critic: bool = False, reference: bool = False
+) -> tuple[BatchTrainer, PlainEngine, PlainEngine | None]:
+    policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
+    head = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if critic else None
+    frozen = load_policy(folder, ModelArgs(), seed=1) if reference else None
+    return BatchTrainer(settings, Models(policy, head, frozen), ALONE), policy, head
+
+
+def weights(engine: PlainEngine) -> Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in engine.tensors()])
+
+
+def recipe_loss(policy: PackedPolicy, groups: Sequence[Group]) -> Tensor:
+    """reward minus the group's mean, clipped ratio, mean over sampled tokens, entropy bonus: trajectory by trajectory,
+    with transformers' own logits."""
+    total, count = torch.zeros(()), 0
+    for group in groups:
+        mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+        for trajectory in group.trajectories:
+            logp, entropy, old = _sampled(policy, trajectory)
+            ratio = (logp - old).exp()
+            advantage = trajectory.reward - mean
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total - surrogate.sum() - 0.01 * entropy.sum()
+            count += len(old)
+    return total / count
+
+
+def _sampled(policy: PackedPolicy, trajectory: Trajectory) -> tuple[Tensor, Tensor, Tensor]:
+    (segment,) = trajectory.segments
+    tokens = torch.from_numpy(segment.tokens).long()
+    where = torch.from_numpy(segment.loss_mask).nonzero()[:, 0]
+    twin = policy.model
+    logits = twin(tokens[None], attention_mask=None, packing=_alone(len(tokens)), use_cache=False).logits[0]
+    logp = torch.log_softmax(logits, dim=-1)[where - 1]
+    chosen = logp.gather(1, tokens[where][:, None])[:, 0]
+    return chosen, -(logp.exp() * logp).sum(1), torch.from_numpy(segment.logprobs)[where]
+
+
+def _alone(length: int) -> object:
+    from trainer.models.packing import Packing
+
+    return Packing.of(torch.tensor([0, length]))
+
+
+def test_a_step_is_the_recipes_by_hand(folder: Path) -> None:
+    batches, engine, _ = trainer(folder, config())
+    twin = load_policy(folder, ModelArgs(), seed=1)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    for step in range(2):
+        gauges = batches.train(GROUPS, step)
+        loss = recipe_loss(twin, GROUPS)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        assert gauges["actor/total_loss"].value == pytest.approx(float(loss.detach()), abs=1e-5)
+    expected = torch.cat([p.detach().flatten() for p in twin.parameters()])
+    torch.testing.assert_close(weights(engine), expected, rtol=0, atol=1e-5)
+
+
+def test_the_token_budget_does_not_change_the_step(folder: Path) -> None:
+    whole, one, _ = trainer(folder, config())
+    cut, two, _ = trainer(folder, config(actor_train=training(max_tokens_per_microbatch=20)))
+    gauges = [batches.train(GROUPS, 0) for batches in (whole, cut)]
+    assert (len(one.seen[0]), len(two.seen[0])) == (1, 6)
+    torch.testing.assert_close(weights(one), weights(two), rtol=0, atol=1e-6)
+    assert gauges[0].keys() == gauges[1].keys()
+    for name in ("actor/total_loss", "actor/entropy", "actor/mismatch_kl", "actor/mismatch_abs_max"):
+        assert gauges[0][name].value == pytest.approx(gauges[1][name].value, abs=1e-6)
+
+
+def test_minibatches_and_epochs_make_that_many_optimizer_steps(folder: Path) -> None:
+    batches, engine, _ = trainer(folder, config(ppo_epochs=2, actor_train=training(num_minibatches=3)))
+    gauges = batches.train(GROUPS, 0)
+    assert len(engine.seen) == 6
+    tokens = [sum(len(x.tokens) for x in batch) for batch in engine.seen]
+    assert sum(tokens) == 2 * int(gauges["tokens/computed"].total)
+
+
+def test_recomputed_logprobs_start_the_ratio_at_one(folder: Path) -> None:
+    stale, _, _ = trainer(folder, config())
+    fresh, _, _ = trainer(folder, config(old_logprobs="recompute"))
+    assert stale.train(GROUPS, 0)["actor/ratio"].value != pytest.approx(1.0, abs=1e-3)
+    assert fresh.train(GROUPS, 0)["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_learning_rate_follows_the_schedule(folder: Path) -> None:
+    settings = config(max_steps=6, actor_train=training(warmup_steps=2, lr_scheduler_type="linear"))
+    batches, engine, _ = trainer(folder, settings)
+    for step in range(5):
+        batches.train(GROUPS[:1], step)
+    assert engine.rates == pytest.approx([5e-3, 1e-2, 1e-2, 7.5e-3, 5e-3])
+
+
+def test_a_penalty_on_divergence_holds_the_policy_near_its_reference(folder: Path) -> None:
+    divergence: list[float] = []
+    for coef in (1e-6, 10.0):
+        batches, _, _ = trainer(folder, config(use_kl_loss=True, kl_loss_coef=coef), reference=True)
+        seen = [batches.train(GROUPS, step)["actor/kl_loss"].value for step in range(12)]
+        assert seen[0] == pytest.approx(0.0, abs=1e-9)
+        divergence.append(seen[-1])
+    assert divergence[1] < divergence[0] / 2
+
+
+def test_the_kl_coefficient_adapts_and_is_part_of_the_state(folder: Path) -> None:
+    settings = config(add_token_level_kl=True, init_kl_coef=0.2, target_kl=1e-6, kl_horizon=12)
+    batches, _, _ = trainer(folder, settings, reference=True)
+    assert batches.kl.coef == 0.2
+    for step in range(2):
+        batches.train(GROUPS, step)
+    assert batches.kl.coef > 0.2
+
+
+def test_gae_trains_the_critic_and_the_policy_waits_for_it(folder: Path) -> None:
+    settings = config(adv_estimator="gae", critic_warmup=2, reward_normalization={"method": "identity"})
+    batches, policy, critic = trainer(folder, settings, critic=True)
+    assert critic is not None
+    start = weights(policy)
+    losses = [batches.train(GROUPS, step)["critic/loss"].value for step in range(2)]
+    assert torch.equal(weights(policy), start)
+    losses += [batches.train(GROUPS, step)["critic/loss"].value for step in range(2, 6)]
+    assert losses[-1] < losses[0]
+    assert len(policy.rates) == 4
+    assert not torch.equal(weights(policy), start)
+
+
+def test_nothing_to_learn_from_leaves_everything_alone(folder: Path) -> None:
+    batches, engine, _ = trainer(folder, config())
+    assert batches.train([], 0) == {}
+    assert not engine.seen
+
+
+def test_a_loss_that_is_not_finite_is_counted(folder: Path) -> None:
+    batches, engine, _ = trainer(folder, config())
+    start = weights(engine)
+    engine.module.register_forward_hook(lambda _m, _x, said: said._replace(logprobs=said.logprobs * math.nan))
+    gauges = batches.train(GROUPS, 0)
+    assert gauges["actor/skipped_steps"].total == 1.0
+    assert torch.equal(weights(engine), start)

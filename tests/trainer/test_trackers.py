@@ -1,0 +1,69 @@
+"""Metric records in files: each once, over all lives of the learner."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from services.telemetry import MetricRecord, Partial, RedisMetrics, mean
+from tests.waiting import wait_until_sync
+from trainer.trackers import MetricsFile, TrackerThread
+
+
+def record(step: int, value: float) -> MetricRecord:
+    return MetricRecord("learner", {"reward": mean([value])}, step=step)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def test_records_reach_both_files_while_training_goes_on(redis_url: str, tmp_path: Path) -> None:
+    with Redis.from_url(redis_url) as redis:
+        sink = RedisMetrics(redis, "run")
+        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+            sink.append(record(1, 0.25))
+            wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+            sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
+            sink.append(MetricRecord("learner", {"loss": Partial("last", float("nan"))}, step=2))
+        assert [row["values"] for row in rows(tmp_path)] == [{"reward": 0.25}, {"success": 0.5}, {"loss": None}]
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
+    assert scalars(tmp_path, "eval/greedy/success") == [(1, 0.5)]
+
+
+def test_a_resumed_learner_goes_on_behind_the_last_record_and_purges_repeated_steps(
+    redis_url: str, tmp_path: Path
+) -> None:
+    with Redis.from_url(redis_url) as redis:
+        sink = RedisMetrics(redis, "run")
+        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+            for step in (1, 2, 3):
+                sink.append(record(step, 0.0))
+        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 1):
+            for step in (2, 3):
+                sink.append(record(step, 1.0))
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 2, 3]
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.0), (2, 1.0), (3, 1.0)]
+
+
+def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write("1-0", record(1, 0.0))
+    file.write("2-0", record(2, 0.0))
+    file.close()
+    path.write_bytes(path.read_bytes()[:-5])
+    again = MetricsFile(path)
+    assert again.position == "1-0"
+    again.close()
+    assert len(path.read_text().splitlines()) == 1

@@ -1,0 +1,33 @@
+"""Waiting for what must become true, instead of sleeping and hoping."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+
+
+async def wait_until(
+    predicate: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0, every_s: float = 0.01
+) -> None:
+    """Return once `predicate()` is true.
+
+    Raises:
+        TimeoutError: it was still false after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        result = predicate()
+        if await result if inspect.isawaitable(result) else result:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not true within {timeout_s} s: {inspect.getsource(predicate).strip()}")
+        await asyncio.sleep(every_s)
+
+
+def wait_until_sync(predicate: Callable[[], bool], timeout_s: float = 10.0, every_s: float = 0.01) -> None:
+    """`wait_until` for synchronous tests."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not true within {timeout_s} s: {inspect.getsource(predicate).strip()}")
+        time.sleep(every_s)

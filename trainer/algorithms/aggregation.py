@@ -1,0 +1,32 @@
+"""How tokens' losses become one number: weights per token, made once for a whole batch.
+
+Because the denominators are the whole batch's, sums over micro-batches, mini-batches' parts and ranks add up to exactly the
+loss of the batch.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+
+def token_weights(sequence: Tensor, mode: Mode) -> Tensor:
+    """Weights w with loss = sum(w * token_loss).
+
+    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S (Dr. GRPO up to a constant, arXiv:2503.20783).
+    seq-mean-token-mean: 1 / (S * tokens of the sequence) (GRPO, arXiv:2402.03300). S counts sequences that have a token.
+
+    sequence: [M] int64, which sequence each token is of -> [M] float32
+    """
+    num_tokens = len(sequence)
+    if not num_tokens:
+        return torch.zeros(0, device=sequence.device)
+    if mode == "token-mean":
+        return torch.full((num_tokens,), 1.0 / num_tokens, device=sequence.device)
+    _, inverse, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
+    per_sequence = torch.full((len(counts),), 1.0 / len(counts), device=sequence.device)
+    if mode == "seq-mean-token-mean":
+        per_sequence = per_sequence / counts
+    return per_sequence[inverse]

@@ -1,0 +1,55 @@
+"""Estimates of the Kullback-Leibler divergence from the policy to a reference, and controllers of its coefficient."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log p - log q: unbiased, high variance, may be negative (Schulman, Approximating KL Divergence, 2020). [M] -> [M]"""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, low variance; its gradient is that of the KL. [M] -> [M]"""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """q/p - 1 - log(q/p): unbiased, never negative. [M] -> [M]"""
+    delta = (ref_logprobs - logprobs).clamp(-20.0, 20.0)
+    return torch.expm1(delta) - delta
+
+
+def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """|log p - log q|. [M] -> [M]"""
+    return (logprobs - ref_logprobs).abs()
+
+
+KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": k1, "k2": k2, "k3": k3, "abs": absolute}
+"""By the config's `kl_penalty`."""
+
+
+class KLController:
+    """The coefficient of the KL penalty: fixed, or adapted towards a target (arXiv:1909.08593, section 2.2)."""
+
+    def __init__(self, coef: float, target: float | None = None, horizon: int = 10_000) -> None:
+        self.coef = coef
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Move the coefficient after a batch of `num_samples` trajectories whose mean KL was `kl`."""
+        if self._target is None:
+            return
+        error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_samples / self._horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.coef = state["coef"]

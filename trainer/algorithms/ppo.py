@@ -1,0 +1,32 @@
+"""PPO's clipped surrogate (arXiv:1707.06347), its bounds apart (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729)."""
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.ratio import TokenLosses, ratio_of
+
+
+def clipped_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> TokenLosses:
+    """-min(r A, clip(r, 1 - low, 1 + high) A); with `dual_clip` c and a negative advantage at most -c A.
+
+    All [M] float; `clipped` marks tokens whose gradient a bound took away.
+    """
+    ratio = ratio_of(logprobs, old_logprobs)
+    plain = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual_clip is not None:
+        ceiling = -dual_clip * advantages
+        beyond = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(beyond, ceiling, loss)
+        clipped = clipped | beyond
+    return TokenLosses(loss, ratio.detach(), clipped.detach())

@@ -1,0 +1,13 @@
+"""REINFORCE: the discounted return (Williams 1992)."""
+
+from torch import Tensor
+
+from trainer.algorithms.scan import discounted_sums
+
+
+def discounted_returns(rewards: Tensor, last: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma * G_{t+1} inside each trajectory.
+
+    rewards: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
+    """
+    return discounted_sums(rewards, last, gamma)

@@ -1,0 +1,211 @@
+# pyright: basic
+"""A training engine on DeepSpeed: ZeRO 0 to 3, on CPUs over gloo or on GPUs over nccl.
+
+Invariants: the loss arrives globally normalised, so gradients are summed over micro-batches and ranks, never averaged; a
+step whose gradient is not finite changes neither weights nor moments, on any rank; every rank runs equally many passes.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import Tensor, nn
+
+from trainer.config import StrategyArgs, TrainingArgs
+from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.engines.processes import Ranks
+from trainer.models.packing import PackedInput
+
+WRAPPER = "model."
+"""What the packed models put in front of the Hugging Face names."""
+TAG = "state"
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    """AdamW that clips by the global norm first, and leaves everything as it is when that is not finite.
+
+    ZeRO's optimizers do both by themselves; DeepSpeed reads the two attributes from whichever it has.
+    """
+
+    overflow = False
+    _global_grad_norm = math.nan
+
+    def __init__(self, params: Any, max_grad_norm: float, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self._max_grad_norm = max_grad_norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._global_grad_norm = float(norm)
+        self.overflow = not math.isfinite(self._global_grad_norm)
+        if not self.overflow:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+            super().step(closure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One forward pass of this rank; `index` is None where it only keeps step with the others."""
+
+    index: int | None
+    x: PackedInput
+
+
+class DeepSpeedEngine:
+    """`TrainEngine` for one module whose forward takes a `PackedInput`."""
+
+    def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
+        self._ranks = ranks
+        module.to(ranks.device)
+        bf16 = next(module.parameters()).dtype == torch.bfloat16
+        # bf16 keeps its float32 masters in ZeRO's sharded optimizer, on one process as on many
+        stage = max(strategy.zero_stage, 1) if bf16 else strategy.zero_stage
+        self._moments = _adamw(module, training, clips=stage == 0)
+        config = engine_config(stage, bf16, 0.0 if stage == 0 else training.max_grad_norm)
+        self._engine = _deepspeed().initialize(
+            model=module, optimizer=self._moments, config=merged(config, strategy.strategy_config)
+        )[0]
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._ranks.device
+
+    def train(
+        self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
+    ) -> StepOutcome:
+        """See `TrainEngine.train`."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+        self._engine.train()
+        for each in self._passes(batch):
+            output = self._engine(each.x)
+            share = _nothing_of(output) if each.index is None else loss(each.index, output)
+            # DeepSpeed averages gradients over ranks
+            self._engine.backward(share * self.world_size, scale_wrt_gas=False)
+        self._engine.step()
+        applied = bool(self._engine.was_step_applied())
+        return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan)
+
+    @torch.no_grad()
+    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
+        """See `TrainEngine.infer`."""
+        self._engine.eval()
+        found: dict[int, Tensor] = {}
+        for each in self._passes(batch):
+            output = self._engine(each.x)
+            if each.index is not None:
+                found[each.index] = output[0] if isinstance(output, tuple) else output
+        lengths = [len(x.positions) for x in batch]
+        if self.world_size == 1:
+            return [found[i] for i in range(len(batch))]
+        parts = [found.get(i, torch.zeros(n, device=self.device)) for i, n in enumerate(lengths)]
+        everything = torch.cat(parts)
+        dist.all_reduce(everything)
+        return list(everything.split(lengths))
+
+    def _passes(self, batch: Sequence[PackedInput]) -> Iterator[_Pass]:
+        for first in range(0, len(batch), self.world_size):
+            index = first + self.rank
+            mine = index < len(batch)
+            yield _Pass(index if mine else None, batch[index if mine else first].to(self.device))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.tensors`. Under ZeRO-3 one parameter is gathered at a time."""
+        gathered = _deepspeed().zero.GatheredParameters if self._engine.zero_optimization_stage() == 3 else None
+        for name, parameter in self._engine.module.named_parameters():
+            short = name.removeprefix(WRAPPER)
+            if gathered is None:
+                yield short, parameter.detach()
+                continue
+            with gathered([parameter]):
+                yield short, parameter.detach()
+
+    def reset_optimizer(self) -> None:
+        """See `TrainEngine.reset_optimizer`."""
+        for state in self._moments.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`. Raises RuntimeError if the folder is not a whole checkpoint of this module."""
+        path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
+        if path is None:
+            raise RuntimeError(f"{folder} holds no state of this engine")
+
+
+def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
+    settings: dict[str, Any] = {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+        "weight_decay": training.weight_decay,
+        "fused": True,
+    }
+    if clips:
+        return ClippingAdamW(module.parameters(), training.max_grad_norm, **settings)
+    return torch.optim.AdamW(module.parameters(), **settings)
+
+
+def engine_config(zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
+    """DeepSpeed's configuration of a run: the caller decides when a batch is complete, and sets the learning rate."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": max_grad_norm,
+        "zero_optimization": {"stage": zero_stage, "overlap_comm": False},
+        "steps_per_print": 1_000_000_000,
+    }
+    if bf16:
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def merged(ours: Mapping[str, Any], theirs: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """`theirs` over `ours`, nested tables too."""
+    out = dict(ours)
+    for key, value in theirs.items():
+        below = out.get(key)
+        out[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return out
+
+
+def _nothing_of(output: Any) -> Tensor:
+    first = output[0] if isinstance(output, tuple) else output
+    return first.sum() * 0.0
+
+
+def _deepspeed() -> Any:
+    """Import DeepSpeed quietly, and tell it of no operator to compile: the one it wants on a CPU (all-reduce through shared
+    memory) takes 20 s to build, does what gloo does, and leaves files in /dev/shm when the learner is killed."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
+    return deepspeed

@@ -1,0 +1,90 @@
+"""The learner's data-parallel processes: who is who, and what they tell each other.
+
+Invariants: one process alone opens no port; what processes send each other is bytes, never pickles.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(days=7)
+"""Ranks wait for each other as long as rank 0 waits for trajectories; one that dies breaks the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among its peers."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+def ranks_of_environment(device: str) -> Ranks:
+    """Read what torchrun, or this project's own launcher, has set; a process that nobody launched is alone."""
+    rank, local, world = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
+    return Ranks(rank, local, world, torch.device("cuda", local) if device == "cuda" else torch.device("cpu"))
+
+
+_ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
+    """Rank 0's message, on every rank."""
+    if ranks.world_size == 1:
+        return message
+    length = torch.tensor([len(message)], device=ranks.device)
+    dist.broadcast(length, src=0)
+    body = torch.zeros(int(length), dtype=torch.uint8, device=ranks.device)
+    if ranks.rank == 0:
+        body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    dist.broadcast(body, src=0)
+    return body.cpu().numpy().tobytes()
+
+
+def gather(ranks: Ranks, message: bytes) -> list[bytes]:
+    """Every rank's message, on every rank, in rank order."""
+    if ranks.world_size == 1:
+        return [message]
+    lengths = [torch.zeros(1, dtype=torch.int64, device=ranks.device) for _ in range(ranks.world_size)]
+    dist.all_gather(lengths, torch.tensor([len(message)], device=ranks.device))
+    longest = max(1, *(int(length) for length in lengths))
+    mine = torch.zeros(longest, dtype=torch.uint8, device=ranks.device)
+    mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else mine[:0]
+    bodies = [torch.zeros_like(mine) for _ in range(ranks.world_size)]
+    dist.all_gather(bodies, mine)
+    return [body.cpu().numpy().tobytes()[: int(n)] for body, n in zip(bodies, lengths, strict=True)]
+
+
+@contextmanager
+def process_group(ranks: Ranks) -> Iterator[None]:
+    """Join the peers for the time of the context."""
+    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
+    backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    if ranks.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _leave() -> None:
+    """DeepSpeed, where it was used, keeps groups of its own, and must let go of them itself."""
+    used = cast(Any, sys.modules.get("deepspeed"))
+    if used is not None and used.comm.is_initialized():
+        used.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()

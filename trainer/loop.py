@@ -1,0 +1,156 @@
+"""The learner's loop: take -> train -> publish -> evaluate -> checkpoint -> acknowledge.
+
+Invariants: version v is published after v optimizer batches; groups are acknowledged only when a durable checkpoint contains
+them; the state between two steps is whole, so the loop may stop there at any time, and a learner that goes on from the
+newest checkpoint repeats what came after it on the same groups.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from services.buffer.client import LearnerBuffer
+from services.weights.client import WeightPublisher
+from trainer.checkpoint import Checkpoint, CheckpointStore, LearnerState
+from trainer.evaluations import Evaluation, Evaluations, When
+from trainer.intake import Intake, Taken
+from trainer.policy_trainer import Trainer
+from trainer.reporting import Reporter, step_values
+from trainer.run import LearnerRun
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop works with."""
+
+    buffer: LearnerBuffer
+    publisher: WeightPublisher
+    trainer: Trainer
+    checkpoints: CheckpointStore
+    evaluations: Evaluations
+    intake: Intake
+    reporter: Reporter
+    stopped: Callable[[], bool]
+    """Whether somebody wants the learner to end."""
+
+
+class Learner:
+    """Trains one run from its newest checkpoint to its last step."""
+
+    def __init__(self, run: LearnerRun, parts: Parts) -> None:
+        self._run = run
+        self._config = run.config
+        self._parts = parts
+        self._step = 0
+        self._saved_step: int | None = None
+        self._entry_ids: list[str] = []
+        self._next_number = 0
+        self._seconds: dict[str, float] = {}
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
+        state = checkpoint.state
+        self._parts.trainer.load(checkpoint.path, state.kl_coef)
+        self._parts.buffer.ack(state.entry_ids, state.step)
+        self._parts.buffer.restore(state.step * self._config.groups_per_step, state.next_number or None)
+        self._step = self._saved_step = state.step
+        self._next_number = state.next_number
+        logger.info("goes on from %s", checkpoint.path)
+
+    def save_start(self) -> None:
+        """Keep the weights of the start, so that a replaced learner need not make them again."""
+        self._checkpoint()
+
+    def run(self) -> bool:
+        """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step."""
+        self._publish()
+        if self._step == 0:
+            self._evaluate("before", greedy=True, num_episodes=self._config.final_val_batch_size)
+        while self._step < self._config.max_steps and self._train_step():
+            self._parts.evaluations.collect()
+            if self._step < self._config.max_steps:
+                self._between_steps()
+        if self._saved_step != self._step and self._step > 0:
+            self._checkpoint()
+        if self._step < self._config.max_steps:
+            return False
+        return self._finish()
+
+    def _train_step(self) -> bool:
+        """One optimizer batch; False if the learner was stopped before it began."""
+        began = time.monotonic()
+        parts, step = self._parts, self._step
+        parts.reporter.phase("evaluating the start" if step == 0 else "training")
+        taken = parts.intake.take(step, parts.stopped)
+        # The first weights must not be replaced while they are being evaluated
+        if taken is None or (step == 0 and not parts.evaluations.wait(parts.stopped)):
+            return False
+        self._seconds["wait"] = time.monotonic() - began
+        with self._timed("train"):
+            gauges = parts.trainer.train(taken.signal, step)
+        self._step = step + 1
+        self._remember(taken)
+        self._publish()
+        seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
+        parts.reporter.step(self._step, step_values(taken, step, gauges, seconds))
+        return True
+
+    def _remember(self, taken: Taken) -> None:
+        self._entry_ids += taken.entry_ids
+        self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
+
+    def _between_steps(self) -> None:
+        every = self._config.eval_steps
+        if every and self._step % every == 0:
+            self._evaluate("during", greedy=False, num_episodes=self._config.val_batch_size)
+        if self._step % self._config.save_steps == 0:
+            self._checkpoint()
+
+    def _publish(self) -> None:
+        with self._timed("publish"):
+            self._parts.publisher.publish(self._step, self._step, self._parts.trainer.tensors())
+
+    def _checkpoint(self) -> None:
+        with self._timed("checkpoint"):
+            state = LearnerState(
+                step=self._step,
+                lineage=self._run.lineage,
+                entry_ids=tuple(self._entry_ids),
+                next_number=self._next_number,
+                kl_coef=self._parts.trainer.kl_coef,
+                config=self._dumped_config(),
+            )
+            self._parts.checkpoints.save(state, self._parts.trainer.save)
+            self._saved_step = self._step
+            if self._entry_ids:
+                self._parts.buffer.ack(self._entry_ids, self._step)
+            self._entry_ids = []
+
+    def _dumped_config(self) -> dict[str, Any]:
+        return self._config.model_dump(mode="json")
+
+    def _evaluate(self, when: When, *, greedy: bool, num_episodes: int) -> None:
+        self._parts.evaluations.start(Evaluation(when, "sampled", self._step, num_episodes))
+        if greedy:
+            self._parts.evaluations.start(Evaluation(when, "greedy", self._step, num_episodes))
+
+    def _finish(self) -> bool:
+        self._evaluate("after", greedy=True, num_episodes=self._config.final_val_batch_size)
+        self._parts.reporter.phase("evaluating the result")
+        if not self._parts.evaluations.wait(self._parts.stopped):
+            return False
+        self._parts.reporter.phase("finished")
+        return True
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.monotonic() - began

@@ -1,0 +1,1 @@
+"""The policy and the critic over packed tokens."""

@@ -1,0 +1,107 @@
+"""Causal attention over packed tokens, registered with transformers under `PACKED_ATTENTION`.
+
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else. On a CPU the sequences are padded on
+the right for the kernel alone (no token ever looks to its right, so no token sees a pad); on CUDA a varlen kernel pads
+nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from trainer.models.packing import Packing
+
+PACKED_ATTENTION = "offbeat_packed"
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend inside each sequence of `packing`.
+
+    query: [1, H, N, D], key and value: [1, K, N, D] -> [1, N, H, D].
+
+    Raises:
+        NotImplementedError: the model's attention needs what these kernels lack (soft caps, sinks, a mask of its own).
+    """
+    unknown = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
+        raise NotImplementedError(
+            f"{type(module).__name__} needs {', '.join(unknown) or 'a mask of its own'}: "
+            "set actor_train.model_args.attn_implementation to eager"
+        )
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
+        return _varlen(query, key, value, packing, scaling, sliding_window), None
+    return _padded(query, key, value, packing, scaling, dropout, sliding_window), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # loads CUDA kernels
+
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    borders, longest = packing.cu_seqlens, packing.max_len
+    reach = (-1 if window is None else window - 1, 0)
+    gqa = query.shape[1] != key.shape[1]
+    out = varlen_attn(
+        q, k, v, borders, borders, longest, longest, scale=scale, window_size=reach, enable_gqa=gqa
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    q, k, v = (_pad(states, packing) for states in (query, key, value))
+    mask = None if window is None or window >= packing.max_len else _band(packing.max_len, window, query.device)
+    out = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, packing.slots)[None]
+
+
+def _pad(states: Tensor, packing: Packing) -> Tensor:
+    """[1, H, N, D] -> [B, H, L, D], zeros on the right."""
+    rows = states[0].transpose(0, 1)
+    if packing.num_sequences == 1:
+        return states
+    out = rows.new_zeros(packing.num_sequences * packing.max_len, *rows.shape[1:])
+    out = out.index_copy(0, packing.slots, rows)
+    return out.view(packing.num_sequences, packing.max_len, *rows.shape[1:]).transpose(1, 2)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """[L, L] bool: a token sees itself and the `window - 1` tokens before it."""
+    offset = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
+    return (offset >= 0) & (offset < window)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,58 @@
+"""Weights as a Hugging Face folder, written shard by shard so that no more than one shard is in memory."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARD_BYTES = 4 << 30
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
+
+
+def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `tensors` as safetensors; each is copied before the next is asked for."""
+    shards: list[tuple[Path, list[str]]] = []
+    held: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        path = folder / f"shard-{len(shards)}.safetensors"
+        save_file(held, path, metadata={"format": "pt"})
+        shards.append((path, list(held)))
+        held.clear()
+
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if held and size + num_bytes > shard_bytes:
+            flush()
+            size = 0
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += num_bytes
+        total += num_bytes
+    flush()
+    _name_shards(folder, shards, total)
+
+
+def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int) -> None:
+    if len(shards) == 1:
+        shards[0][0].rename(folder / WEIGHTS)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(shards, start=1):
+        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path.rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_model_files(source: Path, folder: Path) -> None:
+    """Copy what is no weights: configuration, tokenizer, chat template."""
+    for path in source.iterdir():
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,76 @@
+"""Where sequences lie in one packed row of tokens, and what a model reads of them.
+
+Linear layers see no padding; attention alone may pad.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """B sequences laid end to end in N tokens.
+
+    cu_seqlens: [B + 1] int32, first 0, last N; position_ids: [1, N] int64, from 0 in each sequence;
+    slots: [N] int64, each token's place in a right-padded [B, max_len].
+    """
+
+    cu_seqlens: Tensor
+    position_ids: Tensor
+    slots: Tensor
+    max_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor) -> "Packing":
+        """Lay out sequences by their borders: [B + 1] int, on any device.
+
+        Raises:
+            ValueError: the borders do not start at 0 or do not grow.
+        """
+        starts = cu_seqlens.to(torch.int64)
+        lengths = starts.diff()
+        if len(starts) < 2 or int(starts[0]) != 0 or int(lengths.min()) < 1:
+            raise ValueError(f"not the borders of packed sequences: {starts.tolist()}")
+        num_tokens, max_len = int(starts[-1]), int(lengths.max())
+        positions = torch.arange(num_tokens, device=starts.device) - starts[:-1].repeat_interleave(lengths)
+        rows = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
+        return cls(starts.to(torch.int32), positions[None], rows * max_len + positions, max_len)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """What one forward pass reads, and which tokens it is asked about.
+
+    tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first.
+    """
+
+    tokens: Tensor
+    packing: Packing
+    positions: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, cu_seqlens: Tensor, positions: Tensor) -> "PackedInput":
+        """Raises ValueError as `Packing.of`, or when a sequence's first token is asked about."""
+        packing = Packing.of(cu_seqlens)
+        if len(tokens) != packing.position_ids.shape[1]:
+            raise ValueError(f"{len(tokens)} tokens, {packing.position_ids.shape[1]} announced")
+        if bool((packing.position_ids[0, positions] == 0).any()):
+            raise ValueError("no logit predicts a sequence's first token")
+        return cls(tokens, packing, positions)
+
+    def to(self, device: torch.device) -> "PackedInput":
+        if self.tokens.device == device:
+            return self
+        packing = Packing(
+            self.packing.cu_seqlens.to(device),
+            self.packing.position_ids.to(device),
+            self.packing.slots.to(device),
+            self.packing.max_len,
+        )
+        return PackedInput(self.tokens.to(device), packing, self.positions.to(device))

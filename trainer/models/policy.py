@@ -1,0 +1,103 @@
+"""A causal language model, and a critic over its backbone, that read packed tokens.
+
+Invariants: no layer but attention sees padding; logits exist only where a sampled token is predicted; parameter names,
+less the wrapper's own prefix, are Hugging Face's.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from trainer.config import ModelArgs
+from trainer.models.attention import PACKED_ATTENTION
+from trainer.models.logprobs import token_logprobs
+from trainer.models.packing import PackedInput, Packing
+
+
+class Sampled(NamedTuple):
+    """What the policy says of sampled tokens: log-probability and entropy (nats), [M] float32 each."""
+
+    logprobs: Tensor
+    entropies: Tensor
+
+
+def _kwargs(packing: Packing) -> dict[str, Any]:
+    """How each of the attention implementations learns of the sequences' borders."""
+    return {
+        "position_ids": packing.position_ids,
+        "use_cache": False,
+        "packing": packing,
+        "cu_seq_lens_q": packing.cu_seqlens,
+        "cu_seq_lens_k": packing.cu_seqlens,
+        "max_length_q": packing.max_len,
+        "max_length_k": packing.max_len,
+    }
+
+
+class PackedPolicy(nn.Module):
+    """Tokens in, log-probabilities of the sampled ones out.
+
+    temperature: that tokens were sampled at; logits are divided by it.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, x: PackedInput) -> Sampled:
+        """Of the tokens at `x.positions`, each given all tokens of its sequence before it."""
+        out = self.model(x.tokens[None], logits_to_keep=x.positions - 1, **_kwargs(x.packing))
+        return Sampled(*token_logprobs(out.logits[0], x.tokens[x.positions], self.temperature))
+
+
+class PackedCritic(nn.Module):
+    """The policy's architecture with a scalar head, which says zero before it has learned."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = backbone
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=backbone.dtype)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, x: PackedInput) -> Tensor:
+        """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
+        hidden = self.model(x.tokens[None], **_kwargs(x.packing)).last_hidden_state[0]
+        return self.value_head(hidden.index_select(0, x.positions - 1))[:, 0].float()
+
+
+def _attention(args: ModelArgs) -> str:
+    return PACKED_ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder holds weights, or only says what a model would be."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0) -> PackedPolicy:
+    """Load a Hugging Face folder; one without weights gets fresh ones, drawn from `seed`."""
+    return PackedPolicy(_load(AutoModelForCausalLM, folder, args, seed), temperature)
+
+
+def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
+    """Load the backbone of a Hugging Face folder under a value head that says zero."""
+    return PackedCritic(_load(AutoModel, folder, args, seed))
+
+
+def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedModel:
+    kind, attention = getattr(torch, args.dtype), _attention(args)
+    if has_weights(folder):
+        model = auto.from_pretrained(folder, dtype=kind, attn_implementation=attention)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = AutoConfig.from_pretrained(folder)
+            model = auto.from_config(config, dtype=kind, attn_implementation=attention)
+    if not args.disable_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return cast(PreTrainedModel, model)

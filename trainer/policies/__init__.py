@@ -1,0 +1,1 @@
+"""Policies that the project can make by itself."""

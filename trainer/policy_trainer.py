@@ -1,0 +1,181 @@
+"""The weights of a run and all that belongs to them: made, trained, saved, brought back.
+
+Invariants: a run's first weights depend on its model folder, its warm start and its seed alone; weights that `load` brings
+back go on exactly as if nothing had happened. Critic and reference start from the first weights, which stay in `start/`
+of the run's folder where only the warm start could make them again.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from services.rollout.chat import load_chat_format
+from services.schema import Group
+from trainer.engines.deepspeed import DeepSpeedEngine
+from trainer.engines.processes import Ranks, gather
+from trainer.models.export import copy_model_files, export_weights
+from trainer.models.policy import load_critic, load_policy
+from trainer.run import LearnerRun
+from trainer.step import BatchTrainer, Gauges, Models
+from trainer.warm_start import Progress, demonstrator, warm_start
+
+logger = logging.getLogger(__name__)
+
+START = "start"
+
+
+class Trainer(Protocol):
+    """What the loop asks for: weights that groups change."""
+
+    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
+        """Make the first weights; False if `stopped` said so first."""
+        ...
+
+    def load(self, folder: Path, kl_coef: float) -> None:
+        """Go on from a checkpoint's folder, instead of `begin`."""
+        ...
+
+    def train(self, groups: Sequence[Group], step: int) -> Gauges:
+        """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by Hugging Face name; use each before asking for the next, and all if any."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Fill a checkpoint's folder."""
+        ...
+
+    @property
+    def kl_coef(self) -> float:
+        """Of the KL penalty in the reward, as adapted so far."""
+        ...
+
+
+class PolicyTrainer:
+    """`Trainer` on one rank; all ranks make the same calls."""
+
+    def __init__(self, run: LearnerRun, ranks: Ranks) -> None:
+        self._run = run
+        self._config = run.config
+        self._train = run.config.actor_train
+        self._ranks = ranks
+        policy = load_policy(run.model_folder, self._train.model_args, run.config.seed, run.config.temperature)
+        self.vocab_size = int(policy.model.config.get_text_config().vocab_size)
+        self._policy = self._engine(policy)
+        self._critic: DeepSpeedEngine | None = None
+        self._steps: BatchTrainer | None = None
+
+    @property
+    def kl_coef(self) -> float:
+        """See `Trainer.kl_coef`."""
+        return self._batches.kl.coef
+
+    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
+        """See `Trainer.begin`."""
+        warm = self._config.warm_start
+        if warm is not None:
+            loss = warm_start(
+                self._policy,
+                warm,
+                demonstrator(warm, self._config.custom_envs[warm.tag]),
+                load_chat_format(self._run.model_folder),
+                seed=self._config.seed,
+                max_tokens=self._config.sequence_length,
+                progress=progress,
+                stopped=stopped,
+            )
+            if loss is None:
+                return False
+            if self._has_companions:
+                self._keep_start()
+        self._build_companions()
+        return True
+
+    def load(self, folder: Path, kl_coef: float) -> None:
+        """See `Trainer.load`. Raises RuntimeError or OSError if the folder is of another model or set-up."""
+        self._build_companions()
+        self._policy.load(folder / "state" / "policy")
+        if self._critic is not None:
+            self._critic.load(folder / "state" / "critic")
+        states = load_file(self._rng_file(folder))
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        self._batches.kl.coef = kl_coef
+
+    def train(self, groups: Sequence[Group], step: int) -> Gauges:
+        """See `Trainer.train`."""
+        return self._batches.train(groups, step)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer.tensors`."""
+        return self._policy.tensors()
+
+    def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        self._export(folder)
+        self._policy.save(folder / "state" / "policy")
+        if self._critic is not None:
+            self._critic.save(folder / "state" / "critic")
+        save_file({"cpu": torch.get_rng_state(), **_cuda_rng()}, self._rng_file(folder))
+        gather(self._ranks, b"")  # all have written: the leader counts the files next
+
+    @property
+    def _batches(self) -> BatchTrainer:
+        if self._steps is None:
+            raise RuntimeError("begin or load comes first")
+        return self._steps
+
+    @property
+    def _has_companions(self) -> bool:
+        return self._config.adv_estimator == "gae" or self._config.needs_reference
+
+    def _build_companions(self) -> None:
+        """Critic and reference, from the run's first weights."""
+        kept = self._run.output_dir / START
+        folder = kept if self._config.warm_start is not None and kept.is_dir() else self._run.model_folder
+        args, seed = self._train.model_args, self._config.seed
+        reference = None
+        if self._config.adv_estimator == "gae":
+            self._critic = self._engine(load_critic(folder, args, seed))
+        if self._config.needs_reference:
+            reference = load_policy(folder, args, seed, self._config.temperature).eval().to(self._ranks.device)
+        self._steps = BatchTrainer(self._config, Models(self._policy, self._critic, reference), self._ranks)
+
+    def _engine(self, module: nn.Module) -> DeepSpeedEngine:
+        return DeepSpeedEngine(module, self._train.training_args, self._train.strategy_args, self._ranks)
+
+    def _keep_start(self) -> None:
+        aside, kept = self._run.output_dir / f".{START}", self._run.output_dir / START
+        if self._ranks.rank == 0:
+            for old in (aside, kept):
+                shutil.rmtree(old, ignore_errors=True)
+            aside.mkdir(parents=True)
+        self._export(aside)
+        if self._ranks.rank == 0:
+            aside.rename(kept)
+        gather(self._ranks, b"")  # all may read it from here on
+
+    def _export(self, folder: Path) -> None:
+        """Write a Hugging Face folder; rank 0 writes, the others help it gather."""
+        if self._ranks.rank == 0:
+            copy_model_files(self._run.model_folder, folder)
+            export_weights(folder, self.tensors())
+        else:
+            for _ in self.tensors():
+                pass
+
+    def _rng_file(self, folder: Path) -> Path:
+        return folder / "state" / f"rng-rank-{self._ranks.rank:05d}.safetensors"
+
+
+def _cuda_rng() -> Mapping[str, Tensor]:
+    return {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}

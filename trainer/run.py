@@ -1,0 +1,86 @@
+"""What the learner reads of a run: the record's configuration, as far as it concerns training.
+
+Invariant: the record is the only source; nothing is read from the environment or guessed.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from pydantic import ConfigDict, ValidationError
+from redis import Redis
+
+from services.buffer.config import BufferConfig
+from services.errors import ControlError
+from services.generation.config import GenerationConfig
+from services.keys import RunKeys
+from services.rollout.config import CustomEnv, EnvManagerConfig
+from services.weights.config import WeightsConfig
+from trainer.config import LearnerConfig
+
+
+class LearnerRunConfig(LearnerConfig):
+    """The learner's part of a run's configuration; what belongs to other services is passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    custom_envs: dict[str, CustomEnv]
+    train_env_manager: EnvManagerConfig
+    val_batch_size: int
+    final_val_batch_size: int
+    actor_infer: GenerationConfig
+    buffer: BufferConfig
+    weights: WeightsConfig
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.rollout_batch_size // self.train_env_manager.group_size
+
+    @property
+    def temperature(self) -> float:
+        """That training trajectories are sampled at."""
+        return self.actor_infer.generating_args.temperature
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerRun:
+    """A run as its learner sees it."""
+
+    run_id: str
+    lineage: str
+    """Tells this run's checkpoints from those of another run in the same folder."""
+    output_dir: Path
+    config: LearnerRunConfig
+
+    @property
+    def model_folder(self) -> Path:
+        """Configuration and tokenizer of the policy; its first weights too, unless the policy is new."""
+        return self.output_dir / "policy" if self.config.pretrain == "tiny" else Path(self.config.pretrain)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.output_dir / "checkpoints"
+
+
+def read_run(redis: Redis, run_id: str) -> LearnerRun:
+    """Read a run's record.
+
+    Raises:
+        ControlError: there is no such run, or its configuration can't be read.
+    """
+    raw = cast(dict[bytes, bytes], redis.hgetall(RunKeys(run_id).record))
+    if b"config" not in raw:
+        raise ControlError(f"there is no run {run_id!r} in this Redis")
+    try:
+        config = LearnerRunConfig.model_validate_json(raw[b"config"])
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise ControlError(f"run {run_id!r} has a configuration that this build can't read: {details}") from error
+    folder = raw.get(b"output_dir", b"").decode() or str(config.output_dir)
+    return LearnerRun(run_id, _lineage(raw, config), Path(folder).resolve(), config)
+
+
+def _lineage(raw: dict[bytes, bytes], config: LearnerConfig) -> str:
+    """A resumed run keeps its time of creation; one that goes on from a checkpoint by name starts a lineage of its own."""
+    created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
+    return f"{created}/{attempt}" if isinstance(config.resume_from_checkpoint, Path) else created

@@ -1,0 +1,151 @@
+"""One optimizer batch: groups -> packed batch -> targets -> optimizer steps -> gauges.
+
+Invariant: the same groups in the same order give the same weights, on any number of ranks; each rank runs the same calls on
+the same groups and computes a share of the micro-batches.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.schema import Group
+from services.telemetry import MetricRecord, Partial, decode_record, encode_record, merge_all
+from trainer.algorithms.kl import KLController
+from trainer.batch import Batch, MicroBatch, microbatches, minibatches, pack
+from trainer.config import LearnerConfig
+from trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
+from trainer.engines.processes import Ranks, gather
+from trainer.engines.schedule import scheduled_rate
+from trainer.gauges import batch_gauges, with_effective_sample_size
+from trainer.models.packing import PackedInput
+from trainer.models.policy import Sampled
+from trainer.objective import Targets, critic_loss, policy_loss, prepare
+
+Gauges = dict[str, Partial]
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The engines of a run; `critic` and `reference` where its algorithm has one."""
+
+    policy: TrainEngine[Sampled]
+    critic: TrainEngine[Tensor] | None = None
+    reference: torch.nn.Module | None = None
+    """Frozen; takes a `PackedInput`, gives `Sampled`."""
+
+
+class BatchTrainer:
+    """Trains a run's models on groups; all ranks make the same calls."""
+
+    def __init__(self, config: LearnerConfig, models: Models, ranks: Ranks) -> None:
+        self._config = config
+        self._args = config.actor_train.training_args
+        self._models = models
+        self._ranks = ranks
+        self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+
+    def train(self, groups: Sequence[Group], step: int) -> Gauges:
+        """Train optimizer batch `step` (0-based); groups without a sampled token leave everything alone."""
+        batch = pack(groups)
+        if not batch.num_sampled:
+            return {}
+        targets, values = self._targets(batch, step)
+        pieces: list[Gauges] = []
+        for _ in range(self._config.ppo_epochs):
+            for part in minibatches(batch, self._args.num_minibatches):
+                pieces += self._optimize(self._micro_batches(batch, part), targets, step)
+        self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
+        fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
+        return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
+
+    def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
+        return microbatches(batch, part, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
+
+    def _targets(self, batch: Batch, step: int) -> tuple[Targets, Tensor | None]:
+        """Targets of the batch, and what the critic says of it."""
+        micro = self._micro_batches(batch, range(batch.num_sequences))
+        inputs = [_input(each) for each in micro]
+
+        def whole(parts: Sequence[Tensor]) -> Tensor:
+            out = torch.zeros(batch.num_sampled)
+            for each, part in zip(micro, parts, strict=True):
+                out[each.index] = part.detach().to("cpu", torch.float32)
+            return out
+
+        policy, critic, reference = self._models.policy, self._models.critic, self._models.reference
+        values = whole(critic.infer(inputs)) if critic else None
+        targets = prepare(
+            batch,
+            self._config,
+            kl_coef=self.kl.coef,
+            old_logprobs=whole(policy.infer(inputs)) if self._config.old_logprobs == "recompute" else None,
+            ref_logprobs=whole(_infer(reference, inputs, self._ranks.device)) if reference else None,
+            values=values,
+            version=step,
+            num_minibatches=self._args.num_minibatches,
+        )
+        return targets, values
+
+    def _optimize(self, micro: Sequence[MicroBatch], targets: Targets, step: int) -> list[Gauges]:
+        """One optimizer step of policy and critic; the gauges of this rank's passes."""
+        inputs = [_input(each) for each in micro]
+        gauges: list[Gauges] = []
+        device = self._ranks.device
+
+        def of_policy(i: int, said: Sampled) -> Tensor:
+            here = targets.at(micro[i].index, device)
+            loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here)
+            worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
+            gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
+            return loss
+
+        def of_critic(i: int, values: Tensor) -> Tensor:
+            loss, seen = critic_loss(self._config, values, targets.at(micro[i].index, device))
+            gauges.append(dict(seen))
+            return loss
+
+        if self._models.critic is not None:
+            rate = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
+            hyperparameters = Hyperparameters(rate, self._args.weight_decay)
+            gauges.append(self._outcome("critic", self._models.critic.train(inputs, of_critic, hyperparameters), rate))
+        if step >= self._config.critic_warmup:
+            rate = self._rate(step, self._args.learning_rate, self._args.warmup_steps)
+            hyperparameters = Hyperparameters(rate, self._args.weight_decay)
+            gauges.append(self._outcome("actor", self._models.policy.train(inputs, of_policy, hyperparameters), rate))
+        return gauges
+
+    def _outcome(self, who: str, outcome: StepOutcome, rate: float) -> Gauges:
+        """What every rank knows, from one of them."""
+        if self._ranks.rank > 0:
+            return {}
+        norm = {f"{who}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}
+        skipped = {f"{who}/skipped_steps": Partial("sum", float(not outcome.applied))}
+        return {f"{who}/lr": Partial("last", rate), **norm, **skipped}
+
+    def _rate(self, step: int, peak: float, warmup_steps: int) -> float:
+        return scheduled_rate(
+            step,
+            peak=peak,
+            scheduler=self._args.lr_scheduler_type,
+            warmup_steps=warmup_steps,
+            total_steps=self._config.max_steps,
+        )
+
+    def _merge(self, pieces: Sequence[Gauges]) -> Gauges:
+        """Over micro-batches and ranks."""
+        mine = merge_all(pieces)
+        if self._ranks.world_size == 1:
+            return with_effective_sample_size(mine)
+        blobs = gather(self._ranks, encode_record(MetricRecord("rank", mine)))
+        return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
+
+
+def _input(micro: MicroBatch) -> PackedInput:
+    return PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
+
+
+@torch.no_grad()
+def _infer(module: torch.nn.Module, inputs: Sequence[PackedInput], device: torch.device) -> list[Tensor]:
+    return [module(x.to(device)).logprobs for x in inputs]
