@@ -48,13 +48,17 @@ class RedisWeightSubscriber:
 
     async def newest(self) -> Manifest | None:
         """See `WeightSubscriber.newest`."""
-        with _retryable():
-            blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.manifests))
-        for _, blob in sorted(blobs.items(), key=lambda item: int(item[0]), reverse=True):
-            manifest = decode_manifest(blob)
-            if await asyncio.to_thread(self._transport.readable, manifest):
-                return manifest
-        return None
+        seen: dict[bytes, bytes] | None = None
+        while True:
+            with _retryable():
+                blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.manifests))
+            for _, blob in sorted(blobs.items(), key=lambda item: int(item[0]), reverse=True):
+                manifest = decode_manifest(blob)
+                if await asyncio.to_thread(self._transport.readable, manifest):
+                    return manifest
+            if blobs == seen:
+                return None
+            seen = blobs  # a learner that runs ahead may have replaced all of these meanwhile: look again
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
         """See `WeightSubscriber.wait_newer`."""

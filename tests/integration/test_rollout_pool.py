@@ -169,8 +169,8 @@ async def test_a_worker_that_starts_first_waits_for_generation_and_then_plays_th
         assert run.start_worker()._actor_id == actor._actor_id
         await run.train(12)
         assert_whole(run, 12)
-        seen = merge_all(r.values for _, r in RedisMetrics(run.redis, run.run_id).read())
         await wait_until(lambda: count_episodes(run) == 12 * GROUP_SIZE)
+        seen = merge_all(r.values for _, r in RedisMetrics(run.redis, run.run_id).read())
         assert seen["playing"].kind == "mean"
 
 

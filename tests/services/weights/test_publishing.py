@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 
 from services.errors import FencedError, RetryableError, WeightsError
 from services.keys import RunKeys
+from services.schema import Manifest
 from services.weights.config import WeightsConfig
+from services.weights.filesystem import FilesystemTransport
 from services.weights.publisher import RedisWeightPublisher
 from services.weights.subscriber import RedisWeightSubscriber
 from services.weights.transports import cleanup
@@ -84,6 +86,31 @@ async def test_a_subscriber_reads_what_was_published_although_the_tensors_change
         learner.publish(1)
     assert await read(redis_url, config) == (1, 1.0)
     assert progress(server) == {b"version": b"1", b"step": b"1"}
+
+
+async def test_a_subscriber_overtaken_while_it_looks_finds_what_is_newer(
+    server: redis.Redis, redis_url: str, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncRedis.from_url(redis_url) as client:
+        subscriber = RedisWeightSubscriber(client, RUN, config, Path("unused"))
+        with Learner(server, config) as learner:
+            learner.publish(0)
+        readable = FilesystemTransport.readable
+        seen: list[int] = []
+
+        def slow(transport: FilesystemTransport, manifest: Manifest) -> bool:
+            seen.append(manifest.version)
+            if seen == [0]:
+                with Learner(server, config) as learner:
+                    for version in range(1, 4):
+                        learner.publish(version)
+            return readable(transport, manifest)
+
+        monkeypatch.setattr(FilesystemTransport, "readable", slow)
+        manifest = await subscriber.newest()
+    assert manifest is not None
+    assert manifest.version == 3
+    assert 0 in seen
 
 
 def test_only_the_last_versions_stay(server: redis.Redis, config: WeightsConfig) -> None:
