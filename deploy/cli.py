@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from deploy.bench.command import bench_app
+
 EXIT_CONFIG = 2
 """The configuration was refused; nothing was started."""
 
@@ -20,6 +22,7 @@ config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is
 learner_app = typer.Typer(help="Learners that join a run from outside.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(learner_app, name="learner")
+app.add_typer(bench_app, name="bench")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[

@@ -1,0 +1,76 @@
+"""What a benchmark found: on the screen as a table, in a file as JSON."""
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several measurements of one thing."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """values: at least one."""
+        seen = sorted(values)
+        return cls(statistics.median(seen), seen[0], seen[-1], len(seen))
+
+
+def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Write a benchmark's result with what it was measured on; folders are made."""
+    document = {
+        "bench": bench,
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "options": dict(options),
+        **result,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2, default=_plain) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, Any]:
+    """The machine, and how busy others keep it."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table; numbers get the digits that mean something."""
+    table = Table(*columns, title=title, title_justify="left", header_style="bold")
+    for row in rows:
+        table.add_row(*(cell(value) for value in row))
+    Console().print(table)
+
+
+def cell(value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{type(value).__name__} has no place in a benchmark's JSON")
