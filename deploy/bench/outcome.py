@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
@@ -12,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+PIPED_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,12 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> N
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))
-    Console().print(table)
+    console().print(table)
+
+
+def console() -> Console:
+    """Wide where nobody reads it on a terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 
 def cell(value: Any) -> str:

@@ -89,6 +89,11 @@ class EnvWorker:
         """Episodes in hand."""
         return len(self._playing)
 
+    @property
+    def num_calls(self) -> int:
+        """Calls to generation so far."""
+        return self._batcher.num_calls
+
     async def run(self) -> WorkerEnd:
         """Work until `stop()`, or until the worker is worn out; gives back what it was playing.
 

@@ -1,0 +1,110 @@
+"""What benchmarks stand on: a folder, a redis-server of their own, the tiny policy's files, a run's configuration.
+
+Invariant: nothing is left when the context ends, in `/dev/shm` neither.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from deploy.config import RunConfig
+from deploy.loading import load_run
+from deploy.preparation import buffer_limits, model_folder, prepare_folder
+from services.buffer.config import RedisConfig
+from services.buffer.connection import connect
+from services.buffer.redis_server import EmbeddedRedis
+from services.buffer.watch import configure_buffer
+from services.keys import RunKeys
+from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig, WorkerSettings
+from services.weights.transports import cleanup
+
+QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
+TAG = "FrozenLake"
+WORKER_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """A benchmark's own Redis and folder."""
+
+    folder: Path
+    redis_url: str
+    redis: Redis
+    server_pid: int
+
+    def run_config(self, run_id: str, **changes: Any) -> RunConfig:
+        """The quickstart's configuration under another name, with `changes` to top-level keys."""
+        config = load_run(QUICKSTART)
+        return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
+
+    def prepare(self, config: RunConfig, *, spare_steps: float = 0.0) -> int:
+        """Make a run's folder, buffer and epoch; returns the epoch. spare_steps: how many steps more than `max_steps` are
+        admitted, so that rollouts go on to the very end."""
+        prepare_folder(config)
+        limits = buffer_limits(config)
+        configure_buffer(self.redis, config.exp_name, _with_spare(limits, spare_steps))
+        return int(self.redis.incr(RunKeys(config.exp_name).epoch))  # pyright: ignore[reportArgumentType]
+
+    def worker_settings(self, config: RunConfig) -> WorkerSettings:
+        """What the env worker of a run is told."""
+        return WorkerSettings(
+            run_id=config.exp_name,
+            seed=config.seed,
+            model_folder=model_folder(config),
+            output_dir=config.output_dir,
+            redis_url=self.redis_url,
+            sequence_length=config.sequence_length,
+            custom_envs=config.custom_envs,
+            train_env_manager=config.train_env_manager,
+            val_env_manager=config.val_env_manager,
+            rollout=config.rollout,
+            generating_args=config.actor_infer.generating_args,
+            request_timeout_s=config.actor_infer.request_timeout_s,
+            worker_timeout_s=WORKER_TIMEOUT_S,
+        )
+
+
+@contextmanager
+def ground() -> Iterator[Ground]:
+    """A folder and a Redis until the context ends; append-only file on, synced every second, as in a run."""
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name:
+        folder = Path(name)
+        with EmbeddedRedis(folder / "redis", RedisConfig()) as server, connect(server.url) as redis:
+            assert server.pid is not None
+            try:
+                yield Ground(folder, server.url, redis, server.pid)
+            finally:
+                for run in folder.iterdir():
+                    cleanup(run.name)
+
+
+def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:
+    """FrozenLake whose steps take `latency` (fields of `deploy.bench.latency.Latency`)."""
+    return CustomEnv(
+        env_type="deploy.bench.latency:SlowLake",
+        max_steps=max_steps,
+        max_tokens_per_step=4,
+        execution="thread",
+        env_config={"size": 4, "p": 0.7, "latency": latency},
+    )
+
+
+def manager(groups: int, group_size: int, *, redundancy: int = 0) -> EnvManagerConfig:
+    """`groups` of `group_size` in play."""
+    return EnvManagerConfig(tags=(TAG,), num_env_groups=groups, group_size=group_size, group_size_redundancy=redundancy)
+
+
+def worker(episodes: int) -> RolloutConfig:
+    """One worker with a thread for every episode."""
+    return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes)
+
+
+def _with_spare(limits: Any, spare_steps: float) -> Any:
+    from dataclasses import replace
+
+    return replace(limits, total_groups=limits.total_groups + int(spare_steps * limits.groups_per_step))

@@ -1,0 +1,235 @@
+"""Rollouts in a process of their own: one real env worker, and with it a replica or a scripted policy.
+
+Invariant: the process plays one run after another, so that what is slow to start (the engine) starts once; it ends with
+its parent.
+"""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import psutil
+
+from services.generation.config import GenerationConfig
+from services.rollout.config import WorkerSettings
+
+LOOK_S = 0.02
+"""Between two looks at how many episodes are being played."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """Who answers the turns."""
+
+    kind: Literal["vllm", "engine", "client"]
+    """`vllm`: the real engine in the real replica. `engine`: a scripted engine in the real replica, which follows the
+    broker. `client`: a scripted policy right behind the worker."""
+    delay_s: float = 0.0
+    """Of a scripted answer."""
+    config: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What playing a run took, from its start to its stop."""
+
+    wall_s: float
+    cpu_s: float
+    """Of the process and those below it."""
+    rss_bytes: int
+    """When it stopped."""
+    playing: float
+    """Episodes in hand, on average."""
+    calls: int
+    """To generation."""
+
+
+class Rollouts:
+    """The parent's end."""
+
+    def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:
+        self._arguments = (policy, model, sequence_length)
+        self._pipe: Connection | None = None
+        self._process: Any = None
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs, *self._arguments), daemon=False)
+        self._process.start()
+        theirs.close()
+        self._answer()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self._tell("end")
+        else:
+            self._process.terminate()
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def play(self, settings: WorkerSettings) -> None:
+        """Begin to play a run."""
+        self._tell("play", settings)
+        self._answer()
+
+    def stop(self) -> Usage:
+        """Stop playing; what is in hand is given back."""
+        self._tell("stop")
+        return self._answer()
+
+    def usage(self) -> Usage:
+        """So far."""
+        self._tell("usage")
+        return self._answer()
+
+    def _tell(self, *message: Any) -> None:
+        assert self._pipe is not None, "use `with`"
+        self._pipe.send(message)
+
+    def _answer(self) -> Any:
+        assert self._pipe is not None, "use `with`"
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"the rollout process ended with code {self._process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _main(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+    try:
+        asyncio.run(_Host(pipe, policy, model, sequence_length).serve())
+    except EOFError:
+        return  # the parent is gone
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+class _Host:
+    """The child's end."""
+
+    def __init__(self, pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+        self._pipe = pipe
+        self._policy = policy
+        self._model = model
+        self._sequence_length = sequence_length
+
+    async def serve(self) -> None:
+        from services.rollout.chat import load_chat_format
+
+        self._chat = load_chat_format(self._model)
+        engine = await self._engine()
+        self._pipe.send("ready")
+        try:
+            while (message := await asyncio.to_thread(self._pipe.recv))[0] == "play":
+                async with self._playing(message[1], engine) as meter:
+                    self._pipe.send("playing")
+                    while (await asyncio.to_thread(self._pipe.recv))[0] == "usage":
+                        self._pipe.send(meter.usage())
+                    last = meter.usage()
+                self._pipe.send(last)
+        finally:
+            engine.close()
+
+    async def _engine(self) -> Any:
+        from deploy.bench.scripted import ScriptedEngine, ScriptedPolicy
+        from services.generation.engine import VllmEngine
+
+        if self._policy.kind == "vllm":
+            return await VllmEngine.start(
+                self._policy.config, self._model, sequence_length=self._sequence_length, seed=0
+            )
+        return ScriptedEngine(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s)
+
+    @asynccontextmanager
+    async def _playing(self, settings: WorkerSettings, engine: Any) -> AsyncIterator["_Meter"]:
+        from services.buffer.connection import connect_async
+        from services.buffer.rollout import AsyncRolloutBuffer
+        from services.rollout.service import EnvWorker
+        from services.telemetry import AsyncRedisMetrics
+
+        async with connect_async(settings.redis_url) as redis:
+            chores: list[asyncio.Task[Any]] = []
+            client = self._client(settings, engine, redis, chores)
+            worker = EnvWorker(
+                settings,
+                "bench",
+                buffer=AsyncRolloutBuffer(redis, settings.run_id),
+                generation=client,
+                metrics=AsyncRedisMetrics(redis, settings.run_id),
+                chat=self._chat,
+            )
+            meter = _Meter(worker)
+            working = asyncio.create_task(worker.run())
+            chores.append(asyncio.create_task(meter.watch()))
+            try:
+                yield meter
+            finally:
+                worker.stop()
+                await working
+                for chore in chores:
+                    chore.cancel()
+                await asyncio.gather(*chores, return_exceptions=True)
+
+    def _client(self, settings: WorkerSettings, engine: Any, redis: Any, chores: list[asyncio.Task[Any]]) -> Any:
+        from deploy.bench.scripted import ReplicaGeneration, ScriptedGeneration, ScriptedPolicy
+        from services.generation.service import GenerationReplica
+        from services.weights.config import WeightsConfig
+        from services.weights.subscriber import RedisWeightSubscriber
+
+        if self._policy.kind == "client":
+            return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s)
+        subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)
+        replica = GenerationReplica("bench", engine, subscriber, self._policy.config)
+        chores.append(asyncio.create_task(replica.follow()))
+        return ReplicaGeneration(replica)
+
+
+class _Meter:
+    """Watches a worker and its process."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._process = psutil.Process()
+        self._began = time.monotonic()
+        self._cpu_before = self._cpu_s()
+        self._episode_s = 0.0
+
+    async def watch(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            self._episode_s += self._worker.num_playing * (now - before)
+            before = now
+
+    def usage(self) -> Usage:
+        wall_s = time.monotonic() - self._began
+        return Usage(
+            wall_s=wall_s,
+            cpu_s=self._cpu_s() - self._cpu_before,
+            rss_bytes=self._process.memory_info().rss,
+            playing=self._episode_s / wall_s,
+            calls=self._worker.num_calls,
+        )
+
+    def _cpu_s(self) -> float:
+        return sum(sum(p.cpu_times()[:2]) for p in (self._process, *self._process.children(recursive=True)))
