@@ -1,9 +1,12 @@
 """What success means on a run's held-out tasks: what simple walkers and the best possible play achieve."""
 
+import json
+
 from deploy.config import RunConfig
-from envs import registry
-from envs.frozen_lake import FrozenLakeConfig, FrozenLakeEnv
-from envs.frozen_lake.baselines import baselines
+from envs import frozen_lake, registry, sokoban
+from envs.frozen_lake import baselines as lake
+from envs.sokoban import baselines as boxes
+from services.rollout.config import CustomEnv
 from services.rollout.tasks import EvalTasks
 
 
@@ -16,11 +19,20 @@ def run_baselines(config: RunConfig) -> dict[str, float]:
         seeds.setdefault(task.tag, []).append(task.seed)
     sums = {"random": 0.0, "scripted": 0.0, "optimal": 0.0}
     for tag, of_tag in seeds.items():
-        env = config.custom_envs[tag]
-        if registry.find(env.env_type) is not FrozenLakeEnv:
+        found = _of_tag(config.custom_envs[tag], of_tag)
+        if found is None:
             return {}
-        settings = registry.held_out_config(env.env_type, env.env_config)
-        found = baselines(of_tag, FrozenLakeConfig.model_validate(settings), max_steps=env.max_steps)
         for name, value in found._asdict().items():
             sums[name] += value * len(of_tag)
     return {name: total / config.final_val_batch_size for name, total in sums.items()}
+
+
+def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.Baselines | boxes.Baselines | None:
+    settings, factory = registry.held_out_config(env.env_type, env.env_config), registry.find(env.env_type)
+    if factory is frozen_lake.FrozenLakeEnv:
+        lakes = frozen_lake.FrozenLakeConfig.model_validate_json(json.dumps(settings))
+        return lake.baselines(seeds, lakes, max_steps=env.max_steps)
+    if factory is sokoban.SokobanEnv:
+        rooms = sokoban.SokobanConfig.model_validate_json(json.dumps(settings))
+        return boxes.baselines(seeds, rooms, max_steps=env.max_steps)
+    return None

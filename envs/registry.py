@@ -30,7 +30,10 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 ENTRY_POINT_GROUP = "offbeat.envs"
 
-BUILT_IN = {"frozen_lake": "envs.frozen_lake:FrozenLakeEnv"}
+BUILT_IN = {
+    "frozen_lake": "envs.frozen_lake:FrozenLakeEnv",
+    "sokoban": "envs.sokoban:SokobanEnv",
+}
 
 MAX_REPEATS = 2_000
 """Seeds in a row that bring no new task, after which there is none."""

@@ -1,0 +1,120 @@
+"""What success means in given rooms: that of a random player, of a scripted one, and the most that can be had.
+
+All three are computed exactly, by dynamic programming over every position that can be reached and turns left.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from envs.sokoban.env import SokobanConfig, SokobanEnv
+from envs.sokoban.rooms import ACTIONS, Cell, Room
+
+Array = npt.NDArray[np.float64]
+
+MAX_POSITIONS = 20_000
+
+
+class Baselines(NamedTuple):
+    """Chance of solving the room within the turns of an episode, mean over rooms."""
+
+    random: float
+    """Any of the four directions, whatever lies there."""
+    scripted: float
+    """A push towards the nearest target where one is possible, else a step towards where such a push starts."""
+    optimal: float
+
+
+def baselines(seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12) -> Baselines | None:
+    """Baselines in the rooms of these seeds; None where a room has more positions than can be gone through (20,000).
+
+    Raises:
+        ValueError: no seeds.
+    """
+    env = SokobanEnv(config)
+    rows: list[Baselines] = []
+    for seed in seeds:
+        env.reset(seed=seed)
+        found = room_baselines(env.room, max_steps)
+        if found is None:
+            return None
+        rows.append(found)
+    if not rows:
+        raise ValueError("no seeds, no baselines")
+    return Baselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
+
+
+def room_baselines(room: Room, max_steps: int) -> Baselines | None:
+    """Baselines in one room."""
+    positions = _positions(room, max_steps)
+    if positions is None:
+        return None
+    numbers = {position: i for i, position in enumerate(positions)}
+    after = np.array([[numbers.get(p.push(a), i) for a in range(len(ACTIONS))] for i, p in enumerate(positions)])
+    solved = np.array([position.is_solved for position in positions])
+    uniform = np.full((len(positions), len(ACTIONS)), 1 / len(ACTIONS))
+    scripted = np.array([scripted_policy(position) for position in positions])
+    chances = (_success(after, solved, policy, max_steps) for policy in (uniform, scripted, None))
+    return Baselines(*(float(chance) for chance in chances))
+
+
+def scripted_policy(room: Room) -> Array:
+    """[action] probabilities of the scripted player."""
+    wanted = _pushes(room)
+    here = {action for cell, action in wanted if cell == room.player}
+    chosen = here or _steps_towards(room, {cell for cell, _ in wanted}) or set(range(len(ACTIONS)))
+    policy = np.zeros(len(ACTIONS))
+    policy[sorted(chosen)] = 1 / len(chosen)
+    return policy
+
+
+def _pushes(room: Room) -> set[tuple[Cell, int]]:
+    """(Where to stand, which way to push) that bring a box nearer to the nearest free target."""
+    free = room.targets - room.boxes
+    found: set[tuple[Cell, int]] = set()
+    for box in room.boxes - room.targets:
+        for action in range(len(ACTIONS)):
+            stand, there = box - room.offset(action), box + room.offset(action)
+            passable = stand in room.floor and stand not in room.boxes and there in room.floor - room.boxes
+            if passable and _nearest(room, there, free) < _nearest(room, box, free):
+                found.add((stand, action))
+    return found
+
+
+def _nearest(room: Room, cell: Cell, targets: frozenset[Cell]) -> int:
+    (row, column), places = room.cell(cell), [room.cell(target) for target in targets]
+    return min(abs(row - r) + abs(column - c) for r, c in places)
+
+
+def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
+    """First steps of shortest ways, around boxes, from the player to a goal."""
+    distance, level = dict.fromkeys(goals, 0), goals
+    offsets = [room.offset(action) for action in range(len(ACTIONS))]
+    while level and room.player not in distance:
+        level = {c - o for c in level for o in offsets if c - o in room.floor - room.boxes} - set(distance)
+        distance.update(dict.fromkeys(level, 1 + max(distance.values())))
+    return {i for i, o in enumerate(offsets) if distance.get(room.player + o, -1) == distance.get(room.player, 0) - 1}
+
+
+def _positions(room: Room, max_steps: int) -> list[Room] | None:
+    """All positions within `max_steps` moves; solved ones are ends."""
+    seen, level = {room: None}, [room]
+    for _ in range(max_steps):
+        reached = [p.push(action) for p in level if not p.is_solved for action in range(len(ACTIONS))]
+        level = list(dict.fromkeys(position for position in reached if position not in seen))
+        seen.update(dict.fromkeys(level))
+        if len(seen) > MAX_POSITIONS:
+            return None
+    return list(seen)
+
+
+def _success(after: npt.NDArray[np.int64], solved: npt.NDArray[np.bool_], policy: Array | None, turns: int) -> float:
+    """Chance of solving the first position in `turns` turns; None plays each turn best."""
+    chance = solved.astype(np.float64)
+    for _ in range(turns):
+        by_action = chance[after]
+        best = by_action.max(axis=1) if policy is None else (policy * by_action).sum(axis=1)
+        chance = np.where(solved, 1.0, best)
+    return float(chance[0])

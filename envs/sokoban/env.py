@@ -1,0 +1,210 @@
+"""Sokoban as a text env: the policy sees the room and answers with a direction. Keys and rewards are ROLL's.
+
+Invariants: all that is random is the room, drawn from the env's own generator, which `reset(seed=)` seeds; the same seed
+and settings give the same room; every room can be solved.
+"""
+
+from typing import Any, ClassVar, Literal
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.spaces import Text
+from gymnasium.utils import seeding
+from pydantic import Field, field_validator, model_validator
+
+from envs.config import Config
+from envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
+from envs.sokoban.drawing import draw_room
+from envs.sokoban.making import Split, make_room
+from envs.sokoban.rooms import ACTIONS, Room
+
+SIGNS = ("#", "_", "O", "√", "X", "P", "S")
+MEANINGS = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
+SYSTEM_PROMPT = "Push X to O ."
+WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SIGNS, *ACTIONS, *map(str, range(32)))))
+"""Every word that prompts, observations and answers hold with the settings' own vocabulary, for a word-level tokenizer."""
+
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
+MAX_ANSWER_CHARS = 100_000
+
+
+class SokobanConfig(Config):
+    """`env_config` of a tag with `env_type: sokoban`."""
+
+    dim_room: tuple[int, int] = (6, 6)
+    """Rows and columns, the walls around included."""
+    num_boxes: int = Field(default=1, ge=1, le=8)
+    search_depth: int = Field(default=30, ge=1)
+    """Moves that a room is played back from its solved position at most, so that many always solve it."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Turns after which the env itself cuts the episode; None leaves that to the tag's `max_steps`."""
+    split: Split = "train"
+    """Which rooms: a held-out room never turns up in training."""
+    grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SIGNS)))
+    """The sign of each kind of cell, by ROLL's numbers: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6
+    player on target."""
+    grid_vocab: dict[str, str] = Field(default_factory=dict[str, str])
+    """What a sign is called in the system prompt; empty leaves the legend out of it."""
+    action_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(ACTIONS, 1)))
+    """The word for each direction: 1 up, 2 down, 3 left, 4 right."""
+    observation_format: Literal["grid", "coord", "grid_coord"] = "grid"
+    """The room as rows of signs, as where player, boxes and targets are and what lies around the player, or both."""
+    show_grid: Literal["first", "always"] = "always"
+    """With `grid_coord`: whether later turns show the rows too, or the places alone."""
+    action_pattern: str = WHOLE_PATTERN
+    """Regular expression for an answer; one group holds the direction, of two the second."""
+    format_penalty: float = Field(default=0.0, le=0)
+    """Added to the reward of a turn whose answer names no direction; the player stays where it is."""
+    penalty_for_step: float = -0.1
+    reward_box_on_target: float = 1.0
+    penalty_box_off_target: float = -1.0
+    reward_finished: float = 10.0
+    render_mode: Literal["ansi", "rgb_array"] | None = None
+
+    @field_validator("action_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+    @field_validator("dim_room")
+    @classmethod
+    def _room_has_an_inside(cls, dim_room: tuple[int, int]) -> tuple[int, int]:
+        if not all(4 <= side <= 32 for side in dim_room):
+            raise ValueError("rows and columns go from 4 to 32")
+        return dim_room
+
+    @field_validator("grid_lookup", "action_lookup")
+    @classmethod
+    def _lookup_is_whole(cls, lookup: dict[int, str], info: Any) -> dict[int, str]:
+        wanted = list(range(7)) if info.field_name == "grid_lookup" else list(range(1, 5))
+        if sorted(lookup) != wanted:
+            raise ValueError(f"needs a text for each of {', '.join(map(str, wanted))}")
+        if len({text.lower() for text in lookup.values()}) < len(wanted) or not all(lookup.values()):
+            raise ValueError("texts must differ (in more than case) and not be empty")
+        return lookup
+
+    @model_validator(mode="after")
+    def _boxes_fit(self) -> "SokobanConfig":
+        inside = (self.dim_room[0] - 2) * (self.dim_room[1] - 2)
+        if 2 * self.num_boxes + 1 > inside:
+            raise ValueError(f"{self.num_boxes} boxes, as many targets and a player need more than {inside} cells")
+        if self.show_grid == "first" and self.observation_format != "grid_coord":
+            raise ValueError(
+                "show_grid: first leaves later turns with the places alone: take observation_format grid_coord"
+            )
+        if unknown := sorted(set(self.grid_vocab) - set(self.grid_lookup.values())):
+            raise ValueError(f"grid_vocab explains {', '.join(unknown)}, which grid_lookup does not show")
+        return self
+
+
+class SokobanEnv(gymnasium.Env[str, str]):
+    """gym-sokoban's rewards: -0.1 a step, +1 for a box pushed onto a target, -1 for one pushed off, +10 for the last."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
+    config_class: ClassVar[type[SokobanConfig]] = SokobanConfig
+
+    def __init__(self, config: SokobanConfig | None = None) -> None:
+        self.config = config or SokobanConfig()
+        self.render_mode = self.config.render_mode
+        self.system_prompt = system_prompt(self.config)
+        shown = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
+        longest = (max(map(len, shown)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
+        self.observation_space = Text(max_length=longest, charset="".join(sorted({*"".join(shown), *"0123456789 \n"})))
+        self.action_space = Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=PRINTABLE)
+        words = self.config.action_lookup
+        self._parse = ActionParser(self.config.action_pattern, {words[i]: i - 1 for i in words})
+        self._room: Room | None = None
+        self._steps = 0
+
+    @property
+    def room(self) -> Room:
+        """The position.
+
+        Raises:
+            RuntimeError: there is none before the first reset.
+        """
+        if self._room is None:
+            raise RuntimeError("reset() comes before step() and render()")
+        return self._room
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Make a room."""
+        super().reset(seed=seed, options=options)
+        self._room, self._steps = self._make(self.np_random), 0
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer with a direction; returns observation, reward, terminated, truncated and info."""
+        before, wanted = self.room, self._parse(action).action
+        self._room = after = before if wanted is None else before.push(wanted)
+        self._steps += 1
+        penalty = self.config.format_penalty if wanted is None else 0.0
+        info = {
+            "success": after.is_solved,
+            "action_is_valid": wanted is not None,
+            "action_is_effective": after is not before,
+            "format_penalty": penalty,
+        }
+        truncated = self.config.max_steps is not None and self._steps >= self.config.max_steps
+        return self._observation(), self._reward(before, after) + penalty, after.is_solved, truncated, info
+
+    def task_id(self, seed: int) -> str:
+        """The room that `reset(seed=seed)` would make; leaves this env as it is."""
+        return self._make(seeding.np_random(seed)[0]).task_id
+
+    def grid_text(self) -> str:
+        """The room, a line per row."""
+        room, sign = self.room, self.config.grid_lookup
+        cells = [sign[room.code(cell)] for cell in range(room.height * room.width)]
+        return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
+
+    def coord_text(self) -> str:
+        """`P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: the player's row and column, what lies around it, where boxes and
+        targets are, each kind from the top left."""
+        room, sign, words = self.room, self.config.grid_lookup, self.config.action_lookup
+        ways = range(len(ACTIONS))
+        around = [f"{words[action + 1]} {sign[room.code(room.player + room.offset(action))]}" for action in ways]
+        places = [*((4, box) for box in sorted(room.boxes)), *((2, target) for target in sorted(room.targets))]
+        rest = [f"{sign[code]} {at // room.width} {at % room.width}" for code, at in places]
+        row, column = room.cell(room.player)
+        return " ".join([f"{sign[5]} {row} {column}", *around, *rest])
+
+    def render(self) -> str | npt.NDArray[np.uint8] | None:
+        """The room as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
+        if self.render_mode == "rgb_array":
+            return draw_room(self.room)
+        return self.grid_text() if self.render_mode == "ansi" else None
+
+    def _make(self, rng: np.random.Generator) -> Room:
+        config = self.config
+        return make_room(rng, config.dim_room, config.num_boxes, config.search_depth, config.split)
+
+    def _reward(self, before: Room, after: Room) -> float:
+        config, gained = self.config, len(after.boxes & after.targets) - len(before.boxes & before.targets)
+        reward = config.penalty_for_step
+        if gained:
+            reward += config.reward_box_on_target if gained > 0 else config.penalty_box_off_target
+        return reward + (config.reward_finished if after.is_solved else 0.0)
+
+    def _observation(self) -> str:
+        match self.config.observation_format:
+            case "grid":
+                return self.grid_text()
+            case "coord":
+                return self.coord_text()
+            case "grid_coord" if self._steps and self.config.show_grid == "first":
+                return self.coord_text()
+            case "grid_coord":
+                return f"{self.grid_text()}\n{self.coord_text()}"
+
+
+def system_prompt(config: SokobanConfig) -> str:
+    """What the task is, in the signs and words of the settings."""
+    sign = config.grid_lookup
+    told = f"Push {sign[4]} to {sign[2]} ."
+    if config.grid_vocab:
+        legend = ", ".join(f"{sign} {meaning}" for sign, meaning in config.grid_vocab.items())
+        told += f" The room: {legend}. Answer with one of {', '.join(config.action_lookup.values())}."
+    return told

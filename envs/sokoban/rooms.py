@@ -1,0 +1,115 @@
+"""Rooms of Sokoban and the rules of moving in them, forwards (push) and backwards (pull).
+
+A cell is a number, `row * width + column`. Invariant: `pulls` are exactly the states from which one push or step leads
+here, so whatever is reached by pulling can be solved by pushing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import blake2b
+
+HELD_OUT_SHARE = 8
+"""One room in so many is held out."""
+
+MOVES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
+ACTIONS = tuple(MOVES)
+"""In the order of gym-sokoban and ROLL."""
+
+Cell = int
+
+
+@dataclass(frozen=True)
+class Room:
+    """One position: what stands where."""
+
+    height: int
+    width: int
+    floor: frozenset[Cell]
+    """Every cell that is no wall."""
+    targets: frozenset[Cell]
+    boxes: frozenset[Cell]
+    player: Cell
+
+    @property
+    def is_solved(self) -> bool:
+        return self.boxes == self.targets
+
+    @cached_property
+    def task_id(self) -> str:
+        """The position's rows in gym-sokoban's numbers; equal for equal positions."""
+        numbers = "".join(str(self.code(cell)) for cell in range(self.height * self.width))
+        return "/".join(numbers[row : row + self.width] for row in range(0, len(numbers), self.width))
+
+    @cached_property
+    def is_held_out(self) -> bool:
+        digest = blake2b(self.task_id.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
+
+    def code(self, cell: Cell) -> int:
+        """0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
+        if cell not in self.floor:
+            return 0
+        on_target = cell in self.targets
+        if cell == self.player:
+            return 6 if on_target else 5
+        if cell in self.boxes:
+            return 3 if on_target else 4
+        return 2 if on_target else 1
+
+    def offset(self, action: int) -> int:
+        """What a step adds to a cell's number. Rooms are walled all around, so no step leaves the row."""
+        down, right = MOVES[ACTIONS[action]]
+        return down * self.width + right
+
+    def push(self, action: int) -> "Room":
+        """The position after a step: this one where a wall or a second box is in the way."""
+        offset = self.offset(action)
+        there = self.player + offset
+        if there not in self.floor:
+            return self
+        if there not in self.boxes:
+            return replace(self, player=there)
+        beyond = there + offset
+        if beyond not in self.floor or beyond in self.boxes:
+            return self
+        return replace(self, player=there, boxes=self.boxes - {there} | {beyond})
+
+    def cell(self, at: Cell) -> tuple[int, int]:
+        """Row and column."""
+        return divmod(at, self.width)
+
+
+def pulls(
+    floor: frozenset[Cell], player: Cell, boxes: tuple[Cell, ...], offset: int
+) -> Iterator[tuple[Cell, tuple[Cell, ...]]]:
+    """Positions (player, boxes in the same order) from which a step by `offset` leads to this one."""
+    before = player - offset
+    if before not in floor or before in boxes:
+        return
+    yield before, boxes
+    ahead = player + offset
+    if ahead in boxes:
+        yield before, tuple(player if box == ahead else box for box in boxes)
+
+
+def parse_room(text: str) -> Room:
+    """A room of the usual signs, a line per row: `#` wall, `_` empty, `O` target, `√` box on target, `X` box, `P`layer, `S`
+    player on target.
+
+    Raises:
+        ValueError: rows of different lengths, another sign, or not one player.
+    """
+    rows = [line.split() for line in text.strip().splitlines()]
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError("the room's rows differ in length")
+    codes = ["#_O√XPS".index(sign) for row in rows for sign in row]
+    players = [cell for cell, code in enumerate(codes) if code >= 5]
+    if len(players) != 1:
+        raise ValueError(f"a room has one player, this one {len(players)}")
+
+    def cells(*wanted: int) -> frozenset[Cell]:
+        return frozenset(cell for cell, code in enumerate(codes) if code in wanted)
+
+    floor = cells(1, 2, 3, 4, 5, 6)
+    return Room(len(rows), len(rows[0]), floor, cells(2, 3, 6), cells(3, 4), players[0])

@@ -1,0 +1,44 @@
+"""The shortest solution of a room, by breadth-first search over pushes and steps; knows nothing of how rooms are made."""
+
+from envs.sokoban.rooms import ACTIONS, Room
+
+MAX_POSITIONS = 500_000
+
+
+def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
+    """Actions (numbers in `ACTIONS`) of a shortest solution; None if there is none within `max_moves`.
+
+    Raises:
+        RuntimeError: more than 500,000 positions were looked at without an answer.
+    """
+    if room.is_solved:
+        return []
+    came_from: dict[tuple[int, frozenset[int]], tuple[Room, int] | None] = {(room.player, room.boxes): None}
+    level, depth = [room], 0
+    while level and (max_moves is None or depth < max_moves):
+        depth += 1
+        reached: list[Room] = []
+        for position in level:
+            for action in range(len(ACTIONS)):
+                after = position.push(action)
+                key = after.player, after.boxes
+                if key in came_from:
+                    continue
+                came_from[key] = position, action
+                if after.is_solved:
+                    return _actions(came_from, after)
+                reached.append(after)
+        if len(came_from) > MAX_POSITIONS:
+            raise RuntimeError(f"no solution among the first {len(came_from):,} positions")
+        level = reached
+    return None
+
+
+def _actions(came_from: dict[tuple[int, frozenset[int]], tuple[Room, int] | None], room: Room) -> list[int]:
+    actions: list[int] = []
+    step = came_from[room.player, room.boxes]
+    while step is not None:
+        room, action = step
+        actions.append(action)
+        step = came_from[room.player, room.boxes]
+    return actions[::-1]
