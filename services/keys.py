@@ -64,3 +64,23 @@ class RunKeys:
     def metrics(self) -> str:
         """Stream of metric records."""
         return self.key("metrics")
+
+    @property
+    def changes(self) -> str:
+        """List: changes of the run's settings, in the order in which they were asked for, as JSON."""
+        return self.key("changes")
+
+    @property
+    def adopted(self) -> str:
+        """Hash: place in `changes` (0-based) -> the optimizer batch (0-based) from which on it holds."""
+        return self.key("adopted")
+
+    @property
+    def history(self) -> str:
+        """Stream, trimmed: what happened to the run itself: states, commands, deaths, changes."""
+        return self.key("history")
+
+    @property
+    def doing(self) -> str:
+        """Hash: part -> what it does or waits for at this moment."""
+        return self.key("doing")

@@ -177,6 +177,8 @@ class Group:
     seed: int
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
+    temperature: float | None = None
+    """That its tokens were sampled at, where the run's has been changed since it started."""
 
     @property
     def oldest_version(self) -> int:
@@ -197,6 +199,8 @@ class EpisodeTask:
     """Completions must come from this version or a newer one."""
     sampling_name: str = "train"
     """Which of the run's sampling settings to use: `train`, or for evaluation `sampled` or `greedy`."""
+    temperature: float | None = None
+    """Instead of that setting's own."""
 
 
 @dataclass(frozen=True, slots=True)

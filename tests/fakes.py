@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.buffer.client import Counters
+from services.buffer.client import Boundary, Counters
 from services.schema import Group, Manifest, Segment, StopReason, Trajectory, Turn, VersionSpan
 from services.telemetry import MetricRecord, Partial
 
@@ -82,6 +82,10 @@ class FakeLearnerBuffer:
     evaluations: dict[str, list[Trajectory] | None] = field(default_factory=dict[str, list[Trajectory] | None])
     started: list[tuple[str, int, str, int]] = field(default_factory=list[tuple[str, int, str, int]])
     restored: list[tuple[int, int | None]] = field(default_factory=list[tuple[int, int | None]])
+    boundary: Boundary = field(default_factory=Boundary)
+    boundaries: list[Boundary] = field(default_factory=list[Boundary])
+    """What the next boundaries say, before `boundary` does."""
+    adopted_at: list[int] = field(default_factory=list[int])
     _delivered: int = 0
 
     def reconnect(self) -> None:
@@ -118,6 +122,10 @@ class FakeLearnerBuffer:
         self._delivered -= sum(self.stream.index(group) < self._delivered for group in gone)
         self.stream = [group for group in self.stream if group not in gone]
         return [group.number for group in gone]
+
+    def adopt(self, step: int) -> Boundary:
+        self.adopted_at.append(step)
+        return self.boundaries.pop(0) if self.boundaries else self.boundary
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
         self.restored.append((num_trained, next_number))
@@ -172,11 +180,16 @@ class FakeTrainer:
     moments: Moments = field(default_factory=Moments)
     history: list[tuple[int, tuple[int, ...]]] = field(default_factory=list[tuple[int, tuple[int, ...]]])
     kl_coef: float = 0.5
+    rates: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    """(steps trained before, learning rate) of each `steer`."""
     gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
 
     def begin(self, progress: Callable[[int, int], None], stopped: Callable[[], bool]) -> bool:
         progress(1, 1)
         return not stopped()
+
+    def steer(self, learning_rate: float) -> None:
+        self.rates.append((len(self.history), learning_rate))
 
     def train(self, groups: Sequence[Group], step: int) -> dict[str, Partial]:
         self.moments.pass_by(

@@ -12,6 +12,7 @@ sequence's first token is never a sampled one. Tokens after a sequence's last sa
             micro.index [m]: where its sampled tokens stand in the batch's [M] arrays
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,7 +36,8 @@ class Batch:
     tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M] int64
     (turns count through the whole batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
     each turn's reward on its last token; last: [M] bool, the last sampled token of its trajectory; episode_reward: [T]
-    float32; group: [T] int64; tag: [T] int64, an id per tag.
+    float32; group: [T] int64; tag: [T] int64, an id per tag; temperatures: [M] float32 that the tokens were sampled at, NaN
+    where the run's own was, or None where it was for all.
     """
 
     tokens: Tensor
@@ -51,6 +53,7 @@ class Batch:
     episode_reward: Tensor
     group: Tensor
     tag: Tensor
+    temperatures: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -74,12 +77,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays."""
+    """Whole sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
+    temperatures [m] as in the batch."""
 
     tokens: Tensor
     cu_seqlens: Tensor
     positions: Tensor
     index: Tensor
+    temperatures: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -136,6 +141,7 @@ def pack(groups: Sequence[Group]) -> Batch:
     trajectory_of = np.repeat(np.array(columns.owners, dtype=np.int64), counts)[order]
     lengths = [len(part) for part in columns.tokens]
     tags = sorted({trajectory.tag for _, trajectory in members})
+    of_members = [groups[number].temperature for number, _ in members]
     return Batch(
         tokens=torch.from_numpy(_ints(columns.tokens)),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64),
@@ -150,7 +156,16 @@ def pack(groups: Sequence[Group]) -> Batch:
         episode_reward=torch.tensor([trajectory.reward for _, trajectory in members], dtype=torch.float32),
         group=torch.tensor([number for number, _ in members], dtype=torch.int64),
         tag=torch.tensor([tags.index(trajectory.tag) for _, trajectory in members], dtype=torch.int64),
+        temperatures=_temperatures(of_members, trajectory_of),
     )
+
+
+def _temperatures(of_members: Sequence[float | None], trajectory: IntArray) -> Tensor | None:
+    """[M], from each trajectory's."""
+    if all(temperature is None for temperature in of_members):
+        return None
+    known = np.array([math.nan if temperature is None else temperature for temperature in of_members], dtype=np.float32)
+    return torch.from_numpy(known[trajectory])
 
 
 def _place_rewards(turn: IntArray, trajectory: IntArray, columns: _Columns) -> npt.NDArray[np.float32]:
@@ -212,4 +227,5 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> Mi
         cu_seqlens=borders,
         positions=batch.positions[index] + shift,
         index=index,
+        temperatures=None if batch.temperatures is None else batch.temperatures[index],
     )

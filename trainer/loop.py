@@ -9,10 +9,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.buffer.client import LearnerBuffer
+from services.settings import Settings, settings_at
 from services.weights.client import WeightPublisher
 from trainer.checkpoint import Checkpoint, CheckpointStore, LearnerState
 from trainer.evaluations import Evaluation, Evaluations, When
@@ -22,6 +23,9 @@ from trainer.reporting import Reporter, step_values
 from trainer.run import LearnerRun
 
 logger = logging.getLogger(__name__)
+
+PAUSE_POLL_S = 0.2
+"""How long a resumed or stopped run may go unnoticed while the learner is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Learner:
         self._entry_ids: list[str] = []
         self._next_number = 0
         self._seconds: dict[str, float] = {}
+        self._settings: Settings = run.config.settings
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
@@ -83,10 +88,13 @@ class Learner:
 
     def _train_step(self) -> bool:
         """One optimizer batch; False if the learner was stopped before it began."""
-        began = time.monotonic()
         parts, step = self._parts, self._step
+        if not self._boundary():
+            return False
+        began = time.monotonic()
         parts.reporter.phase("evaluating the start" if step == 0 else "training")
-        taken = parts.intake.take(step, parts.stopped)
+        parts.reporter.doing("taking", step=step, groups=self._config.groups_per_step)
+        taken = replace(parts.intake, max_staleness=self._settings.max_staleness).take(step, parts.stopped)
         # The first weights must not be replaced while they are being evaluated
         if taken is None or (step == 0 and not parts.evaluations.wait(parts.stopped)):
             return False
@@ -99,6 +107,22 @@ class Learner:
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
         parts.reporter.step(self._step, step_values(taken, step, gauges, seconds))
         return True
+
+    def _boundary(self) -> bool:
+        """Let changes of the settings hold from here on, and wait while the run is paused; False if it is to end."""
+        while True:
+            boundary = self._parts.buffer.adopt(self._step)
+            if boundary.ends or self._parts.stopped():
+                return False
+            settings = settings_at(self._config.settings, boundary.changes, self._step)
+            if settings.learning_rate != self._settings.learning_rate:
+                self._parts.trainer.steer(settings.learning_rate)
+            self._settings = settings
+            if not boundary.paused:
+                return True
+            self._parts.reporter.phase("paused")
+            self._parts.reporter.doing("paused", step=self._step)
+            time.sleep(PAUSE_POLL_S)
 
     def _remember(self, taken: Taken) -> None:
         self._entry_ids += taken.entry_ids
@@ -150,6 +174,7 @@ class Learner:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.monotonic()
+        self._parts.reporter.doing(stage, step=self._step)
         try:
             yield
         finally:

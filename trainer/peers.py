@@ -48,6 +48,11 @@ class LeadingTrainer:
         alone = self._ranks.world_size == 1
         return self._trainer.begin(progress, stopped if alone else _never)
 
+    def steer(self, learning_rate: float) -> None:
+        """See `Trainer.steer`."""
+        self._say("steer", learning_rate)
+        self._trainer.steer(learning_rate)
+
     def train(self, groups: Sequence[Group], step: int) -> Gauges:
         """See `Trainer.train`."""
         self._say("train", [_pack_group(group) for group in groups], step)
@@ -84,6 +89,8 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
         match name:
             case "begin":
                 trainer.begin(lambda _done, _total: None, _never)
+            case "steer":
+                trainer.steer(arguments[0])
             case "train":
                 trainer.train([_unpack_group(each) for each in arguments[0]], arguments[1])
             case "tensors":
@@ -103,12 +110,13 @@ def _never() -> bool:
 
 def _pack_group(group: Group) -> list[object]:
     members = [encode_trajectory(trajectory) for trajectory in group.trajectories]
-    return [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version, members]
+    head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
+    return [*head, group.temperature, members]
 
 
 def _unpack_group(body: list[Any]) -> Group:
-    *head, members = body
-    return Group(*head, trajectories=tuple(decode_trajectory(member) for member in members))
+    *head, temperature, members = body
+    return Group(*head, trajectories=tuple(decode_trajectory(member) for member in members), temperature=temperature)
 
 
 @contextmanager

@@ -41,6 +41,10 @@ class Trainer(Protocol):
         """Go on from a checkpoint's folder, instead of `begin`."""
         ...
 
+    def steer(self, learning_rate: float) -> None:
+        """From now on, the peak of the policy's schedule."""
+        ...
+
     def train(self, groups: Sequence[Group], step: int) -> Gauges:
         """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone."""
         ...
@@ -110,6 +114,10 @@ class PolicyTrainer:
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
         self._batches.kl.coef = kl_coef
+
+    def steer(self, learning_rate: float) -> None:
+        """See `Trainer.steer`."""
+        self._batches.learning_rate = learning_rate
 
     def train(self, groups: Sequence[Group], step: int) -> Gauges:
         """See `Trainer.train`."""

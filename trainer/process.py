@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from redis import Redis
 
-from services.buffer.learner import RedisLearnerBuffer
+from services.buffer.learner import ENDINGS, RedisLearnerBuffer
 from services.errors import ControlError
+from services.keys import RunKeys
 from services.lease import LearnerLease
 from services.telemetry import RedisMetrics
 from services.weights.publisher import RedisWeightPublisher
@@ -114,7 +115,7 @@ class LearnerProcess:
         warm = self._run.config.warm_start is not None
         self._reporter.phase("warming up" if warm else "preparing the first weights")
         with _unusable("the first weights can't be made"):
-            begun = trainer.begin(self._show_warm_start, self._stop.is_set)
+            begun = trainer.begin(self._show_warm_start, self._is_over)
         if not begun:
             return False
         self._laps.lap("warm_start")
@@ -148,9 +149,13 @@ class LearnerProcess:
                 vocab_size=vocab_size,
             ),
             reporter=self._reporter,
-            stopped=self._stop.is_set,
+            stopped=self._is_over,
         )
         return Learner(run, parts)
+
+    def _is_over(self) -> bool:
+        """Whether a signal or the run's record says that the learner should end."""
+        return self._stop.is_set() or self._redis.hget(RunKeys(self._run.run_id).record, "wanted") in ENDINGS
 
     def _checkpoint(self) -> Checkpoint | None:
         """Where to go on from: of this run, of any with `true`, or the one that the user names."""

@@ -3,8 +3,10 @@
 Invariant: a value that is not finite never enters a record, where it would poison every mean; it is counted instead.
 """
 
+import json
 import logging
 import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -53,6 +55,10 @@ class Reporter:
         self._board.show(learner_phase=text)
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
+    def doing(self, stage: str, *, step: int, **detail: float) -> None:
+        """Say what the learner is at now: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
+        self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
+
     def stage(self, seconds: Mapping[str, float]) -> None:
         """Record how long parts of the start took, s."""
         values = {f"startup/{name}_s": Partial("last", value) for name, value in seconds.items()}
@@ -66,7 +72,8 @@ class Reporter:
             kept["not_finite"] = Partial("sum", float(len(values) - len(kept)))
             logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(kept))))
         self._sink.append(MetricRecord("learner", kept, step=step))
-        self._board.show(learner_step=str(step))
+        shown = {name: partial.value for name, partial in kept.items()}
+        self._board.show(learner_step=str(step), learner_metrics=json.dumps(shown))
 
 
 def step_values(

@@ -14,7 +14,8 @@ from services.buffer.config import BufferConfig
 from services.errors import ControlError
 from services.generation.config import GenerationConfig
 from services.keys import RunKeys
-from services.rollout.config import CustomEnv, EnvManagerConfig
+from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
+from services.settings import Settings
 from services.weights.config import WeightsConfig
 from trainer.config import LearnerConfig
 
@@ -29,6 +30,7 @@ class LearnerRunConfig(LearnerConfig):
     val_batch_size: int
     final_val_batch_size: int
     actor_infer: GenerationConfig
+    rollout: RolloutConfig = RolloutConfig()
     buffer: BufferConfig
     weights: WeightsConfig
 
@@ -38,8 +40,19 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def temperature(self) -> float:
-        """That training trajectories are sampled at."""
+        """That training trajectories are sampled at, unless their group says otherwise."""
         return self.actor_infer.generating_args.temperature
+
+    @property
+    def settings(self) -> Settings:
+        """What may be changed while the run goes on, as the configuration has it."""
+        return Settings(
+            num_workers=self.rollout.num_workers,
+            num_replicas=self.actor_infer.num_replicas,
+            learning_rate=self.actor_train.training_args.learning_rate,
+            temperature=self.temperature,
+            max_staleness=self.max_staleness,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ class BatchTrainer:
         self._models = models
         self._ranks = ranks
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self.learning_rate = self._args.learning_rate
+        """Peak of the policy's schedule."""
 
     def train(self, groups: Sequence[Group], step: int) -> Gauges:
         """Train optimizer batch `step` (0-based); groups without a sampled token leave everything alone."""
@@ -111,7 +113,7 @@ class BatchTrainer:
             hyperparameters = Hyperparameters(rate, self._args.weight_decay)
             gauges.append(self._outcome("critic", self._models.critic.train(inputs, of_critic, hyperparameters), rate))
         if step >= self._config.critic_warmup:
-            rate = self._rate(step, self._args.learning_rate, self._args.warmup_steps)
+            rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
             hyperparameters = Hyperparameters(rate, self._args.weight_decay)
             gauges.append(self._outcome("actor", self._models.policy.train(inputs, of_policy, hyperparameters), rate))
         return gauges
@@ -143,7 +145,7 @@ class BatchTrainer:
 
 
 def _input(micro: MicroBatch) -> PackedInput:
-    return PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
+    return PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 -- Hand out episodes: evaluations first, then what was given back, then members of groups, admitting new ones as needed.
 --
 -- ARGV     1 worker, 2 its session, 3 nonce, 4 how many at most
--- Returns  {doorbell position, {unit, member, attempt, min_version, sampling} ...}
+-- Returns  {doorbell position, {unit, member, attempt, min_version, sampling, temperature or nothing} ...}
 -- Invariants  C3: a group is admitted only while admitted - dropped - failed is below
 --          min((step + max_staleness + 1) * groups_per_step, total_groups), fewer than max_groups_in_flight are being
 --          played, and weights are published. The same nonce again gives the same episodes and admits nothing, so a
@@ -18,7 +18,10 @@ local function hand_out(token, unit, index, attempts, version)
 end
 
 local function add_sampling()
-  for _, row in ipairs(reply) do row[5] = redis.call('HGET', meta_key(row[1]), 'sampling') end
+  for _, row in ipairs(reply) do
+    local sampling, temperature = unpack(redis.call('HMGET', meta_key(row[1]), 'sampling', 'temperature'))
+    row[5], row[6] = sampling, temperature or ''
+  end
 end
 
 -- An episode goes to another worker than the one that just failed it, if there is one to take it in time.
@@ -58,6 +61,7 @@ local function admit(limits, step)
   redis.call('HINCRBY', LEDGER, 'admitted', 1)
   redis.call('HSET', meta_key(unit), 'size', limits.group_size, 'members', members, 'done', 0, 'failed', 0,
     'version', step, 'sampling', 'train')
+  if limits.temperature then redis.call('HSET', meta_key(unit), 'temperature', limits.temperature) end
   redis.call('ZADD', ASSEMBLING, step, number)
   for i = 0, members - 1 do redis.call('RPUSH', QUEUE_TRAIN, unit .. ':' .. i) end
   record(number, 'admitted', step)

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from services.schema import EpisodeTask, Group, Trajectory
+from services.settings import Change
 
 
 class SubmitResult(StrEnum):
@@ -157,6 +158,17 @@ class Quarantined:
     blob: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What a learner hears between two steps."""
+
+    changes: tuple[Change, ...] = ()
+    """Every change of the run's settings so far; all of them hold from a step that is known."""
+    paused: bool = False
+    ends: bool = False
+    """Somebody wants the run to end."""
+
+
 class LearnerBuffer(Protocol):
     """The buffer as the learner sees it; every writing call carries the lease's epoch and raises FencedError when a newer
     learner holds the run."""
@@ -164,6 +176,11 @@ class LearnerBuffer(Protocol):
     def take(self, timeout_s: float) -> Group | None:
         """The next group in stream order, or None when none came in time. After (re)connecting, groups that were delivered
         and not acknowledged come first, in their old order."""
+        ...
+
+    def adopt(self, step: int) -> Boundary:
+        """Before optimizer batch `step` (0-based): let the changes that were asked for meanwhile hold from here on; admission
+        follows in the same moment. A change never holds for a batch whose weights were published before it came."""
         ...
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:

@@ -3,7 +3,8 @@
 -- ARGV     field, value, ... (the fields of `BufferLimits`)
 -- Returns  OK; or an error CHANGED when groups exist already and a step's shape (group_size, groups_per_step) differs,
 --          because the ledger counts groups and could not say what step it is at.
--- Invariant  nothing that was counted changes: resuming a run calls this again.
+-- Invariants  nothing that was counted changes: resuming a run calls this again; changes of settings that a learner has
+--          adopted go on to hold.
 local old, new = read_limits(), {}
 for i = 1, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
 if old and redis.call('HGET', LEDGER, 'admitted') then
@@ -15,6 +16,9 @@ if old and redis.call('HGET', LEDGER, 'admitted') then
 end
 redis.call('HSET', LIMITS, unpack(ARGV))
 redis.call('HDEL', LEDGER, 'expired_at')
+for place, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do
+  if redis.call('HEXISTS', ADOPTED, place - 1) == 1 then apply_change(change) end
+end
 redis.pcall('XGROUP', 'CREATE', STREAM, LEARNER, '0', 'MKSTREAM')
 ring('configure')
 return redis.status_reply('OK')

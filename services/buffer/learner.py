@@ -11,14 +11,18 @@ from typing import Any, cast
 
 from redis import Redis
 
-from services.buffer.client import Counters, Snapshot
+from services.buffer.client import Boundary, Counters, Snapshot
 from services.buffer.scripts import LONGEST_BLOCK_S, BufferKeys, BufferScripts, errors_translated, group_id_of
 from services.buffer.watch import snapshot_from
 from services.codec import decode_trajectory
 from services.errors import CodecError
 from services.schema import Group, Trajectory
+from services.settings import decode_change
 
 logger = logging.getLogger(__name__)
+
+ENDINGS = (b"stopped", b"killed")
+"""What a run's record says is wanted when its learner should end."""
 
 
 class RedisLearnerBuffer:
@@ -59,6 +63,12 @@ class RedisLearnerBuffer:
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
         """See `LearnerBuffer.ack`."""
         return int(self._run("finish", self._epoch, "trained", step, "", "", *entry_ids))
+
+    def adopt(self, step: int) -> Boundary:
+        """See `LearnerBuffer.adopt`."""
+        paused, wanted, flat = self._run("adopt", self._epoch, step)
+        changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
+        return Boundary(changes, bool(paused), wanted in ENDINGS)
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
         """Make the ledger agree with the checkpoint this learner goes on from; call it after that checkpoint's `ack`.
@@ -118,7 +128,7 @@ class RedisLearnerBuffer:
         return snapshot_from(self._run("snapshot"))
 
     def _read(self, row: Sequence[Any]) -> Group | None:
-        entry_id, number, version, flat = row
+        entry_id, number, version, flat, temperature = row
         members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
         trajectories: list[Trajectory] = []
         unreadable: dict[int, str] = {}
@@ -136,7 +146,16 @@ class RedisLearnerBuffer:
             return None
         first = trajectories[0]
         group_id = group_id_of(self._run_id, number)
-        return Group(entry_id.decode(), group_id, number, first.tag, first.seed, version, tuple(trajectories))
+        return Group(
+            entry_id.decode(),
+            group_id,
+            number,
+            first.tag,
+            first.seed,
+            version,
+            tuple(trajectories),
+            float(temperature) if temperature else None,
+        )
 
     def _member(self, number: int, index: int, blob: bytes) -> Trajectory:
         trajectory = decode_trajectory(blob)

@@ -1,13 +1,13 @@
 -- Shared by every script of the buffer: `services.buffer.scripts` puts it, and sweep.lua, in front of each of them.
 --
--- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell: one run, one hash tag, one slot. All other keys
---       are made from the root:
---   limits            hash    what `configure` wrote, and `paused`
+-- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history: one run,
+--       one hash tag, one slot. All other keys are made from the root:
+--   limits            hash    what `configure` wrote, `paused`, and `temperature` once a change has set it
 --   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next
 --   assembling        zset    number of each group being played -> version at its admission
---   stream            stream  complete groups (n number, v version at admission), consumer group `learner`
+--   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
 --   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,
---                             done, failed, version, sampling; per member i: o<i> owner, c<i> version at its claim,
+--                             done, failed, version, sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
 --                             a<i> attempts that failed, x<i> who failed it last and when, s<i> oldest version that was
 --                             submitted, d<i> reason for which it failed for good
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped
@@ -21,6 +21,7 @@
 -- Invariants: admitted = trained + dropped + failed + ZCARD assembling + XLEN stream. A member of a live unit is exactly
 -- one of: in a queue, claimed by one worker, submitted, failed. Time is Redis's own.
 local ROOT, PROGRESS, EPOCH, DOORBELL = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local CHANGES, ADOPTED, RECORD, HISTORY = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local LIMITS, LEDGER, ASSEMBLING = ROOT .. ':limits', ROOT .. ':ledger', ROOT .. ':assembling'
 local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers', ROOT .. ':life', ROOT .. ':quarantine'
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
@@ -136,6 +137,15 @@ local function read_limits()
   local limits = {}
   for i = 1, #flat, 2 do limits[flat[i]] = flat[i + 1] end
   return limits.group_size and limits or nil
+end
+
+-- What a change of settings means for admission.
+local function apply_change(change)
+  local values = cjson.decode(change).values
+  for _, field in ipairs({'max_staleness', 'temperature'}) do
+    if values[field] then redis.call('HSET', LIMITS, field, values[field]) end
+  end
+  if values.max_staleness then redis.call('HDEL', LEDGER, 'expired_at') end
 end
 
 -- Note that a worker lives, if it is known; `enter` makes it so.

@@ -106,7 +106,7 @@ class AsyncRolloutBuffer:
         return count
 
     def _task(self, row: Sequence[Any]) -> EpisodeTask:
-        unit, index, attempt, min_version, sampling = row
+        unit, index, attempt, min_version, sampling, temperature = row
         kind, _, name = unit.decode().partition(":")
         train = kind == "t"
         return EpisodeTask(
@@ -117,6 +117,7 @@ class AsyncRolloutBuffer:
             attempt=attempt,
             min_version=min_version,
             sampling_name=sampling.decode(),
+            temperature=float(temperature) if temperature else None,
         )
 
     def _forget(self, worker_id: str, task: EpisodeTask) -> None:

@@ -65,7 +65,16 @@ class BufferKeys:
         self.life = f"{self.root}:life"
         self.quarantine = f"{self.root}:quarantine"
         self.doorbell = run.doorbell
-        self.of_scripts = [self.root, run.progress, run.epoch, run.doorbell]
+        self.of_scripts = [
+            self.root,
+            run.progress,
+            run.epoch,
+            run.doorbell,
+            run.changes,
+            run.adopted,
+            run.record,
+            run.history,
+        ]
 
 
 class BufferScripts:

@@ -10,8 +10,8 @@ touch(worker)
 redis.call('HDEL', claims_key(worker), token)
 if redis.call('HEXISTS', blobs, index) == 1 then return 'duplicate' end
 
-local size, members, done, failed, version, owner, claimed, given_up = unpack(redis.call(
-  'HMGET', meta, 'size', 'members', 'done', 'failed', 'version', 'o' .. index, 'c' .. index, 'd' .. index))
+local size, members, done, failed, version, temperature, owner, claimed, given_up = unpack(redis.call(
+  'HMGET', meta, 'size', 'members', 'done', 'failed', 'version', 'temperature', 'o' .. index, 'c' .. index, 'd' .. index))
 if not size or given_up then return 'late' end
 
 redis.call('HSET', blobs, index, blob)
@@ -32,7 +32,7 @@ end
 if done < tonumber(size) then return 'accepted' end
 local number = string.sub(unit, 3)
 if done + failed < tonumber(members) then vacate(unit, tonumber(members)) end
-redis.call('XADD', STREAM, '*', 'n', number, 'v', version)
+redis.call('XADD', STREAM, '*', 'n', number, 'v', version, 't', temperature or '')
 redis.call('DEL', meta)
 redis.call('ZREM', ASSEMBLING, number)
 redis.call('HINCRBY', LEDGER, 'submitted', 1)

@@ -7,6 +7,7 @@ reaches another or the worker; while Redis or generation do not answer, the work
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -250,6 +251,8 @@ class EnvWorker:
     async def _play_in(self, lent: Lent, task: EpisodeTask, what: Task) -> Trajectory:
         settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
         sampling = self._samplings[task.sampling_name]
+        if task.temperature is not None:
+            sampling = replace(sampling, temperature=task.temperature)
         plan = EpisodePlan(
             task=task,
             tag=what.tag,

@@ -47,22 +47,26 @@ class Packing:
 class PackedInput:
     """What one forward pass reads, and which tokens it is asked about.
 
-    tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first.
+    tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first; temperatures: [M] float32
+    that the tokens at `positions` were sampled at, NaN where the model's own was, or None where it was for all.
     """
 
     tokens: Tensor
     packing: Packing
     positions: Tensor
+    temperatures: Tensor | None = None
 
     @classmethod
-    def of(cls, tokens: Tensor, cu_seqlens: Tensor, positions: Tensor) -> "PackedInput":
+    def of(
+        cls, tokens: Tensor, cu_seqlens: Tensor, positions: Tensor, temperatures: Tensor | None = None
+    ) -> "PackedInput":
         """Raises ValueError as `Packing.of`, or when a sequence's first token is asked about."""
         packing = Packing.of(cu_seqlens)
         if len(tokens) != packing.position_ids.shape[1]:
             raise ValueError(f"{len(tokens)} tokens, {packing.position_ids.shape[1]} announced")
         if bool((packing.position_ids[0, positions] == 0).any()):
             raise ValueError("no logit predicts a sequence's first token")
-        return cls(tokens, packing, positions)
+        return cls(tokens, packing, positions, temperatures)
 
     def to(self, device: torch.device) -> "PackedInput":
         if self.tokens.device == device:
@@ -73,4 +77,5 @@ class PackedInput:
             self.packing.slots.to(device),
             self.packing.max_len,
         )
-        return PackedInput(self.tokens.to(device), packing, self.positions.to(device))
+        temperatures = None if self.temperatures is None else self.temperatures.to(device)
+        return PackedInput(self.tokens.to(device), packing, self.positions.to(device), temperatures)

@@ -40,7 +40,7 @@ def _kwargs(packing: Packing) -> dict[str, Any]:
 class PackedPolicy(nn.Module):
     """Tokens in, log-probabilities of the sampled ones out.
 
-    temperature: that tokens were sampled at; logits are divided by it.
+    temperature: that tokens were sampled at where the input does not say otherwise; logits are divided by it.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -51,7 +51,10 @@ class PackedPolicy(nn.Module):
     def forward(self, x: PackedInput) -> Sampled:
         """Of the tokens at `x.positions`, each given all tokens of its sequence before it."""
         out = self.model(x.tokens[None], logits_to_keep=x.positions - 1, **_kwargs(x.packing))
-        return Sampled(*token_logprobs(out.logits[0], x.tokens[x.positions], self.temperature))
+        temperature: float | Tensor = self.temperature
+        if x.temperatures is not None:
+            temperature = x.temperatures.nan_to_num(nan=self.temperature)
+        return Sampled(*token_logprobs(out.logits[0], x.tokens[x.positions], temperature))
 
 
 class PackedCritic(nn.Module):

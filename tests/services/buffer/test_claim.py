@@ -206,6 +206,7 @@ async def test_each_event_that_can_open_work_rings_the_doorbell(run: Run, event:
     group = run.learner.take(0)
     assert group is not None
     await run.submit(tasks[2])
+    await run.watch.set_paused(event == "resume")
     position = await run.buffer.wait_for_work("$", 0.01)
     match event:
         case "complete":

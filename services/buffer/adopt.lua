@@ -1,0 +1,23 @@
+-- The learner stands before optimizer batch `step`: changes of settings that were asked for meanwhile hold from here on.
+--
+-- ARGV     1 epoch, 2 step (0-based)
+-- Returns  {1 if the run is paused, what is wanted of the run, {change, step from which on it holds, ...}}; FENCED
+-- Invariants  a change is adopted once, and never for a batch whose weights are published already: a learner that repeats
+--          steps after a crash repeats them under the settings of the first time. Admission follows in the same moment.
+local epoch, step = ARGV[1], tonumber(ARGV[2])
+if is_fenced(epoch) then return fenced_reply(epoch) end
+local from = math.max(step, tonumber(redis.call('HGET', PROGRESS, 'step') or nil) or 0)
+local reply, adopted = {}, false
+for place, change in ipairs(redis.call('LRANGE', CHANGES, 0, -1)) do
+  if redis.call('HSETNX', ADOPTED, place - 1, from) == 1 then
+    apply_change(change)
+    redis.call('XADD', HISTORY, 'MAXLEN', '~', 1000, '*', 'e', 'adopted', 'd',
+      cjson.encode({values = cjson.decode(change).values, step = from}))
+    adopted = true
+  end
+  reply[#reply + 1] = change
+  reply[#reply + 1] = tonumber(redis.call('HGET', ADOPTED, place - 1))
+end
+if adopted then ring('settings') end
+local paused, wanted = redis.call('HGET', LIMITS, 'paused'), redis.call('HGET', RECORD, 'wanted')
+return {paused == '1' and 1 or 0, wanted or '', reply}

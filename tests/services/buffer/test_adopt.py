@@ -1,0 +1,114 @@
+"""Changes of a run's settings: adopted at a step boundary, once, and kept."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from redis import Redis
+
+from services.errors import FencedError
+from services.keys import RunKeys
+from services.settings import Settings, encode_change, settings_at, settings_now
+from tests.services.buffer.buffer_play import RUN, Run, publish
+
+BASE = Settings(num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0)
+
+
+def ask(redis: Redis, **values: float) -> None:
+    redis.rpush(RunKeys(RUN).changes, encode_change(values, 1000.0))
+
+
+async def test_a_change_holds_from_the_boundary_that_adopts_it(run: Run, redis: Redis):
+    assert run.learner.adopt(0).changes == ()
+    ask(redis, learning_rate=3e-4)
+    ask(redis, learning_rate=2e-4, num_workers=3)
+    boundary = run.learner.adopt(5)
+    assert [change.step for change in boundary.changes] == [5, 5]
+    assert settings_at(BASE, boundary.changes, 4) == BASE
+    assert settings_at(BASE, boundary.changes, 5) == replace(BASE, learning_rate=2e-4, num_workers=3)
+
+
+async def test_a_change_is_adopted_once_whatever_is_repeated(run: Run, redis: Redis):
+    ask(redis, temperature=0.5)
+    first = run.learner.adopt(2)
+    assert run.learner.adopt(2) == first
+    assert run.next_learner().adopt(0) == first
+    assert run.learner.adopt(7) == first
+
+
+async def test_a_learner_that_repeats_steps_repeats_them_under_the_settings_of_the_first_time(run: Run, redis: Redis):
+    publish(redis, 9)
+    ask(redis, learning_rate=3e-4)
+    boundary = run.next_learner().adopt(4)
+    assert [change.step for change in boundary.changes] == [9]
+    assert settings_at(BASE, boundary.changes, 8).learning_rate == 1e-3
+
+
+async def test_admission_follows_the_new_bound_and_temperature_at_once(run: Run, redis: Redis):
+    assert len(await run.buffer.claim("w", 100)) == 8
+    ask(redis, max_staleness=2.0, temperature=0.9)
+    assert await run.buffer.claim("w", 100) == []
+    run.learner.adopt(0)
+    tasks = await run.buffer.claim("w", 100)
+    assert [(task.number, task.temperature) for task in tasks] == [(4, 0.9), (4, 0.9), (5, 0.9), (5, 0.9)]
+
+
+async def test_a_group_tells_the_learner_what_it_was_sampled_at(run: Run, redis: Redis):
+    await run.complete_groups(1)
+    ask(redis, temperature=0.25)
+    run.learner.adopt(0)
+    await run.complete_groups(1)
+    taken = [run.learner.take(0), run.learner.take(0)]
+    assert [group.temperature for group in taken if group] == [None, 0.25]
+
+
+async def test_a_lower_bound_gives_up_groups_that_no_step_can_consume_any_more(run: Run, redis: Redis):
+    await run.buffer.claim("w", 4)
+    publish(redis, 1)
+    assert len((await run.buffer.heartbeat("w")).cancelled) == 0
+    ask(redis, max_staleness=0.0)
+    run.learner.adopt(1)
+    assert len((await run.buffer.heartbeat("w")).cancelled) == 4
+    assert run.learner.counters().dropped == {"expired": 2}
+
+
+async def test_adopted_changes_outlive_a_new_configuration_of_the_same_run(run: Run, redis: Redis):
+    ask(redis, max_staleness=3.0)
+    run.learner.adopt(0)
+    ask(redis, max_staleness=7.0)
+    run.reconfigure()
+    assert float(redis.hget(f"{RunKeys(RUN).key('buffer')}:limits", "max_staleness")) == 3.0  # type: ignore[arg-type]
+
+
+async def test_the_learner_hears_that_the_run_pauses_or_ends(run: Run, redis: Redis):
+    await run.watch.set_paused(True)
+    assert run.learner.adopt(0).paused
+    await run.watch.set_paused(False)
+    for wanted, ends in (("running", False), ("stopped", True), ("killed", True), ("paused", False)):
+        redis.hset(RunKeys(RUN).record, "wanted", wanted)
+        boundary = run.learner.adopt(0)
+        assert (boundary.paused, boundary.ends) == (False, ends)
+
+
+async def test_a_learner_that_was_replaced_adopts_nothing(run: Run, redis: Redis):
+    ask(redis, learning_rate=1.0)
+    old = run.learner
+    run.next_learner()
+    with pytest.raises(FencedError):
+        old.adopt(0)
+    assert redis.hlen(RunKeys(RUN).adopted) == 0
+
+
+async def test_history_tells_what_was_adopted_when(run: Run, redis: Redis):
+    ask(redis, learning_rate=0.5)
+    run.learner.adopt(3)
+    ((_, fields),) = redis.xrange(RunKeys(RUN).history)  # type: ignore[misc]
+    assert fields[b"e"] == b"adopted"
+    assert json.loads(fields[b"d"]) == {"values": {"learning_rate": 0.5}, "step": 3}
+
+
+def test_counts_hold_at_once_and_the_rest_once_it_is_adopted():
+    from services.settings import Change
+
+    changes = [Change({"num_workers": 4, "learning_rate": 0.5}), Change({"temperature": 0.5}, step=2)]
+    assert settings_now(BASE, changes) == replace(BASE, num_workers=4, temperature=0.5)
