@@ -77,6 +77,57 @@ def bench_async(
     _run("async", asynchrony.run, options, json)
 
 
+@bench_app.command("redundancy")
+def bench_redundancy(
+    distribution: Annotated[
+        list[Distribution] | None, typer.Option(help="Of the latency; may be repeated. Default: both.")
+    ] = None,
+    mean: Annotated[float, typer.Option(metavar="S", help="Mean latency of an env's step.")] = 0.1,
+    normal_std: Annotated[float, typer.Option(metavar="S", help="Standard deviation, normal.")] = 0.05,
+    lognormal_std: Annotated[float, typer.Option(metavar="S", help="Standard deviation, log-normal.")] = 0.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of each setting.")] = 3,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Time to collect a batch of 32 groups of 8, and with more groups and episodes started than are needed."""
+    from deploy.bench import redundancy
+
+    options = redundancy.Options(
+        distributions=tuple(each.value for each in distribution or Distribution),
+        mean_s=mean,
+        normal_std_s=normal_std,
+        lognormal_std_s=lognormal_std,
+        rounds=rounds,
+    )
+    if quick:
+        options = redundancy.Options(
+            distributions=("lognormal",), mean_s=0.01, lognormal_std_s=0.05, num_groups=4, group_size=2, over=((5, 3),),
+            rounds=1,
+        )  # fmt: skip
+    _run("redundancy", redundancy.run, options, json)
+
+
+@bench_app.command("scale")
+def bench_scale(
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=8, help="Episodes at a time; may be repeated. Default: 16 to 4096.")
+    ] = None,
+    answer_s: Annotated[float, typer.Option(metavar="S", help="Of the scripted policy for a turn.")] = 0.05,
+    rounds: Annotated[int, typer.Option(min=1, help="Windows of each setting.")] = 3,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 episodes at a time."""
+    from deploy.bench import scale
+
+    options = scale.Options(
+        concurrency=tuple(concurrency or scale.Options().concurrency), answer_s=answer_s, rounds=rounds
+    )
+    if quick:
+        options = scale.Options(concurrency=(16, 64), answer_s=0.01, window_s=0.5, rounds=1)
+    _run("scale", scale.run, options, json)
+
+
 def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
     """Run a benchmark and keep its result."""
     from deploy.bench.outcome import write_json

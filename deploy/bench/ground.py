@@ -6,7 +6,7 @@ Invariant: nothing is left when the context ends, in `/dev/shm` neither.
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from redis import Redis
 from deploy.config import RunConfig
 from deploy.loading import load_run
 from deploy.preparation import buffer_limits, model_folder, prepare_folder
+from services.buffer.client import BufferLimits
 from services.buffer.config import RedisConfig
 from services.buffer.connection import connect
 from services.buffer.redis_server import EmbeddedRedis
@@ -99,12 +100,10 @@ def manager(groups: int, group_size: int, *, redundancy: int = 0) -> EnvManagerC
     return EnvManagerConfig(tags=(TAG,), num_env_groups=groups, group_size=group_size, group_size_redundancy=redundancy)
 
 
-def worker(episodes: int) -> RolloutConfig:
-    """One worker with a thread for every episode."""
-    return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes)
+def worker(episodes: int, *, spare_threads: int = 0) -> RolloutConfig:
+    """One worker with a thread for every episode, and for `spare_threads` whose episodes were cancelled in their sleep."""
+    return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes + spare_threads)
 
 
-def _with_spare(limits: Any, spare_steps: float) -> Any:
-    from dataclasses import replace
-
+def _with_spare(limits: BufferLimits, spare_steps: float) -> BufferLimits:
     return replace(limits, total_groups=limits.total_groups + int(spare_steps * limits.groups_per_step))
