@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from deploy.bench.command import bench_app
+from deploy.envs_command import env_app
 
 EXIT_CONFIG = 2
 """The configuration was refused; nothing was started."""
@@ -23,6 +24,7 @@ learner_app = typer.Typer(help="Learners that join a run from outside.", no_args
 app.add_typer(config_app, name="config")
 app.add_typer(learner_app, name="learner")
 app.add_typer(bench_app, name="bench")
+app.add_typer(env_app, name="env")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[

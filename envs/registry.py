@@ -13,7 +13,8 @@ An env of Offbeat is a `gymnasium.Env` with these habits:
 - Optional: `config_class`, a pydantic model that `env_config` is validated by, whose instance is then the constructor's
   only argument; without it `env_config` are keyword arguments. Optional: a setting `split` that takes `"held_out"`, which
   evaluation sets, so that it never meets a training task. Optional: `task_id(seed)`, equal for seeds of equal tasks, so that
-  evaluation plays each task once. Optional: `render()`.
+  evaluation plays each task once. Optional: `random_answer(rng)`, an answer that the env may understand, for a random agent
+  and the contract's checks. Optional: `render()`.
 """
 
 import importlib
@@ -94,6 +95,21 @@ def find(env_type: str) -> EnvFactory:
     return found
 
 
+def names() -> list[str]:
+    """Every name that `find` knows beside `module:Class`."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def about(env_type: str) -> str:
+    """The first line of what an env's documentation says of it. Raises ValueError if there is no such env."""
+    return (inspect.getdoc(find(env_type)) or "").partition("\n")[0]
+
+
+def settings_of(env_type: str) -> list[str]:
+    """The names of an env's settings. Raises ValueError if there is no such env."""
+    return _settings(find(env_type))[0]
+
+
 def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """The settings for evaluation: `split: held_out`, where the env has that setting and the tag does not set it."""
     if "split" in env_config or "split" not in _settings(find(env_type))[0]:
@@ -128,9 +144,8 @@ def _entry_point(name: str) -> str:
     found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name in found:
         return found[name]
-    known = sorted({*BUILT_IN, *found})
     raise ValueError(
-        f"env_type: no env named {name!r}{_did_you_mean(name, known)}; there is {', '.join(known)}, or name your own as "
+        f"env_type: no env named {name!r}{_did_you_mean(name, names())}; there is {', '.join(names())}, or name your own as "
         "`module:Class`"
     )
 

@@ -118,6 +118,10 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         rng, _ = seeding.np_random(seed)
         return draw_map(rng, config.size, config.p, config.start_goal, config.split).task_id
 
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """Any direction."""
+        return ACTIONS[int(rng.integers(len(ACTIONS)))]
+
     def grid_text(self) -> str:
         """The whole map with the agent on it, a line per row."""
         lake, rows = self.lake, range(self.config.size)

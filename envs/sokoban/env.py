@@ -154,6 +154,10 @@ class SokobanEnv(gymnasium.Env[str, str]):
         """The room that `reset(seed=seed)` would make; leaves this env as it is."""
         return self._make(seeding.np_random(seed)[0]).task_id
 
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """Any direction."""
+        return self.config.action_lookup[1 + int(rng.integers(len(ACTIONS)))]
+
     def grid_text(self) -> str:
         """The room, a line per row."""
         room, sign = self.room, self.config.grid_lookup

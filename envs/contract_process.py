@@ -1,0 +1,85 @@
+"""The contract's checks in a process of their own, which a hung env can't outlive: `python -m envs.contract_process`.
+
+One JSON object on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), the report as one on the last line of stdout. A
+call of the env that takes longer than `limit_s` ends the process with where it hangs on stderr.
+"""
+
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from pydantic import JsonValue, TypeAdapter
+
+from envs.contract import ContractReport, Finding, check_contract
+
+REPORT = TypeAdapter(ContractReport)
+
+
+def check_apart(
+    env_type: str,
+    env_config: Mapping[str, JsonValue],
+    *,
+    num_seeds: int = 8,
+    limit_s: float = 30.0,
+) -> ContractReport:
+    """Run the checks twice, in processes whose string hashes differ, and compare what they saw.
+
+    limit_s: of one call of the env.
+    """
+    order = {"env_type": env_type, "env_config": dict(env_config), "num_seeds": num_seeds, "limit_s": limit_s}
+    report = _run(order, hash_seed="1")
+    if report.digest and not report.problems:
+        other = _run(order, hash_seed="2")
+        if other.digest != report.digest:
+            message = (
+                "another process shows other episodes for the same seeds: do not use hash() of a string, the order of a "
+                "set, the time or the environment"
+            )
+            report.findings.append(Finding("problem", "determinism", message))
+    return report
+
+
+def _run(order: Mapping[str, object], *, hash_seed: str) -> ContractReport:
+    done = subprocess.run(
+        [sys.executable, "-m", "envs.contract_process"],
+        input=json.dumps(order),
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and lines:
+        return REPORT.validate_json(lines[-1])
+    return ContractReport([_death(done, str(order["limit_s"]))])
+
+
+def _death(done: subprocess.CompletedProcess[str], limit_s: str) -> Finding:
+    doing = next((line for line in reversed(done.stdout.splitlines()) if line), "import")
+    if "Timeout (" in done.stderr:
+        frames = [line.strip() for line in done.stderr.splitlines() if line.lstrip().startswith("File ")]
+        where = f"; it was in {frames[0].removeprefix('File ')}" if frames else ""
+        return Finding("problem", "timeout", f"{doing} took longer than {limit_s} s{where}")
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
+    return Finding("problem", "process", f"{doing} ended the process: {last}")
+
+
+def main() -> None:
+    """Read the order, play, print the report."""
+    order = json.loads(sys.stdin.read())
+
+    def on_call(doing: str) -> None:
+        sys.stdout.write(f"{doing}\n")
+        faulthandler.dump_traceback_later(order["limit_s"], exit=True)
+
+    report = check_contract(order["env_type"], order["env_config"], num_seeds=order["num_seeds"], on_call=on_call)
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Every env of the project holds the contract, and each rule finds an env that breaks it."""
+
+from pathlib import Path
+
+import pytest
+
+from envs import registry
+from envs.contract import check_contract
+from envs.contract_process import check_apart
+
+FAULTY = Path(__file__).parent
+
+ENVS = [
+    ("frozen_lake", {}),
+    ("frozen_lake", {"is_slippery": True, "start_goal": "random", "size": 6, "render_mode": "rgb_array"}),
+    ("sokoban", {}),
+    ("sokoban", {"num_boxes": 2, "dim_room": [6, 8], "observation_format": "grid_coord", "render_mode": "rgb_array"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _faulty_envs_can_be_imported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(FAULTY))
+
+
+@pytest.mark.parametrize(("env_type", "env_config"), ENVS)
+def test_every_env_holds_the_contract(env_type: str, env_config: dict[str, object]):
+    report = check_contract(env_type, env_config)
+    assert report.findings == []
+    assert report.num_turns > 20
+
+
+def test_every_built_in_env_is_among_those_checked():
+    assert {env_type for env_type, _ in ENVS} == set(registry.BUILT_IN)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "rule", "says"),
+    [
+        ("GlobalDraw", "own generator", "`random`: use self.np_random"),
+        ("Unseeded", "determinism", "seed 0 played twice differs"),
+        ("NotText", "text", "observation is a int, not a str"),
+        ("NotFinite", "text", "which is not finite"),
+        ("FourValues", "text", "not (observation, reward, terminated, truncated, info)"),
+        ("Choosy", "any answer", "step('') raised ValueError"),
+        ("LeakySplit", "tasks", "turn up in training too"),
+        ("NoSuchEnv", "settings", "has no attribute 'NoSuchEnv'"),
+    ],
+)
+def test_a_broken_rule_is_named_and_what_was_seen_is_shown(faulty: str, rule: str, says: str):
+    problems = check_contract(f"faulty_envs:{faulty}", {}).problems
+    assert [problem.rule for problem in problems] == [rule]
+    assert says in problems[0].message
+
+
+def test_a_sound_env_has_no_problem_and_is_told_what_it_could_have():
+    report = check_contract("faulty_envs:Sound", {})
+    assert [(finding.severity, finding.rule) for finding in report.findings] == [("advice", "gymnasium")]
+    constant = check_contract("faulty_envs:Constant", {})
+    assert "does reset use its seed" in constant.findings[-1].message
+
+
+@pytest.mark.parametrize(
+    ("faulty", "rule", "says"),
+    [
+        ("Hashing", "determinism", "another process shows other episodes"),
+        ("Hanging", "timeout", "faulty_envs.py"),
+        ("Dying", "process", "ended the process: exit code 3"),
+    ],
+)
+def test_what_shows_in_another_process_alone_is_found_too(faulty: str, rule: str, says: str):
+    problems = check_apart(f"faulty_envs:{faulty}", {}, limit_s=1).problems
+    assert [problem.rule for problem in problems] == [rule]
+    assert says in problems[0].message
