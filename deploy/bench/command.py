@@ -4,7 +4,7 @@ Invariant: nothing heavy is imported before a benchmark is asked for, so that `o
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,6 +126,37 @@ def bench_scale(
     if quick:
         options = scale.Options(concurrency=(16, 64), answer_s=0.01, window_s=0.5, rounds=1)
     _run("scale", scale.run, options, json)
+
+
+@bench_app.command("generation")
+def bench_generation(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the engine: float32 or bfloat16.")] = "float32",
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 to 256.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
+    per_client: Annotated[int, typer.Option(min=1, help="Requests of each client in a round.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Tokens/s and latency of the generation service against a bare AsyncLLM, at 1 to 256 requests at a time."""
+    from deploy.bench import generation
+
+    options = generation.Options(
+        model=model,
+        dtype=dtype,
+        concurrency=tuple(concurrency or generation.Options().concurrency),
+        tokens=tokens,
+        per_client=per_client,
+        rounds=rounds,
+    )
+    if quick:
+        options = replace(options, concurrency=(1, 8), tokens=8, per_client=2, rounds=1)
+    _run("generation", generation.run, options, json)
 
 
 def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:

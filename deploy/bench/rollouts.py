@@ -6,6 +6,7 @@ its parent.
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,8 +19,12 @@ from typing import Any, Literal, Self
 import psutil
 
 from services.generation.config import GenerationConfig
+from services.keys import RunKeys
 from services.rollout.config import WorkerSettings
 
+LOAD_S = 20.0
+"""Longest load of a version."""
+LOG = "rollouts.log"
 LOOK_S = 0.02
 """Between two looks at how many episodes are being played."""
 
@@ -114,6 +119,7 @@ class Rollouts:
 
 
 def _main(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+    quiet(model.parent / LOG)
     try:
         asyncio.run(_Host(pipe, policy, model, sequence_length).serve())
     except EOFError:
@@ -121,6 +127,14 @@ def _main(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: in
     except Exception as error:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
         raise
+
+
+def quiet(log: Path) -> None:
+    """Send what this process and its children print, vLLM's warnings above all, to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
 
 
 class _Host:
@@ -168,7 +182,7 @@ class _Host:
 
         async with connect_async(settings.redis_url) as redis:
             chores: list[asyncio.Task[Any]] = []
-            client = self._client(settings, engine, redis, chores)
+            client, replica = self._client(settings, engine, redis, chores)
             worker = EnvWorker(
                 settings,
                 "bench",
@@ -185,6 +199,7 @@ class _Host:
             finally:
                 worker.stop()
                 await working
+                await _caught_up(replica, redis, settings.run_id)
                 for chore in chores:
                     chore.cancel()
                 await asyncio.gather(*chores, return_exceptions=True)
@@ -196,11 +211,19 @@ class _Host:
         from services.weights.subscriber import RedisWeightSubscriber
 
         if self._policy.kind == "client":
-            return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s)
+            return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s), None
         subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)
         replica = GenerationReplica("bench", engine, subscriber, self._policy.config)
         chores.append(asyncio.create_task(replica.follow()))
-        return ReplicaGeneration(replica)
+        return ReplicaGeneration(replica), replica
+
+
+async def _caught_up(replica: Any, redis: Any, run_id: str) -> None:
+    """Return once the replica serves the newest version: the engine, which the next run gets, is not left half-way."""
+    newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
+    async with asyncio.timeout(LOAD_S):
+        while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it rings for nobody
+            await asyncio.sleep(LOOK_S)
 
 
 class _Meter:
