@@ -148,6 +148,29 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """A group that is being played."""
+
+    number: int
+    size: int
+    """Episodes that it needs."""
+    done: int
+    failed: int
+    """Episodes that were given up."""
+    played: int
+    """Episodes that a worker plays now."""
+    queued: int
+    """Episodes that nobody plays yet."""
+    version: int
+    """Of the weights at its admission."""
+
+    @property
+    def missing(self) -> int:
+        """Episodes that it still waits for."""
+        return self.size - self.done
+
+
+@dataclass(frozen=True, slots=True)
 class Quarantined:
     """A trajectory that could not be read, kept for people to look at."""
 
@@ -179,8 +202,8 @@ class LearnerBuffer(Protocol):
         ...
 
     def adopt(self, step: int) -> Boundary:
-        """Before optimizer batch `step` (0-based): let the changes that were asked for meanwhile hold from here on; admission
-        follows in the same moment. A change never holds for a batch whose weights were published before it came."""
+        """Before optimizer batch `step` (0-based): let the changes that were asked for meanwhile hold from here on;
+        admission follows in the same moment. A change never holds for a batch whose weights were published before."""
         ...
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:

@@ -8,7 +8,15 @@ import msgpack
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.client import Admission, BufferLimits, Counters, Quarantined, Snapshot, WorkerState
+from services.buffer.client import (
+    Admission,
+    BufferLimits,
+    Counters,
+    GroupProgress,
+    Quarantined,
+    Snapshot,
+    WorkerState,
+)
 from services.buffer.scripts import AsyncBufferScripts, BufferKeys, BufferScripts, errors_translated
 
 
@@ -50,6 +58,10 @@ class BufferWatch:
     async def set_paused(self, paused: bool) -> None:
         """Let workers claim nothing more (they finish what they play), or let them go on."""
         await self._run("pause", int(paused))
+
+    async def groups(self, count: int = 1000) -> list[GroupProgress]:
+        """The groups that are being played, those of the oldest version first; at most `count`."""
+        return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
         """Newest events of groups, oldest first: (number, event, detail). Events are `admitted` (version), `submitted`

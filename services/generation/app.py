@@ -50,8 +50,7 @@ class GenerationDeployment:
         replica_id = context.replica_tag
         configure_logging(f"generation-{replica_id}", s.output_dir / "logs")
         redis = Redis.from_url(s.redis_url)
-        self._replica_id = replica_id
-        self._subscriber = RedisWeightSubscriber(
+        subscriber = RedisWeightSubscriber(
             redis,
             s.run_id,
             s.weights,
@@ -64,7 +63,7 @@ class GenerationDeployment:
         self._engine = await VllmEngine.start(
             s.config, s.model, sequence_length=s.sequence_length, seed=seed, transport=s.weights.transport
         )
-        self._replica = GenerationReplica(replica_id, self._engine, self._subscriber, s.config)
+        self._replica = GenerationReplica(replica_id, self._engine, subscriber, s.config)
         await self._replica.catch_up()
         # A million objects of torch and vLLM stay for good: without this the collector walks them between requests.
         gc.collect()
@@ -96,7 +95,7 @@ class GenerationDeployment:
             await asyncio.sleep(REPORT_EVERY_S)
             try:
                 await self._metrics.append(self._replica.take_metrics())
-                await self._subscriber.report(self._replica_id, self._replica.status()["version"])
+                await self._replica.report()
             except (ConnectionError, TimeoutError, RetryableError):  # Redis restarts; the next record comes in a second
                 continue
 

@@ -7,6 +7,7 @@ served any more.
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -18,6 +19,7 @@ from services.generation.engine import PolicyEngine
 from services.schema import Completion, GenerateRequest, Manifest
 from services.telemetry import MetricRecord
 from services.weights.client import WeightSubscriber
+from services.weights.reports import ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class GenerationReplica:
         self._version = -1
         self._updating = False
         self._broken = ""
+        self._loading: tuple[int, float] | None = None
         self._waiting = 0
         self._changed = asyncio.Condition()
         self._running: dict[str, asyncio.Task[Completion]] = {}
@@ -97,8 +100,17 @@ class GenerationReplica:
 
     async def _take(self, manifest: Manifest) -> None:
         async with self._subscriber.fetch(manifest) as path:
+            self._loading = (manifest.version, time.time())
+            await self.report()
             await self._load(path, manifest.version)
-        await self._subscriber.report(self._replica_id, manifest.version)
+            self._loading = None
+        await self.report()
+
+    async def report(self) -> None:
+        """Tell the broker how this replica is. Raises `RetryableError` while the broker does not answer."""
+        loading, since = self._loading or (None, 0.0)
+        load = ReplicaLoad(len(self._running), self._waiting, loading, since)
+        await self._subscriber.report(self._replica_id, self._version, load)
 
     async def _load(self, path: Path, version: int) -> None:
         self._updating = True

@@ -6,8 +6,10 @@ process, so that Ray starts a fresh one.
 """
 
 import asyncio
+import json
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -20,6 +22,7 @@ from services.buffer.connection import connect_async
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.errors import RetryableError
 from services.generation.client import ServeGenerationClient
+from services.keys import RunKeys
 from services.rollout.chat import load_chat_format
 from services.rollout.config import WorkerSettings
 from services.rollout.service import EnvWorker, WorkerEnd
@@ -80,6 +83,7 @@ class EnvWorkerActor:
                 generation=generation,
                 metrics=_PatientMetrics(redis, self._settings.run_id),
                 chat=self._chat,
+                board=_WaitsBoard(redis, self._settings.run_id),
             )
             log.info("%s works", self._name)
             end = await self._worker.run()
@@ -99,6 +103,20 @@ class EnvWorkerActor:
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
                 log.info("generation is not there yet: %s", error)
                 await asyncio.sleep(LOOK_EVERY_S)
+
+
+class _WaitsBoard:
+    """The run's hash of what each part does, in Redis."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis: Any = redis
+        self._key = RunKeys(run_id).doing
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
+        try:
+            await self._redis.hset(self._key, worker_id, json.dumps(report))
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise RetryableError(f"Redis does not answer: {error}") from error
 
 
 class _PatientMetrics:

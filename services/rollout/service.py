@@ -6,7 +6,7 @@ reaches another or the worker; while Redis or generation do not answer, the work
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -25,7 +25,8 @@ from services.rollout.patience import patiently
 from services.rollout.reporting import Reporter
 from services.rollout.sampling import EpisodeSampler, samplings
 from services.rollout.tasks import EvalTasks, Task, train_task
-from services.schema import EpisodeKind, EpisodeTask, Trajectory
+from services.rollout.waits import Wait, Waits
+from services.schema import Completion, EpisodeKind, EpisodeTask, Trajectory
 from services.telemetry import MetricRecord
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ GATHER_S = 0.01
 LONGEST_IDLE_S = 1.0
 LONGEST_HEARTBEAT_S = 0.5
 REPORT_S = 1.0
+SHOW_S = 0.5
+"""What episodes wait for is at most so old."""
 WIND_UP_S = 2.0
 
 
@@ -44,6 +47,12 @@ class WorkerEnd(StrEnum):
     STOPPED = "stopped"
     WORN_OUT = "worn_out"
     """Too many of its threads hang in envs: start a fresh process."""
+
+
+class WaitsWriter(Protocol):
+    """Where a worker shows what its episodes wait for."""
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
 
 
 class MetricsWriter(Protocol):
@@ -64,12 +73,16 @@ class EnvWorker:
         generation: GenerationClient,
         metrics: MetricsWriter,
         chat: ChatFormat,
+        board: WaitsWriter | None = None,
     ) -> None:
+        """board: None shows nobody what the episodes wait for."""
         self._settings = settings
         self._worker_id = worker_id
         self._buffer = buffer
         self._metrics = metrics
         self._chat = chat
+        self._board = board
+        self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads)
         self._reporter = Reporter(worker_id)
@@ -101,7 +114,7 @@ class EnvWorker:
         Raises:
             MeshError: the buffer refuses what it is told; a fresh process should take over.
         """
-        work = (self._claim(), self._heartbeat(), self._report(), self._ended.wait())
+        work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
         chores = [asyncio.create_task(chore) for chore in work]
         try:
             done, _ = await asyncio.wait(chores, return_when=asyncio.FIRST_COMPLETED)
@@ -178,6 +191,14 @@ class EnvWorker:
             await asyncio.sleep(REPORT_S)
             await self._write_metrics()
 
+    async def _show_waits(self) -> None:
+        if self._board is None:
+            await asyncio.Event().wait()
+            return
+        while True:
+            await patiently(lambda board=self._board: board.show(self._worker_id, self._waits.report()))
+            await asyncio.sleep(SHOW_S)
+
     async def _write_metrics(self) -> None:
         calls = self._batcher.num_calls
         records = self._reporter.records(
@@ -197,6 +218,7 @@ class EnvWorker:
     def _let_go(self, task: EpisodeTask, done: "asyncio.Task[None]") -> None:
         if self._playing.get(task) is done:
             del self._playing[task]
+        self._waits.leave(task)
         self._place_freed.set()
         if not done.cancelled() and (error := done.exception()):
             # The buffer would not even hear of its failure. It takes the episode back when this worker is replaced.
@@ -210,7 +232,9 @@ class EnvWorker:
         try:
             what = self._task_of(task)
             tag = what.tag
+            self._waits.enter(task, Wait.PLACE)
             trajectory = await self._play(task, what)
+            self._waits.enter(task, Wait.BUFFER)
             result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
         except asyncio.CancelledError:
             self._reporter.cancelled(task.kind, tag)
@@ -271,8 +295,17 @@ class EnvWorker:
             retry_s=settings.rollout.max_generation_retry_s,
             on_answer=lambda completion, seconds: self._reporter.turn(task.kind, what.tag, completion, seconds),
         )
-        env = _TimedEnv(lent, lambda seconds: self._reporter.env_call(task.kind, what.tag, seconds))
-        return await play(plan, env, lent.traits, sample, self._chat)
+        env = _TimedEnv(
+            lent,
+            lambda seconds: self._reporter.env_call(task.kind, what.tag, seconds),
+            lambda: self._waits.enter(task, Wait.ENV),
+        )
+
+        async def answer(prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
+            self._waits.enter(task, Wait.GENERATION)
+            return await sample(prompt, max_new_tokens)
+
+        return await play(plan, env, lent.traits, answer, self._chat)
 
     def _task_of(self, task: EpisodeTask) -> Task:
         if task.kind is EpisodeKind.EVAL:
@@ -281,20 +314,23 @@ class EnvWorker:
 
 
 class _TimedEnv:
-    """An env whose calls are timed."""
+    """An env whose calls are timed, and told before they begin."""
 
-    def __init__(self, lent: Lent, on_call: Callable[[float], None]) -> None:
+    def __init__(self, lent: Lent, on_call: Callable[[float], None], before: Callable[[], None]) -> None:
         self._runner = lent.runner
         self._on_call = on_call
+        self._before = before
         self._clock = asyncio.get_running_loop().time
 
     async def reset(self, seed: int) -> str:
+        self._before()
         began = self._clock()
         observation = await self._runner.reset(seed)
         self._on_call(self._clock() - began)
         return observation
 
     async def step(self, action: str) -> StepResult:
+        self._before()
         began = self._clock()
         result = await self._runner.step(action)
         self._on_call(self._clock() - began)

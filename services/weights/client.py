@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from services.schema import Manifest
+from services.weights.reports import ReplicaLoad
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+IDLE = ReplicaLoad()
 
 
 class WeightPublisher(Protocol):
@@ -55,8 +59,8 @@ class WeightSubscriber(Protocol):
         """
         ...
 
-    async def report(self, replica_id: str, version: int) -> None:
-        """Say which version a replica serves now (-1: none yet); repeated, as a sign of life."""
+    async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
+        """Say which version a replica serves now (-1: none yet), and what it has in hand; repeated, as a sign of life."""
         ...
 
     async def retire(self, replica_id: str) -> None:

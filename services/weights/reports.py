@@ -5,12 +5,27 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What a replica has in hand."""
+
+    running: int = 0
+    """Requests that came and are not answered, `waiting` ones among them."""
+    waiting: int = 0
+    """Requests that wait for newer weights, or for an update to end."""
+    loading: int | None = None
+    """The version that it is loading; None while it samples."""
+    loading_since: float = 0.0
+    """Unix time, s."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """The version that a replica served at a moment."""
 
     version: int
     at: float
     """Unix time, s."""
+    load: ReplicaLoad = ReplicaLoad()
 
 
 def encode_report(report: ReplicaReport) -> bytes:
@@ -21,4 +36,4 @@ def encode_report(report: ReplicaReport) -> bytes:
 def decode_report(blob: bytes) -> ReplicaReport:
     """Undo `encode_report`."""
     body = json.loads(blob)
-    return ReplicaReport(int(body["version"]), float(body["at"]))
+    return ReplicaReport(int(body["version"]), float(body["at"]), ReplicaLoad(**body["load"]))

@@ -16,7 +16,8 @@ from services.errors import RetryableError
 from services.keys import RunKeys
 from services.schema import Manifest
 from services.weights.config import WeightsConfig
-from services.weights.reports import ReplicaReport, encode_report
+from services.weights.client import IDLE
+from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
 from services.weights.transports import Transport, make_transport
 
 
@@ -88,10 +89,12 @@ class RedisWeightSubscriber:
         finally:
             await asyncio.to_thread(context.__exit__, None, None, None)
 
-    async def report(self, replica_id: str, version: int) -> None:
+    async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""
         with _retryable():
-            await self._redis.hset(self._keys.served, replica_id, encode_report(ReplicaReport(version, time.time())))
+            await self._redis.hset(
+                self._keys.served, replica_id, encode_report(ReplicaReport(version, time.time(), load))
+            )
 
     async def retire(self, replica_id: str) -> None:
         """See `WeightSubscriber.retire`."""

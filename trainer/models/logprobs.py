@@ -63,7 +63,7 @@ def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tu
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
     """What the sampling distribution softmax(logits / temperature) says of each target.
 
-    logits: [M, V]; targets: [M] int64; temperature: one for all, or [M] -> log-probabilities [M] and entropies [M] in nats, float32 or wider, both
-    differentiable once.
+    logits: [M, V]; targets: [M] int64; temperature: one for all, or [M] -> log-probabilities [M] and entropies [M] in nats,
+    float32 or wider, both differentiable once.
     """
     return _TokenLogprobs.apply(logits, targets, temperature)

@@ -8,6 +8,8 @@ from pathlib import Path
 from services.errors import RetryableError, WeightsError
 from services.generation.engine import LoadTimes
 from services.schema import Completion, GenerateRequest, Manifest, VersionSpan
+from services.weights.client import IDLE
+from services.weights.reports import ReplicaLoad
 
 
 def manifest(version: int) -> Manifest:
@@ -72,6 +74,7 @@ class FakeBroker:
         self.unreachable = False
         self.refusals = 0
         self.reports: list[tuple[str, int]] = []
+        self.loads: list[ReplicaLoad] = []
         self._rang = asyncio.Condition()
 
     async def publish(self, version: int) -> None:
@@ -100,8 +103,9 @@ class FakeBroker:
             raise WeightsError(f"version {manifest.version} is damaged")
         yield Path(manifest.location)
 
-    async def report(self, replica_id: str, version: int) -> None:
+    async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         self.reports.append((replica_id, version))
+        self.loads.append(load)
 
     async def retire(self, replica_id: str) -> None:
         self.reports.append((replica_id, -1))

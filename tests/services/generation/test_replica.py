@@ -213,7 +213,8 @@ async def test_a_late_replica_catches_up_before_it_follows() -> None:
     replica = GenerationReplica("late", engine, broker, GenerationConfig())
     await replica.catch_up()
     assert engine.loads == [2]
-    assert broker.reports == [("late", 2)]
+    assert broker.reports == [("late", -1), ("late", 2)]
+    assert [load.loading for load in broker.loads] == [2, None], "it says what it loads while it loads"
 
 
 async def test_catching_up_without_readable_weights_leaves_a_replica_that_waits() -> None:

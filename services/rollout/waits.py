@@ -1,0 +1,50 @@
+"""What the episodes of a worker wait for at this moment, for whoever asks why a run does not get further.
+
+Invariant: an episode waits for exactly one thing; what the worker says is a count of them, never the episodes themselves.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from services.schema import EpisodeKind, EpisodeTask
+
+
+class Wait(StrEnum):
+    """What an episode waits for."""
+
+    PLACE = "place"
+    """An env of the pool."""
+    ENV = "env"
+    GENERATION = "generation"
+    BUFFER = "buffer"
+    """Its trajectory is handed in."""
+
+
+@dataclass
+class Waits:
+    """Kept up to date by the worker."""
+
+    clock: Callable[[], float] = time.time
+    _of: dict[EpisodeTask, tuple[Wait, float]] = field(default_factory=dict[EpisodeTask, tuple[Wait, float]])
+
+    def enter(self, task: EpisodeTask, wait: Wait) -> None:
+        """The episode waits for this from now on."""
+        self._of[task] = (wait, self.clock())
+
+    def leave(self, task: EpisodeTask) -> None:
+        """The episode is over."""
+        self._of.pop(task, None)
+
+    def report(self) -> Mapping[str, Any]:
+        """`at`: Unix time; `groups` and `evaluations`: number or id -> wait -> [episodes, since when the longest]."""
+        groups: dict[str, dict[str, list[float]]] = {}
+        evaluations: dict[str, dict[str, list[float]]] = {}
+        for task, (wait, since) in self._of.items():
+            train = task.kind is EpisodeKind.TRAIN
+            of_unit = (groups if train else evaluations).setdefault(str(task.number) if train else task.group_id, {})
+            count, longest = of_unit.get(wait.value, (0, since))
+            of_unit[wait.value] = [count + 1, min(longest, since)]
+        return {"at": self.clock(), "groups": groups, "evaluations": evaluations}
