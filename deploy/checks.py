@@ -19,19 +19,22 @@ MIN_CPU_HEAD_DIM = 32
 """vLLM's attention on a CPU needs heads at least this wide."""
 
 
-def check_run(config: RunConfig, *, cores: float | None = None) -> list[Problem]:
+def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[Problem]:
     """Every impossible combination in `config`; empty if it can run.
 
     cores: CPUs of the machine or cluster that will run it; None counts those that this process may use.
+    gpus: its GPUs; None looks for this machine's.
     """
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
+    if gpus is None:
+        gpus = float(_has_gpu())
     problems = [
         *_batch_problems(config),
         *_env_problems(config),
         *_cpu_problems(config, cores),
         *_algorithm_problems(config),
-        *_device_problems(config),
+        *_device_problems(config, gpus),
         *_model_problems(config),
         *_place_problems(config),
     ]
@@ -160,7 +163,11 @@ def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("critic_warmup", f"must be below max_steps ({config.max_steps}), or the policy never trains")
 
 
-def _device_problems(config: RunConfig) -> Iterator[Problem]:
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def _device_problems(config: RunConfig, gpus: float) -> Iterator[Problem]:
     infer, train = config.actor_infer, config.actor_train
     transport = config.weights.transport
     if transport in ("ipc", "nccl") and "cpu" in (infer.device, train.device):
@@ -168,8 +175,8 @@ def _device_problems(config: RunConfig) -> Iterator[Problem]:
             "weights.transport", f"{transport} moves tensors between GPUs: on a CPU take shm, or fs across hosts"
         )
     for path, device in (("actor_infer.device", infer.device), ("actor_train.device", train.device)):
-        if device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
-            yield Problem(path, "this machine has no NVIDIA GPU: take cpu")
+        if device == "cuda" and not gpus:
+            yield Problem(path, "there is no NVIDIA GPU here: take cpu")
 
 
 def _model_problems(config: RunConfig) -> Iterator[Problem]:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.2
 ALIVE_S = 6.0
 """A host that has been silent for so long is gone, and its learner with it."""
+KILL_S = 2.0
+"""What the kernel gets to end a killed process."""
 LOG = "logs/learner.out"
 
 
@@ -105,6 +107,7 @@ class LearnerHost:
         self._command = list(command or learner_command(run_id, redis_url))
         self._threads = threads
         self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -126,8 +129,17 @@ class LearnerHost:
         """Whether the learner has ended by then."""
         return self._ended.wait(timeout_s)
 
+    def end(self, grace_s: float) -> None:
+        """End the learner without asking Redis, which may be gone: in order, or after `grace_s` by force."""
+        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
+            if self._thread is None or not self._thread.is_alive():
+                return
+            if self._process is not None:
+                self._process.send_signal(number)
+            self.wait(patience_s)
+
     def _watch(self, incarnation: str) -> None:
-        process = self._spawn()
+        process = self._process = self._spawn()
         asked = ""
         redis = Redis.from_url(self._redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
         try:

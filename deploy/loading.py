@@ -30,16 +30,26 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def load_document(document: str | dict[str, Any]) -> RunConfig:
+def load_document(
+    document: str | dict[str, Any],
+    *,
+    cores: float | None = None,
+    gpus: float | None = None,
+    working_dir: Path | None = None,
+) -> RunConfig:
     """The run that a YAML text or a tree of plain values describes, as REST receives it.
 
     Interpolations are refused: they would be resolved in the service's environment, not the sender's.
+
+    cores, gpus: see `check_run`. working_dir: relative paths are made absolute from there; None leaves them.
 
     Raises:
         ConfigError: with every problem found.
     """
     config = validate_tree(parse_document(document) if isinstance(document, str) else document)
-    problems = check_run(config)
+    if working_dir is not None:
+        config = rooted(config, working_dir)
+    problems = check_run(config, cores=cores, gpus=gpus)
     if problems:
         raise ConfigError(problems)
     return config
@@ -102,6 +112,16 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
         raise ConfigError(problems_of(error, RunConfig), source) from error
     except (TypeError, ValueError) as error:
         raise ConfigError([Problem("", f"not plain values: {error}")], source) from error
+
+
+def rooted(config: RunConfig, folder: Path) -> RunConfig:
+    """The same run with its relative paths made absolute from `folder`."""
+    changes: dict[str, Any] = {"output_dir": folder / config.output_dir}
+    if config.pretrain != "tiny":
+        changes["pretrain"] = str(folder / config.pretrain)
+    if isinstance(config.resume_from_checkpoint, Path):
+        changes["resume_from_checkpoint"] = folder / config.resume_from_checkpoint
+    return config.model_copy(update=changes)
 
 
 def dump_yaml(config: RunConfig) -> str:

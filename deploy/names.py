@@ -3,8 +3,10 @@
 NAMESPACE = "offbeat"
 """Ray namespace of our named actors."""
 CONTROL_APP = "control"
+WARDEN = "warden"
+LEARNER_HOST = "learner-"
 
 
 def learner_host(run_id: str) -> str:
     """The actor that hosts the managed learner."""
-    return f"learner-{run_id}"
+    return f"{LEARNER_HOST}{run_id}"

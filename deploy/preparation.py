@@ -1,6 +1,6 @@
 """What must be there before a run starts: its folders, the tiny policy's files, the buffer's limits.
 
-Invariant: preparing again changes nothing, so the command line and the control service both do it.
+Invariant: preparing again changes nothing, so the command line and each control replica do it.
 """
 
 import sys
@@ -31,7 +31,9 @@ def run_spec(config: RunConfig) -> RunSpec:
         config=config.model_dump_json(),
         output_dir=str(config.output_dir.resolve()),
         max_steps=config.max_steps,
+        settings=config.settings,
         resume=bool(config.resume_from_checkpoint),
+        claims={"folder": str(config.output_dir.resolve())},
     )
 
 

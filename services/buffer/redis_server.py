@@ -44,18 +44,21 @@ class EmbeddedRedis:
     Start it from a thread that lives as long as it should: Linux ends the server with the thread that started it.
     """
 
-    def __init__(self, folder: Path, config: RedisConfig) -> None:
+    def __init__(self, folder: Path, config: RedisConfig, *, port: int = 0, password: str | None = None) -> None:
+        """port: 0 takes a free one. password: None makes one up, "" goes without."""
         self._folder = folder.resolve()
         self._config = config
-        self._password = secrets.token_urlsafe(24)
-        self._port = 0
+        self._password = secrets.token_urlsafe(24) if password is None else password
+        self._wanted_port = port
+        self._port = port
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: IO[str] | None = None
 
     @property
     def url(self) -> str:
         """Where clients connect, password included; the same after `restart`."""
-        return f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+        user = f":{self._password}@" if self._password else ""
+        return f"redis://{user}127.0.0.1:{self._port}/0"
 
     @property
     def pid(self) -> int | None:
@@ -76,7 +79,11 @@ class EmbeddedRedis:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock_folder()
         try:
-            self._start_on_a_free_port(server)
+            if self._wanted_port:
+                self._launch(server, self._port)
+                self._wait_until_it_answers()
+            else:
+                self._start_on_a_free_port(server)
         except BaseException:
             self.stop()
             raise
@@ -158,7 +165,7 @@ class EmbeddedRedis:
             [
                 f"port {port}",
                 "bind 127.0.0.1",
-                f"requirepass {self._password}",
+                *([f"requirepass {self._password}"] if self._password else []),
                 "logfile redis.log",
                 "appendonly yes",
                 f"appendfsync {self._config.appendfsync}",
@@ -173,7 +180,8 @@ class EmbeddedRedis:
         process = self._process
         assert process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
-        with Redis(port=self._port, password=self._password, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
+        no_retry = Retry(NoBackoff(), 0)
+        with Redis(port=self._port, password=self._password or None, socket_timeout=1.0, retry=no_retry) as client:
             while time.monotonic() < deadline:
                 if process.poll() is not None:
                     raise MeshError(f"redis-server ended with status {process.returncode}: {self._log_tail()}")

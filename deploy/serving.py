@@ -1,0 +1,90 @@
+"""What `serve deploy` builds: the applications of `local.yaml` and `deploy.yaml`, from the `args` that stand there.
+
+Invariant: arguments are validated whole, strictly, before anything of an application starts; a refusal names the keys.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+from ray.serve import Application
+
+from deploy.problems import ConfigError, Problem, problems_of
+from envs.config import Config
+from services.buffer import app as redis_app
+from services.buffer.config import RedisConfig
+from services.control import app as control_app
+
+CONTROL_WIRING = "deploy.cluster:ClusterWiring"
+
+T = TypeVar("T", bound=Config)
+
+
+class RedisArguments(Config):
+    """`args` of an application that is a redis-server."""
+
+    redis_url: str
+    """Where the others find it; port and password are taken from it. It listens on loopback."""
+    folder: Path
+    """Holds the append-only file: deploying on it again goes on where the last one was."""
+    appendfsync: Literal["everysec", "always"] = "everysec"
+
+
+class ControlArguments(Config):
+    """`args` of the control application."""
+
+    redis_url: str
+    """The Redis that holds all runs; every node must reach it."""
+    working_dir: Path | None = None
+    """Folder that relative paths in a run's configuration start from; None takes the one in which `ray start` ran."""
+    token_file: Path | None = None
+    """Holds the bearer token that each call must carry; without one, only programs on the service's host may call."""
+    log_dir: Path = Path("runs/control")
+    """Takes the service's own log."""
+
+
+def redis(args: dict[str, Any]) -> Application:
+    """A redis-server; for a mesh on one machine."""
+    arguments = arguments_of(RedisArguments, args)
+    config = RedisConfig(appendfsync=arguments.appendfsync)
+    return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, arguments.folder.resolve(), config))
+
+
+def control(args: dict[str, Any]) -> Application:
+    """The control service."""
+    arguments = arguments_of(ControlArguments, args)
+    working_dir = (arguments.working_dir or Path()).resolve()
+    return control_app.build(
+        control_app.ControlSettings(
+            redis_url=arguments.redis_url,
+            wiring=CONTROL_WIRING,
+            token=_token(arguments.token_file),
+            log_dir=working_dir / arguments.log_dir,
+            working_dir=working_dir,
+        )
+    )
+
+
+def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
+    """An application's validated arguments.
+
+    Raises:
+        ConfigError: with every key that was refused.
+    """
+    try:
+        return kind.model_validate_json(json.dumps(args))
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, kind)) from None
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError([Problem("token_file", f"can't be read: {error}")]) from None
+    if not token:
+        raise ConfigError([Problem("token_file", f"{path} is empty")])
+    return token

@@ -1,0 +1,105 @@
+# pyright: basic
+"""Ends what Serve does not know of (env workers, learner hosts) when Serve has been shut down.
+
+Invariant: nothing of ours outlives `serve shutdown`; a control replica that dies or is replaced ends nothing. What the runs
+had come to stays in Redis and in their checkpoints: deployed again, they go on.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+
+import ray
+from ray.exceptions import RayError
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+from deploy import names
+from services.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+LEARNER_GRACE_S = 8.0
+"""What learners get to save a checkpoint."""
+HOST_S = 4.0
+"""What their hosts get beyond that."""
+ENSURE_S = 5.0
+
+
+class Warden:
+    """An actor that lives as long as Serve."""
+
+    def __init__(self) -> None:
+        configure_logging(names.WARDEN, None)
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def alive(self) -> bool:
+        """Answers while it watches."""
+        return not self._watching.done()
+
+    async def _watch(self) -> None:
+        await asyncio.to_thread(wait_for_shutdown)
+        logger.info("Serve is shut down: what is left ends")
+        left = [name for name in await asyncio.to_thread(our_actors) if name != names.WARDEN]
+        await asyncio.gather(*(self._end(name) for name in left))
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _end(self, name: str) -> None:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace=names.NAMESPACE)
+        except ValueError:
+            return
+        if name.startswith(names.LEARNER_HOST):
+            try:
+                await asyncio.wait_for(actor.stop.remote(LEARNER_GRACE_S), LEARNER_GRACE_S + HOST_S)
+            except (RayError, TimeoutError) as error:
+                logger.warning("%s did not end in order: %r", name, error)
+        ray.kill(actor, no_restart=True)
+
+
+def wait_for_shutdown() -> None:
+    """Return once Serve is gone."""
+    while serve_is_up():
+        time.sleep(LOOK_S)
+
+
+def serve_is_up() -> bool:
+    """Whether Serve's controller exists, if only as one that Ray is about to start again."""
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def our_actors() -> list[str]:
+    """Names of all living actors of ours."""
+    everywhere = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in everywhere if actor["namespace"] == names.NAMESPACE]
+
+
+def keep_warden() -> None:
+    """See to it, for as long as this process lives, that there is a warden."""
+    threading.Thread(target=_keep_warden, name="keep warden", daemon=True).start()
+
+
+def _keep_warden() -> None:
+    while True:
+        try:
+            start_warden()
+        except RayError as error:
+            logger.warning("no warden can be started: %s", error)
+        time.sleep(ENSURE_S)
+
+
+def start_warden() -> None:
+    """Start the cluster's warden, unless there is one; returns as soon as that is under way."""
+    ray.remote(Warden).options(
+        name=names.WARDEN,
+        namespace=names.NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+    ).remote()
