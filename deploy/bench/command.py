@@ -28,6 +28,14 @@ class Distribution(StrEnum):
     lognormal = "lognormal"
 
 
+class Size(StrEnum):
+    """Parameters of a model."""
+
+    m1 = "1M"
+    m16 = "16M"
+    m135 = "135M"
+
+
 class Work(StrEnum):
     """What `offbeat bench async` trains and samples with."""
 
@@ -157,6 +165,35 @@ def bench_generation(
     if quick:
         options = replace(options, concurrency=(1, 8), tokens=8, per_client=2, rounds=1)
     _run("generation", generation.run, options, json)
+
+
+@bench_app.command("weights")
+def bench_weights(
+    size: Annotated[
+        list[Size] | None, typer.Option(help="Parameters of the model; may be repeated. Default: all.")
+    ] = None,
+    replicas: Annotated[
+        list[int] | None, typer.Option(min=1, help="Replicas; may be repeated. Default: 1 and 2.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Versions of each setting.")] = 5,
+    running: Annotated[int, typer.Option(min=1, help="Requests that run in each replica.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "bfloat16",
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """From publish to served: how long, how long each replica pauses, and bytes/s against copies."""
+    from deploy.bench import weights
+
+    options = weights.Options(
+        sizes=tuple(each.value for each in size or Size),
+        replicas=tuple(replicas or (1, 2)),
+        rounds=rounds,
+        running=running,
+        dtype=dtype,
+    )
+    if quick:
+        options = replace(options, sizes=("1M",), replicas=(1,), rounds=2)
+    _run("weights", weights.run, options, json)
 
 
 def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
