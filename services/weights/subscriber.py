@@ -15,8 +15,8 @@ from services.codec import decode_manifest
 from services.errors import RetryableError
 from services.keys import RunKeys
 from services.schema import Manifest
-from services.weights.config import WeightsConfig
 from services.weights.client import IDLE
+from services.weights.config import WeightsConfig
 from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
 from services.weights.transports import Transport, make_transport
 
