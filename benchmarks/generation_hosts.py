@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
@@ -49,7 +49,7 @@ class NoBroker:
     def fetch(self, manifest: Manifest) -> Any:
         raise NotImplementedError
 
-    async def report(self, replica_id: str, version: int) -> None:
+    async def report(self, *_: Any) -> None:
         raise NotImplementedError
 
     async def retire(self, replica_id: str) -> None:
@@ -86,7 +86,8 @@ class Served:
         engine = VllmEngine(llm, CONFIG)
         await engine.warm_up()
         await llm.update_weight_version("0")
-        self._replica = GenerationReplica("bench", engine, NoBroker(), CONFIG)
+        broker: Any = NoBroker()
+        self._replica = GenerationReplica("bench", engine, broker, CONFIG)
         self._replica._version = 0
 
     async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
@@ -128,7 +129,8 @@ def llm_server(model: Path) -> Any:
         async def __init__(self, llm_config: LLMConfig) -> None:
             os.environ.update(engine_environment(CONFIG))
             await LLMServer.__init__(self, llm_config)
-            await self._ready(self.engine._engine_client)
+            engine: Any = self.engine
+            await self._ready(engine._engine_client)
 
     arguments = engine_arguments(CONFIG, model, SEQUENCE_LENGTH, 0)
     for ours in ("model", "worker_extension_cls", "skip_tokenizer_init"):
@@ -148,7 +150,8 @@ async def measure(rounds: int) -> dict[str, float]:
     handle = serve.get_deployment_handle("host", "hosts")
 
     async def call(batch: list[GenerateRequest]) -> None:
-        async for blob in handle.options(stream=True).generate.remote(encode_requests(batch)):
+        answers = cast(AsyncIterator[bytes], handle.options(stream=True).generate.remote(encode_requests(batch)))
+        async for blob in answers:
             decode_completions(blob)
 
     best: dict[str, float] = {}
