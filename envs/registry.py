@@ -34,6 +34,7 @@ ENTRY_POINT_GROUP = "offbeat.envs"
 BUILT_IN = {
     "frozen_lake": "envs.frozen_lake:FrozenLakeEnv",
     "sokoban": "envs.sokoban:SokobanEnv",
+    "webshop": "envs.webshop:WebShopEnv",
 }
 
 MAX_REPEATS = 2_000

@@ -15,6 +15,7 @@ ENVS = [
     ("frozen_lake", {"is_slippery": True, "start_goal": "random", "size": 6, "render_mode": "rgb_array"}),
     ("sokoban", {}),
     ("sokoban", {"num_boxes": 2, "dim_room": [6, 8], "observation_format": "grid_coord", "render_mode": "rgb_array"}),
+    ("webshop", {"num_products": 100}),
 ]
 
 

@@ -1,0 +1,68 @@
+"""What a shop sells and what its customers want."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+NO_LIMIT = 1_000_000.0
+"""`price_upper` of a goal that names no price."""
+PRICE_STEPS = tuple(10.0 * i for i in range(1, 100))
+"""Limits that a goal may name, dollars."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One thing for sale; the fields of WebShop's data."""
+
+    asin: str
+    title: str
+    query: str
+    """The search that it was found by when the data was collected: a kind of thing."""
+    product_category: str
+    """Path of categories, set apart by `›`."""
+    price: float
+    """Dollars."""
+    price_tag: str
+    attributes: tuple[str, ...] = ()
+    bullet_points: tuple[str, ...] = ()
+    description: str = ""
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Name of an option -> what can be chosen, lower case."""
+    rating: str = "N.A."
+    reviews: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What one customer wants, and the product that has it all."""
+
+    instruction: str
+    product: Product
+    attributes: tuple[str, ...]
+    options: tuple[str, ...]
+    """Values to choose, whatever option they belong to."""
+    price_upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """A shop. `goals[:num_held_out]` are for evaluation, those from `first_train` on for training."""
+
+    products: Sequence[Product]
+    goals: Sequence[Goal]
+    num_held_out: int
+    first_train: int
+
+    def split(self, name: str) -> Sequence[Goal]:
+        """The goals of `train`, `held_out` or `any`."""
+        match name:
+            case "held_out":
+                return self.goals[: self.num_held_out]
+            case "train":
+                return self.goals[self.first_train :]
+            case _:
+                return self.goals
+
+
+def price_limits(price: float) -> tuple[float, ...]:
+    """The limits above a price that a goal may name: the next four steps."""
+    return tuple(step for step in PRICE_STEPS if step > price)[:4]

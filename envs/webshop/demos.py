@@ -1,0 +1,52 @@
+"""Weak play to warm a policy start up with: it searches for the right kind of thing and buys one with hardly a look at it."""
+
+import numpy as np
+
+from envs.prompting import fill_template
+from envs.webshop.env import WebShopEnv
+from envs.webshop.pages import BUY, ItemPage, ResultsPage, SearchPage
+
+CARE = 0.3
+"""Chance that an option is chosen as it was asked for."""
+
+
+def careless_shopping(
+    env: WebShopEnv,
+    rng: np.random.Generator,
+    *,
+    max_turns: int = 6,
+    system_prompt: str | None = None,
+    agent_template: str = "{observation}",
+) -> list[dict[str, str]]:
+    """One episode on a fresh goal as chat messages, in the format of a rollout with the same templates.
+
+    A search for the kind of thing, a click on any of the results shown, for each option a value that is the wanted one three
+    times in ten and else any or none, then `Buy Now`. Goal and play depend on `rng` alone.
+    """
+    observation, _ = env.reset(seed=int(rng.integers(2**31)))
+    messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
+    for turn in range(max_turns):
+        content = fill_template(agent_template, observation=observation, step=turn + 1, actions_left=max_turns - turn)
+        answer = _choose(env, rng)
+        messages += [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        observation, _, terminated, truncated, _ = env.step(answer)
+        if terminated or truncated:
+            break
+    return messages
+
+
+def _choose(env: WebShopEnv, rng: np.random.Generator) -> str:
+    match env.page:
+        case SearchPage():
+            words = [env.goal.product.query, *(a for a in env.goal.attributes if rng.random() < CARE)]
+            return f"search[ {' '.join(words)} ]"
+        case ResultsPage() as page:
+            shown = page.shown
+            return f"click[ {shown[int(rng.integers(len(shown)))].asin if shown else 'Back to Search'} ]"
+        case ItemPage() as page:
+            for name, values in page.product.options.items():
+                if name not in page.chosen and rng.random() < 0.5 + CARE / 2:
+                    wanted = [value for value in values if value in env.goal.options]
+                    careful = wanted and rng.random() < CARE / (0.5 + CARE / 2)
+                    return f"click[ {wanted[0] if careful else values[int(rng.integers(len(values)))]} ]"
+            return f"click[ {BUY} ]"

@@ -1,0 +1,215 @@
+"""WebShop as a text env: `search[words]`, then `click[what stands there]`, until something is bought.
+
+Invariants: the only randomness of an episode is which goal it has, drawn by the env's own generator; all envs of a process
+with the same settings share one shop, which nobody changes.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Text
+from gymnasium.utils import seeding
+from pydantic import Field, field_validator
+
+from envs.config import Config
+from envs.parsing import WHOLE_PATTERN, compile_pattern
+from envs.webshop.catalogue import Catalogue, Goal
+from envs.webshop.files import load_catalogue
+from envs.webshop.making import MAX_PRODUCTS, SHOP_WORDS, make_catalogue
+from envs.webshop.pages import BUY, SEPARATOR, ItemPage, Page, ResultsPage, SearchPage, click, clickables, page_text
+from envs.webshop.reward import Judge, Worth
+from envs.webshop.search import ProductSearch
+
+SYSTEM_PROMPT = "Buy what the instruction asks for . Answer search[ words ] or click[ text ] ."
+_PAGE_WORDS = (
+    "Instruction: [SEP] Search search[ click[ ] Back to Page (Total results: Next > < Prev Price: Rating: N.A. ( ) Buy Now "
+    "Description Features Reviews Attributes no reviews back search next prev buy now description features attributes"
+)
+WORDS = tuple(
+    dict.fromkeys(
+        [*SYSTEM_PROMPT.split(), *_PAGE_WORDS.split(), *SHOP_WORDS]
+        + [f"{number})" for number in range(51)]
+        + [str(number) for number in range(10)]
+    )
+)
+"""Every word that prompts, pages and sensible answers hold in a shop that is made here, for a word-level tokenizer."""
+ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.DOTALL | re.IGNORECASE)
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t›"
+MAX_CHARS = 100_000
+
+
+class WebShopConfig(Config):
+    """`env_config` of a tag with `env_type: webshop`."""
+
+    data_dir: Path | None = None
+    """Folder with WebShop's own data files; None plays in a shop that is made here."""
+    num_products: int = Field(default=500, ge=10)
+    """Products of the shop; with `data_dir` the first so many."""
+    human_goals: bool = True
+    """With `data_dir`: the instructions that people wrote, or the synthetic ones."""
+    catalogue_seed: int = Field(default=0, ge=0)
+    """Makes the shop."""
+    split: Literal["train", "held_out", "any"] = "train"
+    """Which goals: a held-out one never turns up in training."""
+    show_instruction: Literal["first", "always"] = "always"
+    """Whether later pages repeat the instruction."""
+    show_actions: bool = False
+    """Whether a page ends with all that can be clicked."""
+    action_pattern: str = WHOLE_PATTERN
+    """Regular expression for an answer; one group holds the action, of two the second."""
+    format_penalty: float = Field(default=0.0, le=0)
+    """Reward of a turn whose answer is neither a search where one can be made nor a click on what stands there."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Turns after which the env itself cuts the episode; None leaves that to the tag's `max_steps`."""
+    render_mode: Literal["ansi"] | None = None
+
+    @field_validator("action_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+    @field_validator("num_products")
+    @classmethod
+    def _shop_can_be_made(cls, number: int, info: Any) -> int:
+        if info.data.get("data_dir") is None and number > MAX_PRODUCTS:
+            raise ValueError(f"a shop that is made here has {MAX_PRODUCTS:,} products at most")
+        return number
+
+
+class WebShopEnv(gymnasium.Env[str, str]):
+    """The paper's reward, in [0, 1], for what is bought; 0 for all before. `success` is a reward of 1."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
+    config_class: ClassVar[type[WebShopConfig]] = WebShopConfig
+    metrics_agg_mode: ClassVar[dict[str, str]] = dict.fromkeys(("r_type", "r_att", "r_option", "r_price"), "last")
+    system_prompt: str = SYSTEM_PROMPT
+
+    def __init__(self, config: WebShopConfig | None = None) -> None:
+        self.config = config or WebShopConfig()
+        self.render_mode = self.config.render_mode
+        self._catalogue, self._search = _shop(
+            self.config.data_dir, self.config.num_products, self.config.human_goals, self.config.catalogue_seed
+        )
+        self._goals = self._catalogue.split(self.config.split)
+        self._judge = Judge()
+        charset = PRINTABLE if self.config.data_dir is None else "".join(map(chr, range(9, 0x2FFF)))
+        self.observation_space = Text(max_length=MAX_CHARS, charset=charset)
+        self.action_space = Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
+        self._pattern = compile_pattern(self.config.action_pattern)
+        self._goal: Goal | None = None
+        self._page: Page = SearchPage()
+        self._steps = 0
+
+    @property
+    def goal(self) -> Goal:
+        """What is to be bought.
+
+        Raises:
+            RuntimeError: there is none before the first reset.
+        """
+        if self._goal is None:
+            raise RuntimeError("reset() comes before step() and render()")
+        return self._goal
+
+    @property
+    def page(self) -> Page:
+        """Where the customer is."""
+        return self._page
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Choose a goal; returns the search page."""
+        super().reset(seed=seed, options=options)
+        self._goal, self._page, self._steps = self._draw(self.np_random), SearchPage(), 0
+        return self._observation(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer `search[...]` or `click[...]`; returns observation, reward, terminated, truncated and info."""
+        goal, before = self.goal, self._page
+        self._steps += 1
+        bought = None
+        match self._wanted(action):
+            case ("search", words):
+                self._page = ResultsPage(self._search(words))
+            case ("click", text) if text == BUY and isinstance(before, ItemPage):
+                bought = self._judge(goal, before.product, before.chosen)
+            case (_, text):
+                self._page = click(before, text)
+            case None:
+                return self._after(before, self.config.format_penalty, None, valid=False)
+        return self._after(before, bought.reward if bought else 0.0, bought, valid=True)
+
+    def task_id(self, seed: int) -> str:
+        """The instruction that `reset(seed=seed)` would give; leaves this env as it is."""
+        goal = self._draw(seeding.np_random(seed)[0])
+        return f"{goal.product.asin} {goal.instruction}"
+
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """A search for the kind of thing that is wanted, or any click."""
+        found = list(clickables(self._page).values())
+        if not found:
+            return f"search[ {self.goal.product.query} ]"
+        return f"click[ {found[int(rng.integers(len(found)))]} ]"
+
+    def render(self) -> str | None:
+        """The page as text."""
+        return self._observation() if self.render_mode == "ansi" else None
+
+    def _draw(self, rng: np.random.Generator) -> Goal:
+        return self._goals[int(rng.integers(len(self._goals)))]
+
+    def _wanted(self, answer: str) -> tuple[str, str] | None:
+        """(search, words) or (click, text as it stands on the page); None where neither can be done."""
+        said = self._pattern.search(answer)
+        match = said and ACTION.search(said[said.lastindex or 0])
+        if not match:
+            return None
+        name, argument = match[1].lower(), " ".join(match[2].split())
+        if name == "search":
+            return ("search", argument) if argument and isinstance(self._page, SearchPage) else None
+        found = clickables(self._page).get(argument.lower())
+        return None if found is None else ("click", found)
+
+    def _after(
+        self, before: Page, reward: float, bought: Worth | None, *, valid: bool
+    ) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        info: dict[str, Any] = {
+            "success": bought is not None and bought.reward == 1.0,
+            "bought": bought is not None,
+            "action_is_valid": valid,
+            "action_is_effective": bought is not None or self._page is not before,
+            "format_penalty": 0.0 if valid else self.config.format_penalty,
+        }
+        if bought is not None:
+            info |= {
+                "r_type": bought.r_type,
+                "r_att": bought.r_att,
+                "r_option": bought.r_option,
+                "r_price": bought.r_price,
+            }
+        truncated = self.config.max_steps is not None and self._steps >= self.config.max_steps
+        return self._observation(), reward, bought is not None, truncated, info
+
+    def _observation(self) -> str:
+        told = self._steps == 0 or self.config.show_instruction == "always"
+        parts = ["Instruction:", self.goal.instruction] if told else []
+        text = SEPARATOR.join([*parts, page_text(self._page)])
+        if not self.config.show_actions:
+            return text
+        found = [f"click[{action}]" for action in clickables(self._page).values()] or ["search[words]"]
+        return f"{text}\nActions: {', '.join(found)}"
+
+
+@lru_cache(maxsize=4)
+def _shop(
+    data_dir: Path | None, num_products: int, human_goals: bool, catalogue_seed: int
+) -> tuple[Catalogue, ProductSearch]:
+    if data_dir is None:
+        catalogue = make_catalogue(catalogue_seed, num_products)
+    else:
+        catalogue = load_catalogue(data_dir, num_products, human_goals=human_goals)
+    return catalogue, ProductSearch(catalogue.products)

@@ -1,0 +1,92 @@
+"""What a purchase is worth: the reward of the WebShop paper (arXiv:2207.01206, eq. 1 and 2).
+
+reward = r_type * (attributes met + options met + price met) / (attributes wanted + options wanted + 1), in [0, 1].
+
+Two things differ from the published code: nouns of a title are found by leaving out stop words, where that runs spaCy's
+large model; and an option that was chosen counts where it fits a wanted one, never for standing in the title.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from envs.extras import require
+from envs.webshop.catalogue import Goal, Product
+
+MIN_SIMILARITY = 85
+"""Of the token-set ratio, beyond which two texts mean the same."""
+EXACT_OPTIONS = ("size",)
+STOP_WORDS = frozenset(re.split(" ", "a an and are as at be by for from in is it of on or that the this to with you your our more new"))
+
+
+class Worth(NamedTuple):
+    """A reward and what it consists of."""
+
+    reward: float
+    r_type: float
+    r_att: float
+    r_option: float
+    """1 where no option was wanted."""
+    r_price: float
+
+
+class Judge:
+    """Compares purchases with goals."""
+
+    def __init__(self) -> None:
+        """Raises ValueError where rapidfuzz is not installed."""
+        fuzz, utils = require("rapidfuzz.fuzz", "webshop"), require("rapidfuzz.utils", "webshop")
+        self._ratio: Any = fuzz.token_set_ratio
+        self._process: Any = utils.default_process
+
+    def __call__(self, goal: Goal, bought: Product, chosen: Mapping[str, str]) -> Worth:
+        """chosen: option's name -> value."""
+        r_type = type_reward(goal.product, bought)
+        attributes = sum(self._has(bought, attribute) for attribute in goal.attributes)
+        options = sum(self._is_chosen(option, chosen) for option in goal.options)
+        price = float(bought.price <= goal.price_upper)
+        wanted = len(goal.attributes) + len(goal.options) + 1
+        return Worth(
+            r_type * (attributes + options + price) / wanted,
+            r_type,
+            attributes / max(1, len(goal.attributes)),
+            options / len(goal.options) if goal.options else 1.0,
+            price,
+        )
+
+    def _has(self, product: Product, attribute: str) -> bool:
+        if any(self._alike(own, attribute) for own in product.attributes):
+            return True
+        said = (product.title, " ".join(product.bullet_points), product.description)
+        return any(attribute in text.lower() for text in said)
+
+    def _is_chosen(self, wanted: str, chosen: Mapping[str, str]) -> bool:
+        for name, value in chosen.items():
+            exact = name.lower() in EXACT_OPTIONS
+            if wanted.lower() == value if exact else self._alike(wanted, value):
+                return True
+        return False
+
+    def _alike(self, a: str, b: str) -> bool:
+        return self._ratio(a, b, processor=self._process) > MIN_SIMILARITY
+
+
+def type_reward(wanted: Product, bought: Product) -> float:
+    """1 for the same kind of thing, .5 where only the title is a little alike, .1 for less, 0 for another thing."""
+    nouns = title_words(wanted.title)
+    score = len(nouns & title_words(bought.title)) / len(nouns) if nouns else 0.2
+    shared = _categories(wanted) & _categories(bought)
+    if score == 0:
+        return 0.0
+    if score < 0.1:
+        return 0.1
+    return 1.0 if wanted.query == bought.query or len(shared) >= 2 or score > 0.2 else 0.5
+
+
+def title_words(title: str) -> set[str]:
+    """Words of a title that may be nouns."""
+    return {word for word in re.findall(r"[^\W\d_]+", title.lower()) if len(word) > 1} - STOP_WORDS
+
+
+def _categories(product: Product) -> set[str]:
+    return {part.strip() for part in product.product_category.split("›")}

@@ -1,0 +1,46 @@
+"""Full-text search over a shop: BM25 over titles, attributes, descriptions, features and options, through bm25s."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from envs.extras import require
+from envs.webshop.catalogue import Product
+
+SEARCH_RETURN_N = 50
+
+
+class ProductSearch:
+    """An index of a shop's products."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        """Build the index.
+
+        Raises:
+            ValueError: bm25s is not installed.
+        """
+        self._products = products
+        self._index: Any = require("bm25s", "webshop").BM25()
+        self._index.index([words(_text(product)) for product in products], show_progress=False)
+
+    def __call__(self, query: str) -> list[Product]:
+        """The products that fit best, best first, 50 at most; none that shares no word with the query."""
+        asked = words(query)
+        if not asked:
+            return []
+        scores = np.asarray(self._index.get_scores(asked))
+        best = np.argsort(-scores, kind="stable")[:SEARCH_RETURN_N]
+        return [self._products[int(i)] for i in best if scores[i] > 0]
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters and digits, lower case, a plural's `s` left out."""
+    return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in re.findall(r"\w+", text.lower())]
+
+
+def _text(product: Product) -> str:
+    choices = (value for values in product.options.values() for value in values)
+    parts = (product.title, product.query, *product.attributes, *product.bullet_points, product.description, *choices)
+    return " ".join(parts)
