@@ -24,11 +24,17 @@ LONGEST_WAIT_S = 5.0
 STOP_TIMEOUT_S = 1.0
 
 _ACQUIRE = """
--- KEYS: lease, epoch. ARGV: holder, timeout in ms.
--- Returns {1, epoch}: the caller holds the lease (again, if it held it already), or {0, ms until it expires, holder}.
+-- KEYS: lease, epoch, since. ARGV: holder, timeout in ms.
+-- Returns {1, epoch}: the caller holds the lease (again, if it held it already), or {0, ms until it expires, holder, Unix
+-- time since when}.
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return {0, redis.call('PTTL', KEYS[1]), holder} end
-if not holder then redis.call('INCR', KEYS[2]) end
+if holder and holder ~= ARGV[1] then
+  return {0, redis.call('PTTL', KEYS[1]), holder, tonumber(redis.call('GET', KEYS[3]) or '0')}
+end
+if not holder then
+  redis.call('INCR', KEYS[2])
+  redis.call('SET', KEYS[3], redis.call('TIME')[1])
+end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return {1, tonumber(redis.call('GET', KEYS[2]))}
 """
@@ -52,6 +58,18 @@ return 1
 """
 
 
+class LeaseHeldError(RetryableError):
+    """Another learner holds the run."""
+
+    def __init__(self, owner: str, since: float) -> None:
+        """owner: who, for people. since: Unix time, s."""
+        self.owner = owner
+        self.since = since
+        super().__init__(
+            f"another learner holds the run: {owner}, since {time.strftime('%H:%M:%S', time.localtime(since))}"
+        )
+
+
 class LearnerLease:
     """Holds a run for one learner; a thread renews it. Use one object for one life of a learner.
 
@@ -72,7 +90,8 @@ class LearnerLease:
     ) -> None:
         keys = RunKeys(run_id)
         self._redis = redis
-        self._lease, self._epoch_key, self._bell = keys.lease, keys.epoch, keys.key("lease", "bell")
+        self._lease, self._bell = keys.lease, keys.key("lease", "bell")
+        self._keys = [keys.lease, keys.epoch, keys.key("lease", "since")]
         self._acquire = redis.register_script(_ACQUIRE)
         self._renew = redis.register_script(_RENEW)
         self._release = redis.register_script(_RELEASE)
@@ -100,7 +119,8 @@ class LearnerLease:
         """Take the lease, waiting up to `wait_s` for another learner to release it or die; returns the epoch.
 
         Raises:
-            RetryableError: another learner still holds it, or Redis does not answer.
+            LeaseHeldError: another learner still holds it.
+            RetryableError: Redis does not answer.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -115,7 +135,7 @@ class LearnerLease:
                 return self._epoch
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise RetryableError(f"another learner holds the run: {holder[0].decode()}")
+                raise LeaseHeldError(holder[0].decode().rpartition(" ")[0], float(holder[1]))
             self._wait_for_release(position, min(remaining_s, max(value, 0) / 1000 + 0.005, LONGEST_WAIT_S))
 
     def held(self) -> bool:
@@ -156,7 +176,7 @@ class LearnerLease:
 
     def _call(self, script: Any, *args: str | int) -> Any:
         try:
-            return script(keys=[self._lease, self._epoch_key], args=args)
+            return script(keys=self._keys, args=args)
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
             raise RetryableError(f"Redis does not answer: {error}") from error
 

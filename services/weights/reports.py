@@ -26,6 +26,10 @@ class ReplicaReport:
     at: float
     """Unix time, s."""
     load: ReplicaLoad = ReplicaLoad()
+    host: str = ""
+    """Where it runs, for people."""
+    memory: str = ""
+    """`Place.memory` of where it runs."""
 
 
 def encode_report(report: ReplicaReport) -> bytes:
@@ -36,4 +40,4 @@ def encode_report(report: ReplicaReport) -> bytes:
 def decode_report(blob: bytes) -> ReplicaReport:
     """Undo `encode_report`."""
     body = json.loads(blob)
-    return ReplicaReport(int(body["version"]), float(body["at"]), ReplicaLoad(**body["load"]))
+    return ReplicaReport(**{**body, "load": ReplicaLoad(**body["load"])})

@@ -17,6 +17,7 @@ from services.keys import RunKeys
 from services.schema import Manifest
 from services.weights.client import IDLE
 from services.weights.config import WeightsConfig
+from services.weights.place import this_place
 from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
 from services.weights.transports import Transport, make_transport
 
@@ -91,10 +92,10 @@ class RedisWeightSubscriber:
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""
+        place = this_place()
+        report = ReplicaReport(version, time.time(), load, place.host, place.memory)
         with _retryable():
-            await self._redis.hset(
-                self._keys.served, replica_id, encode_report(ReplicaReport(version, time.time(), load))
-            )
+            await self._redis.hset(self._keys.served, replica_id, encode_report(report))
 
     async def retire(self, replica_id: str) -> None:
         """See `WeightSubscriber.retire`."""

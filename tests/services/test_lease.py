@@ -8,7 +8,7 @@ from redis import Redis
 from services.buffer.connection import connect
 from services.errors import FencedError, RetryableError
 from services.keys import RunKeys
-from services.lease import LearnerLease
+from services.lease import LearnerLease, LeaseHeldError
 from tests.waiting import wait_until_sync
 
 RUN = "run"
@@ -44,6 +44,21 @@ def test_a_held_lease_is_not_given_to_another(redis: Redis):
         assert not other.held()
         with pytest.raises(FencedError):
             _ = other.epoch
+
+
+def test_who_waits_learns_who_holds_the_lease_and_since_when(redis: Redis):
+    began = time.time()
+    with LearnerLease(redis, RUN, "host-1:7", 10) as holder, LearnerLease(redis, RUN, "me", 10) as other:
+        holder.acquire()
+        with pytest.raises(LeaseHeldError) as refused:
+            other.acquire()
+        assert refused.value.owner == "host-1:7"
+        assert began - 1 <= refused.value.since <= time.time()
+        holder.release()
+        other.acquire()
+        with pytest.raises(LeaseHeldError) as refused:
+            holder.acquire()
+        assert refused.value.owner == "me"
 
 
 def test_two_learners_of_the_same_name_are_told_apart(redis: Redis):
