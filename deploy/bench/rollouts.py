@@ -148,9 +148,11 @@ class _Host:
 
     async def serve(self) -> None:
         from services.rollout.chat import load_chat_format
+        from services.rollout.collector import calm_collector
 
         self._chat = load_chat_format(self._model)
         engine = await self._engine()
+        calm_collector()
         self._pipe.send("ready")
         try:
             while (message := await asyncio.to_thread(self._pipe.recv))[0] == "play":

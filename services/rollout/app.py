@@ -24,6 +24,7 @@ from services.errors import RetryableError
 from services.generation.client import ServeGenerationClient
 from services.keys import RunKeys
 from services.rollout.chat import load_chat_format
+from services.rollout.collector import calm_collector
 from services.rollout.config import WorkerSettings
 from services.rollout.service import EnvWorker, WorkerEnd
 from services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
@@ -85,6 +86,7 @@ class EnvWorkerActor:
                 chat=self._chat,
                 board=_WaitsBoard(redis, self._settings.run_id),
             )
+            calm_collector()
             log.info("%s works", self._name)
             end = await self._worker.run()
         except Exception:
