@@ -1,4 +1,4 @@
-"""Weak play to warm a policy start up with: it searches for the right kind of thing and buys one with hardly a look at it."""
+"""Weak play to warm a policy start up with: it searches for the right kind of thing and buys what comes first to hand."""
 
 import numpy as np
 

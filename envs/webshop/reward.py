@@ -16,7 +16,9 @@ from envs.webshop.catalogue import Goal, Product
 MIN_SIMILARITY = 85
 """Of the token-set ratio, beyond which two texts mean the same."""
 EXACT_OPTIONS = ("size",)
-STOP_WORDS = frozenset(re.split(" ", "a an and are as at be by for from in is it of on or that the this to with you your our more new"))
+STOP_WORDS = frozenset(
+    re.split(" ", "a an and are as at be by for from in is it of on or that the this to with you your our more new")
+)
 
 
 class Worth(NamedTuple):
