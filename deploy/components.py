@@ -21,10 +21,10 @@ from redis import Redis
 from deploy import names
 from deploy.config import RunConfig
 from deploy.learner_host import LOG, LearnerHost, ask_to_stop, read_status
-from deploy.preparation import LOGS
+from deploy.preparation import LOGS, generation_app
 from services.control.components import Health, Observation
-from services.generation import app as generation_app
-from services.generation.client import app_name
+from services.generation import app as generation_service
+from services.generation.config import app_name
 from services.keys import RunKeys
 from services.rollout import app as rollout_app
 from services.rollout.config import WorkerSettings
@@ -42,11 +42,19 @@ class LearnerHostActor:
     """A learner host somewhere in the cluster."""
 
     def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int) -> None:
+        self._run_id = run_id
         self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads)
 
     def start(self) -> None:
         """See `LearnerHost.start`."""
         self._host.start()
+
+    def stop(self, grace_s: float) -> None:
+        """End the learner, and remove its weights from shared memory: nobody is there any more who would read them."""
+        from services.weights.transports import cleanup
+
+        self._host.end(grace_s)
+        cleanup(self._run_id)
 
 
 class ManagedLearner:
@@ -183,7 +191,7 @@ def generation_component(config: RunConfig, redis_url: str, model: Path) -> Serv
     """The engines that sample."""
 
     def build() -> Application:
-        return generation_app.build(
+        return generation_service.build(
             config.exp_name,
             config.actor_infer,
             config.weights,
@@ -228,6 +236,7 @@ class WorkerPool:
             val_env_manager=config.val_env_manager,
             rollout=config.rollout,
             generating_args=config.actor_infer.generating_args,
+            generation_app=generation_app(config),
             request_timeout_s=config.actor_infer.request_timeout_s,
             worker_timeout_s=config.buffer.worker_timeout_s,
         )

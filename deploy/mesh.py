@@ -7,11 +7,13 @@ somebody keeps, so whichever control replica looks sees and does the same.
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from deploy.claiming import claim_folder
 from deploy.components import ExternalLearner, ManagedLearner, WorkerPool, broker_component, generation_component
 from deploy.config import RunConfig
 from deploy.loading import load_document
@@ -31,8 +33,12 @@ logger = logging.getLogger(__name__)
 class RunParts:
     """The parts of one run, in the order in which they are stopped."""
 
-    def __init__(self, config: RunConfig, redis: Redis, watch: BufferWatch, redis_url: str) -> None:
+    def __init__(
+        self, config: RunConfig, redis: Redis, watch: BufferWatch, redis_url: str, *, claim: str | None = None
+    ) -> None:
+        """claim: names this start of the run to its folder, which is to be made ready for it; None if that has been done."""
         self._config = config
+        self._claim = claim
         self._redis = redis
         self._watch = watch
         external = config.control.learner == "external"
@@ -50,6 +56,8 @@ class RunParts:
 
     async def prepare(self) -> None:
         """See `RunMesh.prepare`."""
+        if self._claim is not None:
+            await asyncio.to_thread(claim_folder, self._config, self._claim)
         await asyncio.to_thread(prepare_folder, self._config)
         await asyncio.to_thread(prepare_buffer, self._redis, self._config)
         await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
@@ -72,18 +80,24 @@ class RunParts:
 class Wiring:
     """What `services.control.app` asks of this project."""
 
-    def __init__(self, redis: AsyncRedis, redis_url: str) -> None:
+    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
+        """working_dir: folder that relative paths in a run's configuration start from; None takes the current one."""
         self._async_redis = redis
+        self._working_dir = working_dir
         self._redis = connect(redis_url)
         self._redis_url = redis_url
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
         """The run that a YAML text or a tree describes. Raises `InvalidRunError`."""
         try:
-            return run_spec(load_document(document))
+            return run_spec(self.load(document))
         except ConfigError as error:
             problems = [ProblemView(path=p.path, message=p.message, suggestion=p.suggestion) for p in error.problems]
             raise InvalidRunError(problems) from error
+
+    def load(self, document: str | dict[str, Any]) -> RunConfig:
+        """The configuration that a document describes, checked. Raises `ConfigError`."""
+        return load_document(document, working_dir=self._working_dir)
 
     def build_mesh(self, record: RunRecord) -> RunParts:
         """The parts of a run."""

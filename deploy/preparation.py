@@ -15,6 +15,7 @@ from envs import registry
 from services.buffer.client import BufferLimits
 from services.buffer.watch import configure_buffer
 from services.control.records import RunSpec
+from services.generation.config import app_name
 
 POLICY = "policy"
 LOGS = "logs"
@@ -31,15 +32,18 @@ def run_spec(config: RunConfig) -> RunSpec:
         config=config.model_dump_json(),
         output_dir=str(config.output_dir.resolve()),
         max_steps=config.max_steps,
-        settings=config.settings,
         resume=bool(config.resume_from_checkpoint),
-        claims={"folder": str(config.output_dir.resolve())},
     )
 
 
 def model_folder(config: RunConfig) -> Path:
     """The Hugging Face folder that engines and the learner read configuration and tokenizer from."""
     return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
+
+
+def generation_app(config: RunConfig) -> str:
+    """The Serve application that samples for the run."""
+    return config.actor_infer.app or app_name(config.exp_name)
 
 
 def buffer_limits(config: RunConfig) -> BufferLimits:

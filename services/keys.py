@@ -6,6 +6,14 @@ NAMESPACE = "offbeat"
 RUNS = f"{NAMESPACE}:runs"
 """Sorted set: run ids by creation time."""
 
+OFFERS = f"{NAMESPACE}:offers"
+"""Hash: name of a generation application that any run may claim -> what it can do."""
+
+
+def claims_key(kind: str) -> str:
+    """Hash: name of a thing of which only one run may have the use at a time (`app`, `folder`) -> the run that has it."""
+    return f"{NAMESPACE}:claims:{kind}"
+
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:

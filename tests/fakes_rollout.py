@@ -35,6 +35,7 @@ def worker_settings(folder: Path, **changes: Any) -> WorkerSettings:
         "train_env_manager": EnvManagerConfig(group_size=4),
         "val_env_manager": EnvManagerConfig(group_size=1),
         "rollout": RolloutConfig(max_env_num_per_worker=16),
+        "generation_app": "generation-run",
         "request_timeout_s": 5.0,
         "worker_timeout_s": 0.25,
     }

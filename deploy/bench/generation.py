@@ -155,9 +155,10 @@ class Service:
 
     def __init__(self, run_id: str, options: Options, vocab_size: int) -> None:
         from services.generation.client import ServeGenerationClient
+        from services.generation.config import app_name
         from services.rollout.batcher import TurnBatcher
 
-        self._batcher = TurnBatcher(ServeGenerationClient(run_id), options.coalesce_s)
+        self._batcher = TurnBatcher(ServeGenerationClient(app_name(run_id)), options.coalesce_s)
         self._prompts = Prompts(vocab_size, options.tokens, seed=2)
 
     async def measure(self, concurrency: int, count: int) -> Load:
@@ -212,7 +213,7 @@ def _service(base: Ground, config: RunConfig, model: Path) -> Iterator[None]:
     from ray import serve
 
     from services.generation.app import build
-    from services.generation.client import app_name
+    from services.generation.config import app_name
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)

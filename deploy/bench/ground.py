@@ -14,7 +14,7 @@ from redis import Redis
 
 from deploy.config import RunConfig
 from deploy.loading import load_run
-from deploy.preparation import buffer_limits, model_folder, prepare_folder
+from deploy.preparation import buffer_limits, generation_app, model_folder, prepare_folder
 from services.buffer.client import BufferLimits
 from services.buffer.config import RedisConfig
 from services.buffer.connection import connect
@@ -65,6 +65,7 @@ class Ground:
             val_env_manager=config.val_env_manager,
             rollout=config.rollout,
             generating_args=config.actor_infer.generating_args,
+            generation_app=generation_app(config),
             request_timeout_s=config.actor_infer.request_timeout_s,
             worker_timeout_s=WORKER_TIMEOUT_S,
         )

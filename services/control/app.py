@@ -32,10 +32,12 @@ class ControlSettings:
 
     redis_url: str
     wiring: str
-    """`module:name` of a callable (redis, redis_url) -> object with `validate`, `build_mesh` and `counters`."""
+    """`module:name` of a callable (redis, redis_url, working_dir) -> object with `validate`, `build_mesh` and `counters`."""
     token: str | None = None
     reconcile_s: float = 0.5
     log_dir: Path | None = None
+    working_dir: Path | None = None
+    """Folder that relative paths in a run's configuration start from; None takes the current one."""
 
 
 def import_object(path: str) -> Any:
@@ -54,7 +56,7 @@ class ControlDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
         redis = connect_async(settings.redis_url)
-        wiring = import_object(settings.wiring)(redis, settings.redis_url)
+        wiring = import_object(settings.wiring)(redis, settings.redis_url, settings.working_dir)
         store = RunStore(redis)
         reconciler = Reconciler(store, wiring.build_mesh, reconcile_s=settings.reconcile_s)
         service = ControlService(store, wiring.validate, wake=reconciler.wake, counters=wiring.counters)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,21 +10,24 @@ from pathlib import Path
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
-from redis import Redis as SyncRedis
-from redis.asyncio import Redis
-from redis.exceptions import ConnectionError, TimeoutError
 
+from services.buffer.connection import connect_async
 from services.codec import decode_requests, encode_completions
 from services.errors import RetryableError
 from services.generation.client import DEPLOYMENT
 from services.generation.config import GenerationConfig
 from services.generation.engine import VllmEngine
-from services.generation.service import GenerationReplica, ReplicaStatus
-from services.telemetry import AsyncRedisMetrics, configure_logging
+from services.generation.service import ReplicaStatus
+from services.generation.tenancy import Offer, Tenancy, Tenant, find_tenant, make_offer, read_architecture
+from services.telemetry import configure_logging
 from services.weights.config import WeightsConfig
-from services.weights.subscriber import RedisWeightSubscriber
 
-REPORT_EVERY_S = 1.0
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Between two looks for the run that has claimed the application."""
+TENANT_S = 20.0
+"""How long a call waits for a run to be served."""
 MAX_ONGOING_CALLS = 4096
 """Calls in one replica; each carries several turns, and the engine queues what it can't batch."""
 
@@ -32,13 +36,15 @@ MAX_ONGOING_CALLS = 4096
 class ReplicaSettings:
     """Plain values: they are pickled on their way to a replica."""
 
-    run_id: str
+    tenant: Tenant | None
+    """The run that is served; None serves whichever run has claimed the application."""
     config: GenerationConfig
-    weights: WeightsConfig
+    transport: str
+    """See `WeightsConfig.transport`: the engine is started for one way in which weights come."""
     model: Path
     sequence_length: int
     redis_url: str
-    output_dir: Path
+    log_dir: Path
     seed: int
 
 
@@ -46,58 +52,93 @@ class GenerationDeployment:
     """A replica in a process of its own."""
 
     async def __init__(self, settings: ReplicaSettings) -> None:
-        s, context = settings, serve.get_replica_context()
-        replica_id = context.replica_tag
-        configure_logging(f"generation-{replica_id}", s.output_dir / "logs")
-        redis = Redis.from_url(s.redis_url)
-        subscriber = RedisWeightSubscriber(
-            redis,
-            s.run_id,
-            s.weights,
-            s.output_dir,
-            pulls=SyncRedis.from_url(s.redis_url),
-            workers=s.config.tensor_parallel_size,
-        )
-        self._metrics = AsyncRedisMetrics(redis, s.run_id)
-        seed = s.seed + context.rank.rank
+        context = serve.get_replica_context()
+        self._settings = s = settings
+        self._app, self._replica_id = context.app_name, context.replica_tag
+        configure_logging(f"generation-{self._replica_id}", s.log_dir)
+        self._redis = connect_async(s.redis_url)
+        if s.tenant is None:
+            await self._make_offer()
+        self._tenancy: Tenancy | None = None
+        self._occupied = asyncio.Event()
         self._engine = await VllmEngine.start(
-            s.config, s.model, sequence_length=s.sequence_length, seed=seed, transport=s.weights.transport
+            s.config,
+            s.model,
+            sequence_length=s.sequence_length,
+            seed=s.seed + context.rank.rank,
+            transport=s.transport,
         )
-        self._replica = GenerationReplica(replica_id, self._engine, subscriber, s.config)
-        await self._replica.catch_up()
+        if s.tenant is not None:
+            await self._serve(s.tenant)
         # A million objects of torch and vLLM stay for good: without this the collector walks them between requests.
         gc.collect()
         gc.freeze()
-        self._tasks = [asyncio.create_task(self._replica.follow()), asyncio.create_task(self._report())]
+        self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
     async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
         """Encoded requests in, encoded completions out as they finish."""
-        async for completions in self._replica.generate(decode_requests(blob)):
+        tenancy = self._tenancy or await self._wait_for_tenant()
+        async for completions in tenancy.replica.generate(decode_requests(blob)):
             yield encode_completions(completions)
 
     async def abort(self, request_ids: list[str]) -> None:
         """See `GenerationReplica.abort`."""
-        await self._replica.abort(request_ids)
+        if self._tenancy:
+            await self._tenancy.replica.abort(request_ids)
 
-    async def status(self) -> ReplicaStatus:
-        """See `GenerationReplica.status`."""
-        return self._replica.status()
+    async def status(self) -> ReplicaStatus | None:
+        """See `GenerationReplica.status`; None while no run is served."""
+        return self._tenancy.replica.status() if self._tenancy else None
 
     async def check_health(self) -> None:
         """Called by Serve; raises when the replica must be replaced."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
-        await self._replica.check_health()
+        if self._watching and self._watching.done():
+            self._watching.result()
+        await self._engine.check()
+        if self._tenancy:
+            await self._tenancy.check()
 
-    async def _report(self) -> None:
+    async def _serve(self, tenant: Tenant | None) -> None:
+        """Serve this run and no other from here on."""
+        before, self._tenancy = self._tenancy, None
+        self._occupied.clear()
+        if before is not None:
+            await before.end()
+            logger.info("run %s has left", before.tenant.run_id)
+        if tenant is not None:
+            s = self._settings
+            tenancy = Tenancy(tenant, self._replica_id, self._engine, s.config, s.redis_url)
+            await tenancy.begin()
+            self._tenancy = tenancy
+            self._occupied.set()
+            logger.info("serves run %s", tenant.run_id)
+
+    async def _serve_whoever_claims(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            try:
-                await self._metrics.append(self._replica.take_metrics())
-                await self._replica.report()
-            except (ConnectionError, TimeoutError, RetryableError):  # Redis restarts; the next record comes in a second
-                continue
+            tenant = await find_tenant(self._redis, self._app)
+            if tenant != (self._tenancy.tenant if self._tenancy else None):
+                await self._serve(tenant)
+            await asyncio.sleep(LOOK_S)
+
+    async def _wait_for_tenant(self) -> Tenancy:
+        try:
+            await asyncio.wait_for(self._occupied.wait(), TENANT_S)
+        except TimeoutError:
+            raise RetryableError(f"{self._app} serves no run") from None
+        assert self._tenancy is not None
+        return self._tenancy
+
+    async def _make_offer(self) -> None:
+        s = self._settings
+        context = s.config.max_model_len or s.sequence_length
+        offer = Offer(
+            architecture=read_architecture(s.model),
+            sequence_length=context,
+            config=s.config,
+            transport=s.transport,
+            log_dir=str(s.log_dir),
+        )
+        await make_offer(self._redis, self._app, offer)
 
     def __del__(self) -> None:
         engine = self.__dict__.get("_engine")
@@ -116,8 +157,15 @@ def build(
     output_dir: Path,
     seed: int,
 ) -> Application:
-    """The application `app_name(run_id)`; a replica is ready when its engine runs and holds the newest weights, if any."""
-    settings = ReplicaSettings(run_id, config, weights, model, sequence_length, redis_url, output_dir, seed)
+    """The application of one run; a replica is ready when its engine runs and holds the newest weights, if any."""
+    tenant = Tenant(run_id, output_dir, weights)
+    logs = output_dir / "logs"
+    return deploy(ReplicaSettings(tenant, config, weights.transport, model, sequence_length, redis_url, logs, seed))
+
+
+def deploy(settings: ReplicaSettings) -> Application:
+    """An application with one deployment."""
+    config = settings.config
     gpus = config.tensor_parallel_size if config.device == "cuda" else 0
     deployment = serve.deployment(
         name=DEPLOYMENT,

@@ -33,19 +33,15 @@ class GenerationClient(Protocol):
         ...
 
 
-def app_name(run_id: str) -> str:
-    """Name of a run's Serve application."""
-    return f"generation-{run_id}"
-
-
 class ServeGenerationClient:
     """`GenerationClient` over a Serve handle: one streaming call carries many turns to one replica.
 
     Raises `RayServeException` where Serve does not run yet. An application that is not there yet is waited for by the calls.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._handle = serve.get_deployment_handle(DEPLOYMENT, app_name(run_id))
+    def __init__(self, app: str) -> None:
+        """app: name of the application."""
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, app)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         """See `GenerationClient.generate`."""

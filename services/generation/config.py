@@ -23,6 +23,9 @@ class GenerationConfig(Config):
     """The vLLM engines behind the deployment."""
 
     generating_args: GeneratingArgs = GeneratingArgs()
+    app: str | None = None
+    """Serve application that samples for the run; one of the deploy file must have the run's model. None takes a free one
+    that is like these keys, if there is one, else starts one of the run's own."""
     num_replicas: int = Field(default=1, ge=1)
     """vLLM engines, each with all of the weights."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -48,3 +51,8 @@ class GenerationConfig(Config):
     """A turn that takes longer is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
     """A weight update that takes longer takes its replica out of routing."""
+
+
+def app_name(run_id: str) -> str:
+    """Name of the Serve application of a run's own."""
+    return f"generation-{run_id}"

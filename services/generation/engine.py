@@ -99,8 +99,10 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 class VllmEngine:
     """`PolicyEngine` on vLLM's `AsyncLLM`, which may be started already."""
 
-    def __init__(self, llm: Any, config: GenerationConfig) -> None:
+    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "") -> None:
         self.llm = llm
+        self._config = config
+        self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
         self._recompute = config.on_weight_update == "recompute"
@@ -123,6 +125,10 @@ class VllmEngine:
         await engine.warm_up()
         return engine
 
+    def salted(self, salt: str) -> "VllmEngine":
+        """The same engine; its requests find only such entries of the prefix cache as came through a like one."""
+        return VllmEngine(self.llm, self._config, salt)
+
     async def warm_up(self) -> None:
         """Sample two tokens: what vLLM sets up on its first request takes seconds."""
         from vllm.inputs import tokens_input
@@ -140,7 +146,7 @@ class VllmEngine:
         if not all(0 <= token < self._vocab_size for token in request.prompt):
             # vLLM would die of it: without a tokenizer it does not look.
             return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
-        prompt = tokens_input(list(request.prompt), cache_salt=f"v{version}" if self._salted else None)
+        prompt = tokens_input(list(request.prompt), cache_salt=f"{self._salt}v{version}" if self._salted else None)
         try:
             outputs = [out async for out in self.llm.generate(prompt, _parameters(request), request.request_id)]
         except (VLLMClientError, ValueError) as error:

@@ -130,6 +130,10 @@ class GenerationReplica:
 
     async def _break(self, reason: str) -> None:
         logger.error("out of service: %s", reason)
+        await self.retire(reason)
+
+    async def retire(self, reason: str) -> None:
+        """Serve nothing any more; running requests end with `RetryableError(reason)`."""
         async with self._changed:
             self._broken = reason
             self._changed.notify_all()

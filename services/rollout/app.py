@@ -101,7 +101,7 @@ class EnvWorkerActor:
     async def _find_generation(self) -> ServeGenerationClient:
         while True:
             try:
-                return await asyncio.to_thread(ServeGenerationClient, self._settings.run_id)
+                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app)
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
                 log.info("generation is not there yet: %s", error)
                 await asyncio.sleep(LOOK_EVERY_S)

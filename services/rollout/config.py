@@ -94,6 +94,8 @@ class WorkerSettings(Config):
     val_env_manager: EnvManagerConfig
     rollout: RolloutConfig = RolloutConfig()
     generating_args: GeneratingArgs = GeneratingArgs()
+    generation_app: str
+    """Serve application that samples."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Of one turn; `actor_infer.request_timeout_s`."""
     worker_timeout_s: float = Field(default=15.0, gt=0)

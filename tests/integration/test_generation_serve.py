@@ -21,8 +21,8 @@ from redis.asyncio import Redis as AsyncRedis
 
 from services.errors import RetryableError
 from services.generation.app import build
-from services.generation.client import DEPLOYMENT, ServeGenerationClient, app_name
-from services.generation.config import GenerationConfig
+from services.generation.client import DEPLOYMENT, ServeGenerationClient
+from services.generation.config import GenerationConfig, app_name
 from services.generation.service import ReplicaStatus
 from services.keys import RunKeys
 from services.schema import Completion, GenerateRequest, Sampling
@@ -119,7 +119,7 @@ def mesh(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(mesh: Mesh) -> AsyncIterator[ServeGenerationClient]:
     assert mesh.version >= 1
-    yield ServeGenerationClient(RUN)
+    yield ServeGenerationClient(app_name(RUN))
 
 
 async def generate(client: ServeGenerationClient, *requests: GenerateRequest) -> list[Completion]:

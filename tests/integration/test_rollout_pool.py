@@ -22,7 +22,7 @@ from envs.frozen_lake import WORDS
 from services.buffer.client import BufferLimits, Counters
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.watch import configure_buffer
-from services.generation.client import app_name
+from services.generation.config import app_name
 from services.keys import RunKeys
 from services.rollout.app import build, stop_worker, worker_name
 from services.rollout.chat import load_chat_format

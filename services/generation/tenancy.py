@@ -1,0 +1,141 @@
+"""Whom an engine samples for: the run that it was deployed for, or whichever run has claimed its application.
+
+Invariant: what one run's weights computed is never seen by the next one. Each tenancy has a replica of its own, which knows
+no version, and salts the prefix cache with a name of its own.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ConfigDict, JsonValue
+from redis import Redis as SyncRedis
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+from services.errors import RetryableError
+from services.generation.config import GenerationConfig
+from services.generation.engine import VllmEngine
+from services.generation.service import GenerationReplica
+from services.keys import OFFERS, RunKeys, claims_key
+from services.telemetry import AsyncRedisMetrics
+from services.weights.config import WeightsConfig
+from services.weights.subscriber import RedisWeightSubscriber
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 1.0
+APP = "app"
+"""Kind of claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A run, as much of it as its engines need to know; plain values."""
+
+    run_id: str
+    output_dir: Path
+    weights: WeightsConfig
+    start: str = ""
+    """Tells one start of a run from the next one under the same name."""
+
+
+class Offer(BaseModel):
+    """What an application that serves whichever run claims it can do."""
+
+    architecture: dict[str, JsonValue]
+    """`config.json` of its model."""
+    sequence_length: int
+    """Longest context, tokens."""
+    config: GenerationConfig
+    transport: str
+    log_dir: str
+
+
+class _Terms(BaseModel):
+    """What a run's configuration says to its engines."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    weights: WeightsConfig
+
+
+def read_architecture(model: Path) -> dict[str, JsonValue]:
+    """A model folder's `config.json`."""
+    return json.loads((model / "config.json").read_text())
+
+
+async def make_offer(redis: Redis, app: str, offer: Offer) -> None:
+    """Let the control service know what the application can do."""
+    await cast(Any, redis.hset(OFFERS, app, offer.model_dump_json()))
+
+
+def read_offers(redis: SyncRedis) -> dict[str, Offer]:
+    """Every application that was ever offered; whether it still runs is for Serve to say."""
+    raw = cast(dict[bytes, bytes], redis.hgetall(OFFERS))
+    return {name.decode(): Offer.model_validate_json(blob) for name, blob in raw.items()}
+
+
+async def find_tenant(redis: Redis, app: str) -> Tenant | None:
+    """The run that has claimed the application."""
+    run_id = cast(bytes | None, await cast(Any, redis.hget(claims_key(APP), app)))
+    if run_id is None:
+        return None
+    fields = ["config", "output_dir", "created_at", "attempt"]
+    record = await cast(Any, redis.hmget(RunKeys(run_id.decode()).record, fields))
+    if None in record:
+        return None
+    config, output_dir, created_at, attempt = (value.decode() for value in record)
+    weights = _Terms.model_validate_json(config).weights
+    return Tenant(run_id.decode(), Path(output_dir), weights, f"{created_at}/{attempt}")
+
+
+class Tenancy:
+    """One engine in the service of one run, from `begin` to `end`."""
+
+    def __init__(
+        self, tenant: Tenant, replica_id: str, engine: VllmEngine, config: GenerationConfig, redis_url: str
+    ) -> None:
+        redis = Redis.from_url(redis_url)
+        pulls = SyncRedis.from_url(redis_url)
+        subscriber = RedisWeightSubscriber(
+            redis, tenant.run_id, tenant.weights, tenant.output_dir, pulls=pulls, workers=config.tensor_parallel_size
+        )
+        self.tenant = tenant
+        self._redis = redis
+        self._metrics = AsyncRedisMetrics(redis, tenant.run_id)
+        self.replica = GenerationReplica(replica_id, engine.salted(secrets.token_hex(4)), subscriber, config)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def begin(self) -> None:
+        """Load the newest weights, if any, and follow the broker from here on. Raises `GenerationError`."""
+        await self.replica.catch_up()
+        self._tasks = [asyncio.create_task(self.replica.follow()), asyncio.create_task(self._report())]
+
+    async def end(self) -> None:
+        """Answer no more; returns when nothing of the run goes on in the engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.replica.retire(f"run {self.tenant.run_id} has left this application")
+        await self._redis.aclose()
+
+    async def check(self) -> None:
+        """Raises what must lead to the replica's replacement."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        await self.replica.check_health()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            try:
+                await self._metrics.append(self.replica.take_metrics())
+                await self.replica.report()
+            except (ConnectionError, TimeoutError, RetryableError):  # Redis restarts; the next record comes in a second
+                continue
