@@ -13,6 +13,7 @@ from deploy.problems import Problem
 from deploy.prompt_check import first_prompt_problems
 from deploy.run_folder import holds_run
 from services.rollout.config import EnvManagerConfig
+from trainer.algorithm_checks import algorithm_complaints
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MIN_CPU_HEAD_DIM = 32
@@ -147,20 +148,14 @@ def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
             "actor_infer.generating_args.temperature",
             "0 (greedy) has no probabilities to train on: take a positive one; greedy evaluation is done in any case",
         )
-    if config.adv_estimator == "grpo" and config.train_env_manager.group_size < 2:
-        yield Problem(
-            "train_env_manager.group_size",
-            "adv_estimator grpo compares the members of a group, and a group of 1 has nobody to compare with: "
-            "take at least 2, or adv_estimator gae or reinforce",
-        )
-    if config.is_correction_cap is not None and config.old_logprobs != "recompute":
-        yield Problem("is_correction_cap", "corrects recomputed logprobs: set old_logprobs=recompute, or leave it out")
-    if config.use_kl_loss and not config.kl_loss_coef:
-        yield Problem("kl_loss_coef", "use_kl_loss is on with a coefficient of 0: take a positive one")
-    if config.add_token_level_kl and not config.init_kl_coef:
-        yield Problem("init_kl_coef", "add_token_level_kl is on with a coefficient of 0: take a positive one")
-    if config.critic_warmup >= config.max_steps:
-        yield Problem("critic_warmup", f"must be below max_steps ({config.max_steps}), or the policy never trains")
+    complaints = algorithm_complaints(
+        config,
+        group_size=config.train_env_manager.group_size,
+        groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
+        max_steps=config.max_steps,
+    )
+    for path, message in complaints:
+        yield Problem(path, message)
 
 
 def _has_gpu() -> bool:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.schema import Group, Trajectory
+from services.schema import Group, StopReason, Trajectory
 from trainer.bins import balanced_bins
 
 IntArray = npt.NDArray[np.int64]
@@ -36,8 +36,10 @@ class Batch:
     tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M] int64
     (turns count through the whole batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
     each turn's reward on its last token; last: [M] bool, the last sampled token of its trajectory; episode_reward: [T]
-    float32; group: [T] int64; tag: [T] int64, an id per tag; temperatures: [M] float32 that the tokens were sampled at, NaN
-    where the run's own was, or None where it was for all.
+    float32; group: [T] int64; tag: [T] int64, a place in `tags`; truncated: [T] bool, ended for want of room; temperatures:
+    [M] float32 that the tokens were sampled at, NaN where the run's own was, or None where it was for all.
+    Of turns, trajectory after trajectory: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64,
+    one number for the turns of a group that answered the same state, and one of its own for a turn without a state hash.
     """
 
     tokens: Tensor
@@ -53,7 +55,26 @@ class Batch:
     episode_reward: Tensor
     group: Tensor
     tag: Tensor
+    tags: tuple[str, ...]
+    truncated: Tensor
+    owner: Tensor
+    score: Tensor
+    anchor: Tensor
     temperatures: Tensor | None = None
+
+    @property
+    def last_turn(self) -> Tensor:
+        """[R] bool: the last turn of its trajectory."""
+        return self.owner.diff(append=self.owner.new_full((1,), -1)) != 0
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.episode_reward)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[T] int64: sampled tokens of each trajectory."""
+        return torch.bincount(self.trajectory, minlength=self.num_trajectories)
 
     @property
     def num_tokens(self) -> int:
@@ -99,14 +120,17 @@ class _Columns:
     owners: list[int] = field(default_factory=list[int])
     turn_rewards: list[float] = field(default_factory=list[float])
     turn_owners: list[int] = field(default_factory=list[int])
+    anchors: list[int] = field(default_factory=list[int])
+    states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
     num_tokens: int = 0
 
-    def add(self, owner: int, trajectory: Trajectory) -> None:
+    def add(self, owner: int, group: int, trajectory: Trajectory) -> None:
         turn_of = [np.full(len(segment.tokens), -1, dtype=np.int64) for segment in trajectory.segments]
         for turn in trajectory.turns:
             turn_of[turn.segment][turn.start : turn.end] = len(self.turn_rewards)
             self.turn_rewards.append(turn.reward)
             self.turn_owners.append(owner)
+            self.anchors.append(self._anchor(group, turn.state_hash))
         for segment, turns in zip(trajectory.segments, turn_of, strict=True):
             sampled = np.flatnonzero(segment.loss_mask)
             if not len(sampled):
@@ -123,6 +147,11 @@ class _Columns:
             self.owners.append(owner)
             self.num_tokens += end
 
+    def _anchor(self, group: int, state_hash: str) -> int:
+        """A number for the state; an unknown state is like no other."""
+        key = (group, state_hash) if state_hash else (-1, str(len(self.anchors)))
+        return self.states.setdefault(key, len(self.states))
+
 
 def pack(groups: Sequence[Group]) -> Batch:
     """Lay the groups' trajectories end to end. A segment without a sampled token is left out: nothing trains on it.
@@ -132,8 +161,8 @@ def pack(groups: Sequence[Group]) -> Batch:
     """
     columns = _Columns()
     members = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
-    for owner, (_, trajectory) in enumerate(members):
-        columns.add(owner, trajectory)
+    for owner, (number, trajectory) in enumerate(members):
+        columns.add(owner, number, trajectory)
     counts = np.array([len(part) for part in columns.positions], dtype=np.int64)
     turns = _ints(columns.turns)
     order = np.argsort(turns, kind="stable")
@@ -156,6 +185,11 @@ def pack(groups: Sequence[Group]) -> Batch:
         episode_reward=torch.tensor([trajectory.reward for _, trajectory in members], dtype=torch.float32),
         group=torch.tensor([number for number, _ in members], dtype=torch.int64),
         tag=torch.tensor([tags.index(trajectory.tag) for _, trajectory in members], dtype=torch.int64),
+        tags=tuple(tags),
+        truncated=torch.tensor([t.stop_reason is StopReason.MAX_LENGTH for _, t in members], dtype=torch.bool),
+        owner=torch.tensor(columns.turn_owners, dtype=torch.int64),
+        score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
+        anchor=torch.tensor(columns.anchors, dtype=torch.int64),
         temperatures=_temperatures(of_members, trajectory_of),
     )
 

@@ -3,115 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from envs.config import Config
-
-
-class RewardNormalization(Config):
-    """How episode rewards become comparable before the estimator sees them."""
-
-    grouping: Literal["traj_group_id", "batch", "tags"] = "traj_group_id"
-    method: Literal["identity", "mean", "mean_std"] | None = None
-    """`mean` subtracts the grouping's mean; `mean_std` also divides by its standard deviation. None takes the estimator's
-    own: `mean_std` for `grpo`, `identity` for the others. An episode's normalised reward stands on its last token; with
-    `identity` each turn's stands on the turn's last one."""
-
-
-class AlgorithmConfig(Config):
-    """Estimator, loss and regularisation."""
-
-    adv_estimator: Literal["gae", "grpo", "reinforce"] = "grpo"
-    """`grpo` takes the return of the normalised episode reward, `gae` builds a critic, `reinforce` is the discounted return.
-    `gamma` and `lambd` count sampled tokens; observations take no time."""
-    reward_normalization: RewardNormalization = RewardNormalization()
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    lambd: float = Field(default=0.95, ge=0, le=1)
-    reward_clip: float | None = Field(default=None, gt=0)
-    """Bound on a reward's size, after normalisation and before the KL penalty."""
-    advantage_clip: float | None = Field(default=None, gt=0)
-    whiten_advantages: bool = False
-    zero_variance: Literal["mask", "refill", "train"] = "mask"
-    """A group that is compared within itself and whose members all have the same reward: `mask` consumes it without
-    computing on it, `refill` drops it and takes another, `train` computes on it like on any other."""
-    pg_variant: Literal["ppo", "tis"] = "ppo"
-    """`ppo`: clipped surrogate; `tis`: stop-gradient truncated ratio times log-probability."""
-    pg_clip: float = Field(default=0.2, gt=0)
-    pg_clip_low: float | None = Field(default=None, gt=0)
-    """Lower clip bound 1 - pg_clip_low; None takes `pg_clip`."""
-    pg_clip_high: float | None = Field(default=None, gt=0)
-    """Upper clip bound 1 + pg_clip_high; None takes `pg_clip`."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bound c of the dual clip for negative advantages (arXiv:1912.09729)."""
-    tis_upper_bound: float = Field(default=2.0, gt=0)
-    old_logprobs: Literal["behavior", "recompute"] = "behavior"
-    """What the ratio's denominator is: the engine's logprobs, or the learner's own at the start of the step."""
-    is_correction_cap: float | None = Field(default=None, gt=0)
-    """With `old_logprobs: recompute`: truncated importance weight min(exp(old - behavior), cap) on each token's loss."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """A sequence is a trajectory; one that is cut into segments counts once."""
-    entropy_loss_coef: float = Field(default=0.0, ge=0)
-    ppo_epochs: int = Field(default=1, ge=1)
-    use_kl_loss: bool = False
-    kl_loss_coef: float = Field(default=0.0, ge=0)
-    add_token_level_kl: bool = False
-    """Subtract `init_kl_coef` times the KL to the reference from each token's reward."""
-    init_kl_coef: float = Field(default=0.0, ge=0)
-    target_kl: float | None = Field(default=None, gt=0)
-    """Adapts the coefficient towards this KL per token (arXiv:1909.08593); None keeps it fixed."""
-    kl_horizon: int = Field(default=10_000, ge=1)
-    kl_penalty: Literal["kl", "k2", "k3", "abs"] = "kl"
-    """Estimator of the KL in the reward; the loss always takes k3."""
-    value_clip: float | None = Field(default=None, gt=0)
-    critic_warmup: int = Field(default=0, ge=0)
-    """Steps that train the critic alone."""
-
-    @field_validator("reward_normalization")
-    @classmethod
-    def _grpo_compares(cls, value: RewardNormalization, info: ValidationInfo) -> RewardNormalization:
-        if info.data.get("adv_estimator") == "grpo" and value.method == "identity":
-            raise ValueError(
-                "adv_estimator grpo compares rewards: take method mean or mean_std, or adv_estimator reinforce"
-            )
-        return value
-
-    @field_validator("pg_clip_low", "pg_clip_high", "dual_clip")
-    @classmethod
-    def _tis_has_no_clip(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("pg_variant") == "tis":
-            raise ValueError("pg_variant tis has no clip: leave it out, or take pg_variant ppo")
-        return value
-
-    @field_validator("kl_loss_coef")
-    @classmethod
-    def _kl_loss_is_on(cls, value: float, info: ValidationInfo) -> float:
-        if value and not info.data.get("use_kl_loss", True):
-            raise ValueError("has no effect without use_kl_loss=true")
-        return value
-
-    @field_validator("init_kl_coef", "target_kl")
-    @classmethod
-    def _kl_in_reward_is_on(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value and not info.data.get("add_token_level_kl", True):
-            raise ValueError("has no effect without add_token_level_kl=true")
-        return value
-
-    @field_validator("value_clip")
-    @classmethod
-    def _there_is_a_critic(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("adv_estimator", "gae") != "gae":
-            raise ValueError("belongs to the critic of adv_estimator gae: leave it out, or take gae")
-        return value
-
-    @property
-    def reward_method(self) -> Literal["identity", "mean", "mean_std"]:
-        """How rewards are normalised, with the estimator's own way filled in."""
-        own = "mean_std" if self.adv_estimator == "grpo" else "identity"
-        return self.reward_normalization.method or own
-
-    @property
-    def needs_reference(self) -> bool:
-        return (self.use_kl_loss and self.kl_loss_coef > 0) or (self.add_token_level_kl and self.init_kl_coef > 0)
+from trainer.algorithm_config import AlgorithmConfig
 
 
 class TinyPolicyConfig(Config):
@@ -232,8 +127,6 @@ class LearnerConfig(AlgorithmConfig):
     """`true` takes the newest complete one of `output_dir`; a path takes that one."""
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories of one step; a multiple of `train_env_manager.group_size`."""
-    sequence_length: int = Field(default=512, ge=2)
-    """Longest trajectory, tokens."""
     max_staleness: float = Field(default=1.0, ge=0)
     """Versions that a consumed group may lag behind; ROLL's `async_generation_ratio`. 0 is synchronous."""
     track_with: tuple[Literal["tensorboard"], ...] = ("tensorboard",)

@@ -59,6 +59,29 @@ def policy_gauges(
     return means | {name: Partial("max", number) for name, number in zip(maxima, highest, strict=True)}
 
 
+@torch.no_grad()
+def correction_gauges(
+    weight: Tensor | None, cut: Tensor | None, kept: Tensor | None, advantages: Tensor
+) -> dict[str, Partial]:
+    """How much the correction for what sampled weighs and takes away; all [m], None where there is none of it."""
+    sums: dict[str, tuple[Tensor, Tensor | int]] = {}
+    if weight is not None and cut is not None:
+        sums["actor/correction_weight"] = (weight.sum(), len(weight))
+        sums["actor/correction_clipfrac"] = (cut.sum(), len(weight))
+    if kept is not None:
+        up, down = advantages > 0, advantages < 0
+        sums["actor/maskfrac"] = ((~kept).sum(), len(kept))
+        sums["actor/maskfrac_up"] = ((~kept & up).sum(), up.sum())
+        sums["actor/maskfrac_down"] = ((~kept & down).sum(), down.sum())
+    if not sums:
+        return {}
+    device = advantages.device
+    flat = [torch.as_tensor(value, device=device) for pair in sums.values() for value in pair]
+    numbers = iter(_floats(flat))
+    pairs = {name: (next(numbers), next(numbers)) for name in sums}
+    return {name: Partial("mean", total, count) for name, (total, count) in pairs.items() if count}
+
+
 def with_effective_sample_size(merged: Mapping[str, Partial]) -> dict[str, Partial]:
     """Add `actor/ess`, the effective over the actual sample size (sum w)^2 / (n sum w^2) of the importance weights.
 
@@ -93,7 +116,18 @@ def batch_gauges(
             out["critic/explained_variance"] = Partial("last", 1.0 - unexplained)
     if version is not None:
         out |= _spread("actor/token_staleness", (version - batch.versions).float())
+        oldest, newest = _version_ranges(batch)
+        out |= _spread("actor/trajectory_age", (version - oldest).float())
+        out |= _spread("actor/version_span", (newest - oldest).float())
     return out
+
+
+def _version_ranges(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Oldest and newest version in each trajectory that has a sampled token: two of [t] int64."""
+    _, place = torch.unique(batch.trajectory, return_inverse=True)
+    start = batch.versions.new_zeros(int(place.max()) + 1)
+    oldest = start.scatter_reduce(0, place, batch.versions, "amin", include_self=False)
+    return oldest, start.scatter_reduce(0, place, batch.versions, "amax", include_self=False)
 
 
 def _spread(name: str, values: Tensor) -> dict[str, Partial]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from services.buffer.client import LearnerBuffer
 from services.schema import Group, Trajectory
-from trainer.advantages import carries_signal
-from trainer.config import AlgorithmConfig
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.selection import carries_signal
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ back go on exactly as if nothing had happened. Critic and reference start from t
 of the run's folder where only the warm start could make them again.
 """
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from trainer.warm_start import Progress, demonstrator, warm_start
 logger = logging.getLogger(__name__)
 
 START = "start"
+ALGORITHM = Path("state", "algorithm.json")
 
 
 class Trainer(Protocol):
@@ -101,6 +103,7 @@ class PolicyTrainer:
             if self._has_companions:
                 self._keep_start()
         self._build_companions()
+        self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
@@ -133,6 +136,8 @@ class PolicyTrainer:
         self._policy.save(folder / "state" / "policy")
         if self._critic is not None:
             self._critic.save(folder / "state" / "critic")
+        if self._ranks.rank == 0:
+            (folder / ALGORITHM).write_text(json.dumps(self._batches.state_dict()))
         save_file({"cpu": torch.get_rng_state(), **_cuda_rng()}, self._rng_file(folder))
         gather(self._ranks, b"")  # all have written: the leader counts the files next
 

@@ -6,6 +6,7 @@ the same groups and computes a share of the micro-batches.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from services.schema import Group
 from services.telemetry import MetricRecord, Partial, decode_record, encode_record, merge_all
 from trainer.algorithms.kl import KLController
+from trainer.algorithms.normalization import RunningMoments
 from trainer.batch import Batch, MicroBatch, microbatches, minibatches, pack
 from trainer.config import LearnerConfig
 from trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
@@ -21,7 +23,10 @@ from trainer.engines.schedule import scheduled_rate
 from trainer.gauges import batch_gauges, with_effective_sample_size
 from trainer.models.packing import PackedInput
 from trainer.models.policy import Sampled
-from trainer.objective import Targets, critic_loss, policy_loss, prepare
+from trainer.objective import critic_loss, policy_loss
+from trainer.selection import most_varied
+from trainer.shaping import shaped
+from trainer.targets import Targets, prepare
 
 Gauges = dict[str, Partial]
 
@@ -45,14 +50,18 @@ class BatchTrainer:
         self._models = models
         self._ranks = ranks
         self.kl = KLController(config.init_kl_coef, config.target_kl, config.kl_horizon)
+        self._running = RunningMoments()
         self.learning_rate = self._args.learning_rate
         """Peak of the policy's schedule."""
 
     def train(self, groups: Sequence[Group], step: int) -> Gauges:
         """Train optimizer batch `step` (0-based); groups without a sampled token leave everything alone."""
-        batch = pack(groups)
+        chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
+        batch = pack(chosen)
         if not batch.num_sampled:
             return {}
+        for number, tag in enumerate(batch.tags):
+            self._running.update(tag, batch.episode_reward[batch.tag == number])
         targets, values = self._targets(batch, step)
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):
@@ -60,7 +69,16 @@ class BatchTrainer:
                 pieces += self._optimize(self._micro_batches(batch, part), targets, step)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
+        fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights, optimizer and KL coefficient: plain values."""
+        return {"running": self._running.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._running.load_state_dict(state["running"])
 
     def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
         return microbatches(batch, part, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
@@ -87,6 +105,7 @@ class BatchTrainer:
             values=values,
             version=step,
             num_minibatches=self._args.num_minibatches,
+            running=self._running,
         )
         return targets, values
 

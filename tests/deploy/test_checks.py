@@ -48,10 +48,10 @@ def test_the_quickstart_can_run_on_two_cores():
         (["redis.server=/nowhere"], "redis.server", "no such file"),
         (["resume_from_checkpoint=true", "output_dir=/nowhere"], "resume_from_checkpoint", "no run in /nowhere"),
         (["resume_from_checkpoint=/nowhere"], "resume_from_checkpoint", "no such folder"),
-        (["is_correction_cap=2.0"], "is_correction_cap", "old_logprobs=recompute"),
+        (["adv_estimator=gae", "+value_targets=vtrace"], "value_targets", "old_logprobs=recompute"),
         (["use_kl_loss=true"], "kl_loss_coef", "positive"),
         (["add_token_level_kl=true"], "init_kl_coef", "positive"),
-        (["critic_warmup=200"], "critic_warmup", "below max_steps"),
+        (["adv_estimator=gae", "critic_warmup=200"], "critic_warmup", "below max_steps"),
     ],
 )
 def test_an_impossible_combination_is_refused_saying_what_would_be_right(overrides: list[str], path: str, says: str):

@@ -1,7 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import AlgorithmConfig, RewardNormalization
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.reward_config import RewardNormalization
 
 
 @pytest.mark.parametrize(

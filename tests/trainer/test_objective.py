@@ -6,9 +6,12 @@ from torch import Tensor
 
 from services.telemetry import merge_all
 from tests.trainer.trajectories import cut_into_segments, group, trajectory, two_groups
+from trainer.algorithm_config import AlgorithmConfig
 from trainer.batch import Batch, microbatches, minibatches, pack
-from trainer.config import AlgorithmConfig, RewardNormalization
-from trainer.objective import Targets, critic_loss, policy_loss, prepare
+from trainer.correction_config import ImportanceWeight, TrainInferCorrection
+from trainer.objective import critic_loss, policy_loss
+from trainer.reward_config import RewardNormalization
+from trainer.targets import Targets, prepare
 
 MEAN = RewardNormalization(method="mean")
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -108,7 +111,8 @@ def test_old_logprobs_are_the_engines_unless_they_are_recomputed():
 
 def test_decoupled_ppo_weighs_tokens_by_the_truncated_ratio_of_old_to_behavior():
     batch = pack(two_groups())
-    config = AlgorithmConfig(reward_normalization=MEAN, old_logprobs="recompute", is_correction_cap=1.5)
+    correction = TrainInferCorrection(is_weight=ImportanceWeight(upper_bound=1.5))
+    config = AlgorithmConfig(reward_normalization=MEAN, old_logprobs="recompute", train_infer_correction=correction)
     shift = torch.linspace(-1.0, 1.0, batch.num_sampled)
     old = batch.behavior_logprobs + shift
     targets = prepare(batch, config, old_logprobs=old)
@@ -129,7 +133,7 @@ def test_decoupled_ppo_weighs_tokens_by_the_truncated_ratio_of_old_to_behavior()
 )
 def test_each_bound_limits_what_it_names(change: dict, moved: list[float], advantages: list[float], expected):
     behavior, weights = torch.tensor([-1.0, -1.0]), torch.ones(2)
-    targets = Targets(torch.tensor(advantages), weights, behavior, behavior, token_share=0.5)
+    targets = Targets(torch.tensor(advantages), weights, behavior, behavior, *(torch.arange(2),) * 2, token_share=0.5)
     got = gradient(AlgorithmConfig(**change), behavior + torch.tensor(moved), targets)
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-3, atol=1e-3)
 

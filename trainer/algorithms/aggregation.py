@@ -1,4 +1,4 @@
-"""How tokens' losses become one number: weights per token, made once for a whole batch.
+"""How the losses of M tokens become one number, with denominators over the whole batch.
 
 Because the denominators are the whole batch's, sums over micro-batches, mini-batches' parts and ranks add up to exactly the
 loss of the batch.
@@ -9,14 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-def token_weights(sequence: Tensor, mode: Mode) -> Tensor:
+def token_weights(sequence: Tensor, mode: Mode, length: int = 1) -> Tensor:
     """Weights w with loss = sum(w * token_loss).
 
-    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S (Dr. GRPO up to a constant, arXiv:2503.20783).
-    seq-mean-token-mean: 1 / (S * tokens of the sequence) (GRPO, arXiv:2402.03300). S counts sequences that have a token.
+    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length), with a
+    length that is the same for all batches (Dr. GRPO, arXiv:2503.20783). seq-mean-token-mean: 1 / (S * its tokens) (GRPO,
+    arXiv:2402.03300). S counts sequences that have a token.
 
     sequence: [M] int64, which sequence each token is of -> [M] float32
     """
@@ -29,4 +30,6 @@ def token_weights(sequence: Tensor, mode: Mode) -> Tensor:
     per_sequence = torch.full((len(counts),), 1.0 / len(counts), device=sequence.device)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / counts
+    if mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / length
     return per_sequence[inverse]

@@ -1,9 +1,47 @@
 """Making rewards and advantages comparable."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 EPS = 1e-6
+
+
+class Moments(NamedTuple):
+    """Of the statistics that each of T rewards is compared with. mean, std, size: [T] float."""
+
+    mean: Tensor
+    std: Tensor
+    size: Tensor
+
+
+def moments_of_group(rewards: Tensor, group: Tensor) -> Moments:
+    """Mean, unbiased standard deviation (0 for one member) and size of each reward's group.
+
+    rewards: [T] float; group: [T] int64, 0-based
+    """
+    if not len(rewards):
+        return Moments(rewards.clone(), rewards.clone(), rewards.clone())
+    size = torch.bincount(group).to(rewards.dtype)
+    mean = (torch.zeros_like(size).index_add_(0, group, rewards) / size.clamp(min=1))[group]
+    centered = rewards - mean
+    variance = torch.zeros_like(size).index_add_(0, group, centered.square()) / (size - 1).clamp(min=1)
+    return Moments(mean, variance.sqrt()[group], size[group])
+
+
+def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) -> Tensor:
+    """(r - mean) / (std + eps), where mean and deviation may be of different groupings (Lite PPO, arXiv:2508.08221: mean of
+    the group, deviation of the batch); None leaves its part out.
+
+    A reward that has nobody to be compared with, or whose deviation is 0, gives zero. rewards: [T] float -> [T] float
+    """
+    out = rewards.clone()
+    if center is not None:
+        out = torch.where(center.size > 1, rewards - center.mean, torch.zeros_like(rewards))
+    if scale is not None:
+        out = torch.where(scale.std > EPS, out / (scale.std + EPS), torch.zeros_like(out))
+    return out
 
 
 def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, scale: bool = False) -> Tensor:
@@ -14,17 +52,42 @@ def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, s
 
     rewards: [T] float; group: [T] int64, 0-based -> [T] float
     """
-    if not len(rewards) or not center:
-        return rewards.clone()
-    size = torch.bincount(group).to(rewards.dtype)
-    mean = torch.zeros_like(size).index_add_(0, group, rewards) / size.clamp(min=1)
-    centered = rewards - mean[group]
-    centered = torch.where(size[group] > 1, centered, torch.zeros_like(centered))
-    if not scale:
-        return centered
-    variance = torch.zeros_like(size).index_add_(0, group, centered.square()) / (size - 1).clamp(min=1)
-    std = variance.sqrt()[group]
-    return torch.where(std > EPS, centered / (std + EPS), torch.zeros_like(centered))
+    moments = moments_of_group(rewards, group)
+    return normalize(rewards, moments if center else None, moments if center and scale else None)
+
+
+class RunningMoments:
+    """Mean and deviation of all rewards so far, apart for each key (Chan et al. 1979)."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[float, float, float]] = {}
+
+    def update(self, key: str, rewards: Tensor) -> None:
+        """Add rewards [n] to what `key` has seen."""
+        if not len(rewards):
+            return
+        values = rewards.to(torch.float64)
+        count, mean, squares = self._seen.get(key, (0.0, 0.0, 0.0))
+        new_count, new_mean = float(len(values)), float(values.mean())
+        total, shift = count + new_count, new_mean - mean
+        squares += float((values - new_mean).square().sum()) + shift**2 * count * new_count / total
+        self._seen[key] = (total, mean + shift * new_count / total, squares)
+
+    def moments(self, keys: list[str], like: Tensor) -> Moments:
+        """For each of T keys; one that was not seen has size 0."""
+        rows = [self._seen.get(key, (0.0, 0.0, 0.0)) for key in keys]
+        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
+        size, mean, squares = table.T
+        std = (squares / (size - 1).clamp(min=1)).sqrt()
+        return Moments(mean.to(like), std.to(like), size.to(like))
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps."""
+        return {key: list(seen) for key, seen in self._seen.items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Go on from a checkpoint."""
+        self._seen = {key: (count, mean, squares) for key, (count, mean, squares) in state.items()}
 
 
 def whiten(values: Tensor) -> Tensor:

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratio import TokenLosses, ratio_of
+from trainer.algorithms.ratio import TokenLosses
 
 
 def clipped_surrogate(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
+    ratio: Tensor,
     advantages: Tensor,
     *,
     clip_low: float,
@@ -17,9 +16,8 @@ def clipped_surrogate(
 ) -> TokenLosses:
     """-min(r A, clip(r, 1 - low, 1 + high) A); with `dual_clip` c and a negative advantage at most -c A.
 
-    All [M] float; `clipped` marks tokens whose gradient a bound took away.
+    ratio, at any granularity, advantages: [M] float; `clipped` marks tokens whose gradient a bound took away.
     """
-    ratio = ratio_of(logprobs, old_logprobs)
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = torch.maximum(plain, bounded)

@@ -1,11 +1,15 @@
 """Probability ratios, and what every policy loss returns."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from trainer.algorithms.units import mean_over, sum_over
+
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before they are exponentiated: e^20 is far outside every trust region."""
+
+Granularity = Literal["token", "turn", "sequence", "sequence-token", "sequence-product"]
 
 
 class TokenLosses(NamedTuple):
@@ -18,4 +22,35 @@ class TokenLosses(NamedTuple):
 
 def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """pi / pi_old per token. [M], [M] -> [M]"""
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded_exp(logprobs - old_logprobs)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp, finite and with a finite gradient whatever comes in."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def ratio_at(
+    granularity: Granularity, logprobs: Tensor, old_logprobs: Tensor, turn: Tensor, sequence: Tensor
+) -> Tensor:
+    """pi / pi_old for each token's unit.
+
+    token: the token's own (PPO). turn, sequence: the geometric mean over the unit's sampled tokens (GSPO, arXiv:2507.18071,
+    eq. 7). sequence-token: that of the sequence in value, the token's own in gradient (GSPO-token, eq. 14).
+    sequence-product: the whole sequence's ratio (RLOO, arXiv:2402.14740; TOPR, arXiv:2503.14286).
+
+    logprobs, old_logprobs: [M] float; turn, sequence: [M] int64; all tokens of a unit are there -> [M] float
+    """
+    log_ratio = logprobs - old_logprobs
+    match granularity:
+        case "token":
+            return bounded_exp(log_ratio)
+        case "turn":
+            return bounded_exp(mean_over(log_ratio, turn))
+        case "sequence":
+            return bounded_exp(mean_over(log_ratio, sequence))
+        case "sequence-token":
+            of_sequence = bounded_exp(mean_over(log_ratio, sequence).detach())
+            return of_sequence * (log_ratio - log_ratio.detach()).exp()
+        case "sequence-product":
+            return bounded_exp(sum_over(log_ratio, sequence))

@@ -27,3 +27,24 @@ def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
         sums = torch.cat([sums[:-reach] + decay**reach * ahead, sums[-reach:]])
         reach *= 2
     return sums
+
+
+def weighted_sums(values: Tensor, decays: Tensor, last: Tensor) -> Tensor:
+    """S_t = x_t + d_t S_{t+1}, starting anew at each trajectory's end: `discounted_sums` with a decay for each token.
+
+    values, decays: [M] float; last: [M] bool -> [M] float
+
+    Raises:
+        ValueError: the final token ends no trajectory.
+    """
+    if not len(values):
+        return values.clone()
+    if not bool(last[-1]):
+        raise ValueError("the final token must be the last of its trajectory")
+    sums, products, reach = values.clone(), decays.masked_fill(last, 0.0), 1
+    while reach < len(values) and bool(products.any()):
+        ahead, further = torch.zeros_like(sums), torch.zeros_like(products)
+        ahead[:-reach], further[:-reach] = sums[reach:], products[reach:]
+        sums, products = sums + products * ahead, products * further
+        reach *= 2
+    return sums

@@ -1,17 +1,68 @@
 import math
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trainer.algorithms.corrections import truncated_importance_weights
+from trainer.algorithms.corrections import binary_kl, importance_weights, inside, over_unit
+from trainer.algorithms.m2po import second_moment_mask
+from trainer.algorithms.proximal import proximal_logprobs, proximal_share
 
 
-def test_importance_weights_are_capped_above_only():
-    old = torch.tensor([0.0, -3.0, -1.0], dtype=torch.float64, requires_grad=True)
-    behavior = torch.tensor([-3.0, 0.0, -1.5], dtype=torch.float64)
-    got = truncated_importance_weights(old, behavior, 2.0)
-    torch.testing.assert_close(got, torch.tensor([2.0, math.exp(-3.0), math.exp(0.5)], dtype=torch.float64))
+def test_importance_weights_are_kept_within_their_bounds():
+    ratio = torch.tensor([3.0, -3.0, 0.5], dtype=torch.float64, requires_grad=True)
+    got = importance_weights(ratio, 0.1, 2.0)
+    torch.testing.assert_close(got, torch.tensor([2.0, 0.1, math.exp(0.5)], dtype=torch.float64))
     assert not got.requires_grad
 
 
 def test_extreme_ratios_stay_finite():
-    assert truncated_importance_weights(torch.tensor([0.0]), torch.tensor([-1e4]), 2.0).tolist() == [2.0]
+    assert importance_weights(torch.tensor([1e4, -1e4]), 0.0, 2.0).tolist() == pytest.approx([2.0, 0.0], abs=1e-8)
+    assert torch.isfinite(binary_kl(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))).all()
+
+
+def test_both_bounds_are_part_of_the_band_and_none_is_no_bound():
+    values = torch.tensor([0.4, 0.5, 2.0, 2.1])
+    assert inside(values, 0.5, 2.0).tolist() == [False, True, True, False]
+    assert inside(values, None, 2.0).tolist() == [True, True, True, False]
+    assert inside(values, 0.5, None).tolist() == [False, True, True, True]
+
+
+def test_a_unit_is_judged_whole():
+    values, turn, sequence = torch.tensor([1.0, 3.0, 5.0, 7.0]), torch.tensor([0, 0, 1, 2]), torch.tensor([4, 4, 4, 9])
+    assert over_unit(values, "token", turn, sequence).tolist() == [1, 3, 5, 7]
+    assert over_unit(values, "turn", turn, sequence).tolist() == [2, 2, 5, 7]
+    assert over_unit(values, "geometric", turn, sequence).tolist() == [3, 3, 3, 7]
+    assert over_unit(values, "sequence", turn, sequence).tolist() == [9, 9, 9, 7]
+
+
+@settings(max_examples=30)
+@given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+def test_the_binary_divergence_is_the_larger_of_both_directions(p: float, q: float):
+    forward = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    backward = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    got = binary_kl(torch.tensor([p], dtype=torch.float64).log(), torch.tensor([q], dtype=torch.float64).log())
+    assert float(got) == pytest.approx(max(forward, backward), abs=1e-9)
+    assert float(got) >= 0
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from([0.0, 0.1, -0.3, 0.5, -1.0, 2.0]), max_size=12), st.floats(0.01, 2))
+def test_m2po_drops_the_fewest_outliers_that_bring_the_mean_square_down(log_ratio: list[float], threshold: float):
+    kept = list(log_ratio)
+    while kept and sum(x * x for x in kept) / len(kept) > threshold:
+        largest = max(x * x for x in kept)
+        kept = [x for x in kept if x * x < largest]
+    limit = max((x * x for x in kept), default=-1.0)
+    got = second_moment_mask(torch.tensor(log_ratio, dtype=torch.float64), threshold)
+    assert got.tolist() == [x * x <= limit for x in log_ratio]
+
+
+def test_the_log_linear_proximal_policy_lies_between_by_versions():
+    share = proximal_share(torch.tensor([5, 4, 2, 6]), 5)
+    assert share.tolist() == pytest.approx([0.0, 1 / 2, 3 / 4, 0.0])
+    new = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    got = proximal_logprobs(new, torch.tensor([-2.0, -2.0, -2.0, -2.0]), share)
+    assert got.tolist() == pytest.approx([-2.0, -1.5, -1.25, -2.0])
+    assert not got.requires_grad

@@ -5,10 +5,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.ppo import clipped_surrogate
+from trainer.algorithms import ppo
+from trainer.algorithms.ratio import TokenLosses, ratio_of
 
 logprob = st.floats(-6, -0.01)
 rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, max_size=12)
+
+
+def clipped_surrogate(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, **bounds) -> TokenLosses:
+    return ppo.clipped_surrogate(ratio_of(new, old), advantages, **bounds)
 
 
 def float64(*values: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.algorithms.ratio import ratio_of
 from trainer.algorithms.tis import truncated_importance_sampling
 
 logprob = st.floats(-6, -0.01)
@@ -14,7 +15,7 @@ rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, ma
 def test_its_gradient_is_the_truncated_ratio_times_reinforces(rows: list[tuple[float, float, float]], cap: float):
     new, old, advantage = torch.tensor(rows, dtype=torch.float64).T
     new = new.clone().requires_grad_()
-    out = truncated_importance_sampling(new, old, advantage, upper_bound=cap)
+    out = truncated_importance_sampling(ratio_of(new, old), new, advantage, upper_bound=cap)
     (gradient,) = torch.autograd.grad(out.loss.sum(), new)
     expected = torch.tensor([-min(math.exp(n - o), cap) * a for n, o, a in rows], dtype=torch.float64)
     torch.testing.assert_close(gradient, expected)
@@ -24,7 +25,8 @@ def test_its_gradient_is_the_truncated_ratio_times_reinforces(rows: list[tuple[f
 
 def test_extreme_ratios_stay_finite():
     new = torch.tensor([0.0, -1e4], requires_grad=True)
-    out = truncated_importance_sampling(new, torch.tensor([-1e4, 0.0]), torch.tensor([-1.0, 1.0]), upper_bound=2.0)
+    ratio = ratio_of(new, torch.tensor([-1e4, 0.0]))
+    out = truncated_importance_sampling(ratio, new, torch.tensor([-1.0, 1.0]), upper_bound=2.0)
     (gradient,) = torch.autograd.grad(out.loss.sum(), new)
     assert torch.isfinite(out.loss).all()
     assert torch.isfinite(gradient).all()

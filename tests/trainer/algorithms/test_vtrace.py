@@ -1,0 +1,52 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.algorithms.gae import generalized_advantages
+from trainer.algorithms.scan import weighted_sums
+from trainer.algorithms.vtrace import vtrace
+
+number = st.floats(-3, 3)
+rows_of = st.lists(
+    st.lists(st.tuples(number, number, st.floats(0.01, 5)), min_size=1, max_size=7), min_size=1, max_size=4
+)
+
+
+def last_of(rows: list[list]) -> torch.Tensor:
+    return torch.tensor([i == len(row) - 1 for row in rows for i in range(len(row))])
+
+
+@settings(max_examples=40)
+@given(rows_of, st.floats(0, 1), st.floats(0, 1), st.floats(0.5, 3), st.floats(0.1, 2))
+def test_targets_are_the_sums_of_the_papers_equation(rows, gamma: float, lambd: float, rho_bar: float, c_bar: float):
+    expected = []
+    for row in rows:
+        values = [v for _, v, _ in row] + [0.0]
+        for t in range(len(row)):
+            total, trace = values[t], 1.0
+            for k in range(t, len(row)):
+                reward, _, ratio = row[k]
+                total += gamma ** (k - t) * trace * min(rho_bar, ratio) * (reward + gamma * values[k + 1] - values[k])
+                trace *= lambd * min(c_bar, ratio)
+            expected.append(total)
+    rewards, values, ratio = torch.tensor([x for row in rows for x in row], dtype=torch.float64).T
+    got = vtrace(rewards, values, ratio, last_of(rows), gamma=gamma, lambd=lambd, rho_bar=rho_bar, c_bar=c_bar)
+    assert got.targets.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@settings(max_examples=20)
+@given(rows_of, st.floats(0, 1), st.floats(0, 1))
+def test_on_policy_it_is_gae(rows, gamma: float, lambd: float):
+    rewards, values, ratio = torch.tensor([x for row in rows for x in row], dtype=torch.float64).T
+    last = last_of(rows)
+    got = vtrace(rewards, values, torch.ones_like(ratio), last, gamma=gamma, lambd=lambd, rho_bar=1.0, c_bar=1.0)
+    expected = generalized_advantages(rewards, values, last, gamma, lambd)
+    torch.testing.assert_close(got.advantages, expected)
+    torch.testing.assert_close(got.targets, expected + values)
+
+
+def test_a_scan_that_ends_inside_a_trajectory_is_refused_and_nothing_gives_nothing():
+    with pytest.raises(ValueError, match="last"):
+        weighted_sums(torch.ones(2), torch.ones(2), torch.tensor([True, False]))
+    assert weighted_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)

@@ -1,0 +1,16 @@
+"""Asynchronous importance-weighted policy optimisation (LlamaRL, arXiv:2505.24034)."""
+
+from torch import Tensor
+
+from trainer.algorithms.ratio import TokenLosses, ratio_of
+
+
+def one_sided_policy_gradient(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, rho: float
+) -> TokenLosses:
+    """-sg(min(pi / mu, rho)) A log pi, mu being what sampled: corrected for staleness, cut from above alone.
+
+    All [M] float; `clipped` marks tokens whose weight was cut to rho.
+    """
+    ratio = ratio_of(logprobs, behavior_logprobs).detach()
+    return TokenLosses(-ratio.clamp(max=rho) * advantages * logprobs, ratio, ratio > rho)

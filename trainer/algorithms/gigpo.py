@@ -1,0 +1,31 @@
+"""Group-in-group policy optimisation (GiGPO, arXiv:2505.10978)."""
+
+from torch import Tensor
+
+from trainer.algorithms.normalization import normalize_by_group
+from trainer.algorithms.reinforce import discounted_returns
+
+
+def group_in_group(
+    episode_rewards: Tensor,
+    group: Tensor,
+    turn_rewards: Tensor,
+    owner: Tensor,
+    last_turn: Tensor,
+    anchor: Tensor,
+    *,
+    gamma: float,
+    episode_weight: float,
+    step_weight: float,
+    scale: bool,
+) -> Tensor:
+    """A_k = w_e A_episode + w_s A_step of each turn (eq. 8): the episode's reward compared within its group, and the turn's
+    discounted return compared among the group's turns that answered the same state. An anchor met once gives no A_step.
+
+    episode_rewards: [T] float; group: [T] int64; turn_rewards: [R] float, trajectory after trajectory; owner: [R] int64;
+    last_turn: [R] bool; anchor: [R] int64, one number per state and group; scale: divide by standard deviations too
+    -> [R] float
+    """
+    episode = normalize_by_group(episode_rewards, group, scale=scale)[owner]
+    returns = discounted_returns(turn_rewards, last_turn, gamma)
+    return episode_weight * episode + step_weight * normalize_by_group(returns, anchor, scale=scale)

@@ -1,0 +1,18 @@
+"""REINFORCE leave-one-out (arXiv:2402.14740)."""
+
+import torch
+from torch import Tensor
+
+
+def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
+    """Each reward less the mean of its siblings'; a group of one gives zero.
+
+    rewards: [T] float; group: [T] int64, 0-based -> [T] float
+    """
+    if not len(rewards):
+        return rewards.clone()
+    size = torch.bincount(group).to(rewards.dtype)
+    total = torch.zeros_like(size).index_add_(0, group, rewards)
+    others = (size - 1)[group]
+    baseline = (total[group] - rewards) / others.clamp(min=1)
+    return torch.where(others > 0, rewards - baseline, torch.zeros_like(rewards))

@@ -1,0 +1,19 @@
+"""Soft adaptive policy optimisation (arXiv:2511.20347): a smooth gate in the place of PPO's clip."""
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.ratio import TokenLosses
+
+
+def soft_gated_surrogate(
+    ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float
+) -> TokenLosses:
+    """-A f(r) with f(r) = 4 / t * sigmoid(t (r - 1)), t by the advantage's sign; f'(1) = 1, and it fades on both sides.
+
+    All [M] float; nothing is cut.
+    """
+    positive = torch.full_like(ratio, temperature_pos)
+    t = torch.where(advantages > 0, positive, torch.full_like(ratio, temperature_neg))
+    gate = torch.sigmoid(t * (ratio - 1.0)) * 4.0 / t
+    return TokenLosses(-advantages * gate, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))

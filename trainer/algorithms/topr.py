@@ -1,0 +1,21 @@
+"""Tapered off-policy REINFORCE (arXiv:2503.14286)."""
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.ratio import TokenLosses
+
+
+def tapered_policy_gradient(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, positive_weight: float = 1.0, negative_weight: float = 1.0
+) -> TokenLosses:
+    """-w+ A log pi where A > 0, without a ratio; -w- sg(clip(r, 0, 1)) A log pi elsewhere (eq. 8).
+
+    What was good is learnt like in a supervised fine-tune, what was bad is pushed away no further than it matters.
+    All [M] float; `clipped` marks negative tokens whose weight was cut to 1.
+    """
+    ratio = ratio.detach()
+    weight = torch.where(
+        advantages > 0, torch.full_like(ratio, positive_weight), negative_weight * ratio.clamp(max=1.0)
+    )
+    return TokenLosses(-weight * advantages * logprobs, ratio, (advantages <= 0) & (ratio > 1.0))

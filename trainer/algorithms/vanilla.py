@@ -1,0 +1,11 @@
+"""The policy gradient without a ratio: REINFORCE's loss (Williams 1992)."""
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.ratio import TokenLosses
+
+
+def policy_gradient(ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> TokenLosses:
+    """-A log pi. All [M] float; the ratio is only reported."""
+    return TokenLosses(-advantages * logprobs, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))

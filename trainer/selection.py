@@ -1,0 +1,92 @@
+"""Which groups and episodes of a step are learnt from.
+
+Invariant: the same groups are chosen whatever their order, except that ties of the variance filter go to the earlier group.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from services.schema import Group
+from trainer.algorithm_checks import load_filter
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithms.normalization import has_signal
+from trainer.batch import Batch
+from trainer.shaping import shaped
+
+
+def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
+    """Whether a step can learn from the group: a filter of the configuration has not refused it, and where its members are
+    compared with each other, not all did equally well.
+
+    What becomes of a group without signal is the caller's to do, by `config.zero_variance`; with `train` all carry one.
+    """
+    if config.zero_variance == "train":
+        return True
+    (group,) = shaped([group], config)
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    if config.difficulty_mask and rewards:
+        mean = statistics.fmean(rewards)
+        if not config.difficulty_low_threshold < mean < config.difficulty_high_threshold:
+            return False
+    if config.group_filter_cls is not None and not _filter(config.group_filter_cls)(group):
+        return False
+    return not config.compares_siblings or has_signal(torch.tensor(rewards)) or _turns_differ(group, config)
+
+
+def _turns_differ(group: Group, config: AlgorithmConfig) -> bool:
+    """Whether GiGPO can compare turns of the group though its episodes did equally well."""
+    if config.adv_estimator != "gigpo" or not config.step_reward_weight:
+        return False
+    states: dict[str, set[float]] = {}
+    for trajectory in group.trajectories:
+        value = 0.0
+        for turn in reversed(trajectory.turns):
+            value = turn.reward + config.step_reward_gamma * value
+            if turn.state_hash:
+                states.setdefault(turn.state_hash, set()).add(round(value, 6))
+    return any(len(values) > 1 for values in states.values())
+
+
+@lru_cache(maxsize=8)
+def _filter(path: str) -> Callable[[Group], bool]:
+    return cast(Callable[[Group], bool], load_filter(path)())
+
+
+def most_varied(groups: Sequence[Group], ratio: float) -> list[Group]:
+    """StarPO-S (RAGEN, arXiv:2504.20073): the share `ratio` of the groups, at least one, whose rewards deviate most, in the
+    order in which they came."""
+    if ratio >= 1 or not groups:
+        return list(groups)
+    count = max(1, round(ratio * len(groups)))
+    deviation = [statistics.pstdev([t.reward for t in group.trajectories] or [0.0]) for group in groups]
+    chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
+    return [groups[i] for i in chosen]
+
+
+def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """[T] bool: episodes whose tokens are in the loss; the others still count in their groups' statistics."""
+    trained = torch.ones(batch.num_trajectories, dtype=torch.bool)
+    if config.max_len_mask:
+        trained &= ~batch.truncated
+    if config.error_max_len_clip:
+        trained &= (batch.episode_reward > 0) | (batch.lengths <= config.error_max_len_threshold)
+    return trained
+
+
+def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
+    """[T] float: what each episode's policy loss is multiplied with, or None if with nothing."""
+    if not (config.difficulty_loss_weight or config.length_loss_weight) or not batch.num_trajectories:
+        return None
+    weights = torch.ones(batch.num_trajectories)
+    if config.difficulty_loss_weight:
+        size = torch.bincount(batch.group).clamp(min=1)
+        mean = torch.zeros(len(size)).index_add_(0, batch.group, batch.episode_reward) / size
+        weights = weights * (0.5 + 1.5 * (1.0 - mean.clamp(0.0, 1.0)))[batch.group]
+    if config.length_loss_weight:
+        weights = weights * (1.5 - batch.lengths / batch.lengths.max().clamp(min=1))
+    return weights

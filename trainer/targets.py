@@ -1,0 +1,161 @@
+"""What is fixed for a batch before the first optimizer step: advantages, weights, what the losses compare with.
+
+    targets = prepare(batch, config, kl_coef=..., old_logprobs=..., ref_logprobs=..., values=..., num_minibatches=...)
+    targets.at(micro.index)                         the same of one micro-batch
+
+Every rank prepares the whole batch (it is small: M numbers a piece), so that whitening, masks and denominators are global.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.advantages import Estimate, estimate, token_rewards, whitened_rewards
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithms.aggregation import token_weights
+from trainer.algorithms.gpg import informative_share_inverse
+from trainer.algorithms.kl import KL_PENALTIES
+from trainer.algorithms.m2po import second_moment_mask
+from trainer.algorithms.normalization import RunningMoments
+from trainer.algorithms.proximal import proximal_share
+from trainer.batch import Batch
+from trainer.selection import episode_weights, trained_episodes
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the losses need of each sampled token, all [M] and constant."""
+
+    advantages: Tensor
+    weights: Tensor
+    """The token's share of its optimizer step's loss: `trainer.algorithms.aggregation`; 0 where its episode is left out."""
+    old_logprobs: Tensor
+    behavior_logprobs: Tensor
+    turn: Tensor
+    """[M] int64: turns and continuous contexts that ratios are taken over."""
+    sequence: Tensor
+    ref_logprobs: Tensor | None = None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
+    critic_weights: Tensor | None = None
+    """The token's share of the critic's loss."""
+    pg_weights: Tensor | None = None
+    """What the token's policy loss is multiplied with: weights of episodes, GPG's scale."""
+    trusted: Tensor | None = None
+    """[M] bool: tokens that M2PO keeps."""
+    proximal: Tensor | None = None
+    """The token's share of the way from the behavior's to the policy's logprob: `trainer.algorithms.proximal`."""
+    fresh: Tensor | None = None
+    """[M] bool: the learner's present version sampled the token and all before it, so the logprobs should be equal."""
+    token_share: float = 0.0
+    """One token's share of the tokens of an optimizer step."""
+    kl_in_reward: float = 0.0
+    """KL to the reference per token, averaged over each trajectory and then over trajectories: for the controller."""
+
+    def at(self, index: Tensor, device: torch.device | None = None) -> "Targets":
+        """The same of some tokens, on `device` if one is given; index: [m] int64."""
+        picked: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                picked[field.name] = value[index] if device is None else value[index].to(device)
+        return replace(self, **picked)
+
+
+def prepare(
+    batch: Batch,
+    config: AlgorithmConfig,
+    *,
+    kl_coef: float = 0.0,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    values: Tensor | None = None,
+    version: int | None = None,
+    num_minibatches: int = 1,
+    running: RunningMoments | None = None,
+) -> Targets:
+    """Rewards to advantages, and what else is fixed before the first optimizer step.
+
+    old_logprobs: the learner's own at the start of the step, or None for the engine's; ref_logprobs, values: [M] or None;
+    version: the weights that the learner holds at the start of the step; num_minibatches: optimizer steps per pass; running:
+    the statistics that `norm_mean_type: running` compares with.
+
+    Raises:
+        ValueError: `old_logprobs`, `ref_logprobs`, `values`, `version` or `running` is missing though the configuration
+            needs it.
+    """
+    _check(config, old_logprobs, ref_logprobs, version)
+    old = batch.behavior_logprobs if old_logprobs is None else old_logprobs
+    rewards, kl_mean = token_rewards(config, batch, running), 0.0
+    if config.add_token_level_kl and ref_logprobs is not None:
+        kl = KL_PENALTIES[config.kl_penalty](old, ref_logprobs)
+        rewards = rewards - kl_coef * kl
+        kl_mean = float((kl * token_weights(batch.trajectory, "seq-mean-token-mean")).sum())
+    if config.whiten_rewards:
+        rewards = whitened_rewards(rewards)
+    trained = trained_episodes(batch, config)[batch.trajectory]
+    found = estimate(config, batch, rewards, values, old_logprobs, trained)
+    steps = max(1, min(num_minibatches, batch.num_sequences))
+    share = steps / batch.num_sampled if batch.num_sampled else 0.0
+    return Targets(
+        advantages=found.advantages,
+        weights=_weights(config, batch, trained) * steps,
+        old_logprobs=old,
+        behavior_logprobs=batch.behavior_logprobs,
+        turn=batch.turn,
+        sequence=batch.sequence,
+        ref_logprobs=ref_logprobs,
+        returns=found.returns,
+        old_values=values,
+        critic_weights=_critic_weights(found, share, steps),
+        pg_weights=_pg_weights(config, batch),
+        trusted=_trusted(config, old - batch.behavior_logprobs),
+        proximal=proximal_share(batch.versions, version or 0) if config.old_logprobs == "loglinear" else None,
+        fresh=None if version is None else batch.sampled_by(version),
+        token_share=share,
+        kl_in_reward=kl_mean,
+    )
+
+
+def _check(
+    config: AlgorithmConfig, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, version: int | None
+) -> None:
+    if config.old_logprobs == "recompute" and old_logprobs is None:
+        raise ValueError("old_logprobs: recompute needs the learner's own logprobs")
+    if config.old_logprobs == "loglinear" and version is None:
+        raise ValueError("old_logprobs: loglinear needs the learner's version")
+    if config.needs_reference and ref_logprobs is None:
+        raise ValueError("a KL penalty needs the reference's logprobs")
+
+
+def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor) -> Tensor:
+    length = config.loss_agg_length or config.sequence_length
+    if bool(trained.all()):
+        return token_weights(batch.trajectory, config.loss_agg_mode, length)
+    weights = torch.zeros(batch.num_sampled)
+    weights[trained] = token_weights(batch.trajectory[trained], config.loss_agg_mode, length)
+    return weights
+
+
+def _critic_weights(found: Estimate, token_share: float, steps: int) -> Tensor | None:
+    if found.returns is None:
+        return None
+    if found.critic_share is None:
+        return torch.full_like(found.returns, token_share)
+    return found.critic_share * steps
+
+
+def _pg_weights(config: AlgorithmConfig, batch: Batch) -> Tensor | None:
+    of_episode = episode_weights(batch, config)
+    weights = None if of_episode is None else of_episode[batch.trajectory]
+    if config.pg_variant != "gpg":
+        return weights
+    scale = informative_share_inverse(batch.episode_reward, batch.group)
+    return torch.full((batch.num_sampled,), scale) if weights is None else weights * scale
+
+
+def _trusted(config: AlgorithmConfig, log_ratio: Tensor) -> Tensor | None:
+    threshold = config.train_infer_correction.m2_threshold
+    return None if threshold is None else second_moment_mask(log_ratio, threshold)
