@@ -35,6 +35,9 @@ BUILT_IN = {
     "frozen_lake": "envs.frozen_lake:FrozenLakeEnv",
     "sokoban": "envs.sokoban:SokobanEnv",
     "webshop": "envs.webshop:WebShopEnv",
+    "math": "envs.dataset:MathEnv",
+    "qa": "envs.dataset:QAEnv",
+    "code": "envs.dataset:CodeEnv",
 }
 
 MAX_REPEATS = 2_000

@@ -1,0 +1,82 @@
+"""Programming: the answer's program is run against tests, in the sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import field_validator
+
+from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
+from envs.dataset.rows import Row
+from envs.parsing import compile_pattern
+from envs.sandbox import Limits, run_python
+
+FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
+
+
+class CodeConfig(QuestionsConfig):
+    """`env_config` of a tag with `env_type: code`. `answer_key` is the column of tests: a list of `assert` lines (MBPP), or
+    `{"inputs": [...], "outputs": [...]}` of stdin and stdout (APPS), either also as JSON text."""
+
+    answer_key: str = "tests"
+    answer_pattern: str = FENCED
+    """Regular expression for the program in the text; the last match counts."""
+    reward: Literal["binary", "pass_rate"] = "binary"
+    """1 where all tests pass, or the share that does."""
+    sandbox: Limits = Limits()
+    """Of each test."""
+    max_tests: int | None = None
+    """Run the first so many alone."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+
+class CodeEnv(QuestionEnv[CodeConfig]):
+    """A task and tests; 1 for a program (in a fenced block) that passes all of them. Each test has a process of its own."""
+
+    config_class: ClassVar[type[CodeConfig]] = CodeConfig
+    system_prompt: str = "Write a Python program that does what is asked, in a fenced block."
+
+    def judge(self, row: Row, answer: str) -> Judgement:
+        """See `QuestionEnv.judge`."""
+        program = last_group(self.config.answer_pattern, answer)
+        if program is None:
+            return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
+        tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
+        failures = [failure for test in tests if (failure := self._fails(program, *test))]
+        rate = 1 - len(failures) / len(tests)
+        reward = rate if self.config.reward == "pass_rate" else float(not failures)
+        return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
+
+    def _fails(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
+        """What went wrong in a test; empty if nothing did."""
+        outcome = run_python(f"{program}\n{extra}", stdin=stdin, limits=self.config.sandbox)
+        if not outcome.ok:
+            return outcome.error
+        if expected is not None and outcome.stdout.split() != expected.split():
+            return f"printed {outcome.stdout[:200]!r}, not {expected[:200]!r}"
+        return ""
+
+
+def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
+    """(code after the program, stdin, expected stdout) of each test; words of stdout are compared.
+
+    Raises:
+        ValueError: it is neither form.
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            tests = [tests]
+    if isinstance(tests, Mapping):
+        pairs = cast(Mapping[str, Sequence[object]], tests)
+        return [("", str(given), str(out)) for given, out in zip(pairs["inputs"], pairs["outputs"], strict=True)]
+    found: list[tuple[str, str, str | None]] = [(str(line), "", None) for line in cast(Sequence[object], tests)]
+    if not found:
+        raise ValueError("a task without tests: each row needs one at least")
+    return found

@@ -1,0 +1,143 @@
+"""One question of a data set and one answer to it: what math, question answering and code have in common.
+
+Invariants: training draws a row by the env's own generator, so that a seed fixes it; evaluation's seeds walk through the
+held-out rows, each once before any comes again.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Text
+from gymnasium.utils import seeding
+from pydantic import Field, field_validator
+
+from envs.config import Config
+from envs.dataset.rows import Row, Rows, load_rows
+from envs.parsing import compile_pattern
+
+MAX_CHARS = 1_000_000
+CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
+
+
+class QuestionsConfig(Config):
+    """The data of a tag."""
+
+    dataset_name: Path
+    """A .jsonl, .json, .csv or .parquet file, or a folder that `datasets` saved."""
+    val_dataset_name: Path | None = None
+    """The same for evaluation; None holds one question in eight of `dataset_name` out."""
+    question_key: str = "question"
+    answer_key: str = "answer"
+    """Columns."""
+    prompt: str = "{question}"
+    """The observation, with `{question}`."""
+    split: Literal["train", "held_out", "any"] = "train"
+    """Which questions: a held-out one never turns up in training."""
+    format_penalty: float = Field(default=0.0, le=0)
+    """Reward of an answer in which none can be found."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _shows_the_question(cls, prompt: str) -> str:
+        if "{question}" not in prompt:
+            raise ValueError("has no {question} in it: the policy would not see what is asked")
+        return prompt
+
+
+class Judgement(NamedTuple):
+    """What an answer is worth."""
+
+    reward: float
+    success: bool
+    valid: bool = True
+    """Whether an answer was found in the text at all."""
+    feedback: str = ""
+    """The last observation."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+
+C = TypeVar("C", bound=QuestionsConfig)
+
+
+class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
+    """A question, an answer, the end."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
+    system_prompt: str = "Answer the question."
+
+    def __init__(self, config: C) -> None:
+        """Raises ValueError where the data can't be read."""
+        self.config = config
+        self.render_mode = "ansi"
+        self.observation_space = Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
+        self.action_space = Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET[3:98])
+        self._rows = _rows_of(config)
+        self._row: Row | None = None
+
+    @abstractmethod
+    def judge(self, row: Row, answer: str) -> Judgement:
+        """What `answer` is worth as one to `row`."""
+
+    @property
+    def row(self) -> Row:
+        """The question with all that is known about it.
+
+        Raises:
+            RuntimeError: there is none before the first reset.
+        """
+        if self._row is None:
+            raise RuntimeError("reset() comes before step() and render()")
+        return self._row
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Ask a question."""
+        super().reset(seed=seed, options=options)
+        index = self._index(seed, self.np_random)
+        self._row = self._rows[index]
+        return self._question(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer it; returns observation, reward, terminated, truncated and info."""
+        judged = self.judge(self.row, action)
+        penalty = 0.0 if judged.valid else self.config.format_penalty
+        info = {
+            "success": judged.success,
+            "action_is_valid": judged.valid,
+            "format_penalty": penalty,
+            **judged.metrics,
+        }
+        return judged.feedback, judged.reward + penalty, True, False, info
+
+    def task_id(self, seed: int) -> str:
+        """The row that `reset(seed=seed)` asks about; leaves this env as it is."""
+        return self._rows.name(self._index(seed, seeding.np_random(seed)[0]))
+
+    def render(self) -> str:
+        """The question and its right answer."""
+        return f"{self._question()}\n[{self.row[self.config.answer_key]}]"
+
+    def _question(self) -> str:
+        return self.config.prompt.replace("{question}", str(self.row[self.config.question_key]))
+
+    def _index(self, seed: int | None, rng: np.random.Generator) -> int:
+        if self.config.split == "held_out" and seed is not None:
+            return seed % len(self._rows)
+        return int(rng.integers(len(self._rows)))
+
+
+def last_group(pattern: str, text: str) -> str | None:
+    """What the last match of `pattern` (one group: the answer; two: thought and answer) holds; None without one."""
+    found = list(compile_pattern(pattern).finditer(text))
+    return found[-1][found[-1].re.groups].strip() if found else None
+
+
+def _rows_of(config: QuestionsConfig) -> Rows:
+    path, split = config.dataset_name, config.split
+    if config.val_dataset_name is not None:
+        path, split = (config.val_dataset_name if split == "held_out" else path), "any"
+    return load_rows(path, config.question_key, config.answer_key, split)

@@ -1,0 +1,73 @@
+"""Mathematics: the answer is compared as an expression, by math-verify."""
+
+import logging
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
+from envs.dataset.rows import Row
+from envs.extras import require
+from envs.parsing import compile_pattern
+
+
+class MathConfig(QuestionsConfig):
+    """`env_config` of a tag with `env_type: math`."""
+
+    answer_pattern: str | None = None
+    r"""Regular expression whose last match's group is the answer; None takes the last `\boxed{}`."""
+    correct_reward: float = Field(default=1.0, gt=0)
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            compile_pattern(pattern)
+        return pattern
+
+
+class MathEnv(QuestionEnv[MathConfig]):
+    r"""A problem; 1 for an answer that is the same expression or number, in `\boxed{}`.
+
+    math-verify bounds its own time by signals, which threads have not: it is left unbounded here, and the tag's
+    `step_timeout_s` bounds it (with `execution: process` it is killed).
+    """
+
+    config_class: ClassVar[type[MathConfig]] = MathConfig
+    system_prompt: str = r"Solve the problem. Put the answer into \boxed{}."
+
+    def __init__(self, config: MathConfig) -> None:
+        super().__init__(config)
+        self._verifier: Any = require("math_verify", "data")
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def judge(self, row: Row, answer: str) -> Judgement:
+        """See `QuestionEnv.judge`."""
+        pattern = self.config.answer_pattern
+        said = last_boxed(answer) if pattern is None else last_group(pattern, answer)
+        if said is None:
+            return Judgement(0.0, success=False, valid=False)
+        right = self._same(str(row[self.config.answer_key]), said)
+        return Judgement(self.config.correct_reward if right else 0.0, success=right)
+
+    def _same(self, gold: str, said: str) -> bool:
+        parsed = _parse(self._verifier, gold if "\\boxed" in gold or "$" in gold else f"${gold}$")
+        answer = _parse(self._verifier, said if "\\boxed" in said or "$" in said else f"${said}$")
+        return bool(parsed and answer and self._verifier.verify(parsed, answer, timeout_seconds=None))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The last `\boxed{...}` with its braces in pairs; None without one."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for end in range(max(start, 0), len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if text[end] == "}" and depth == 0:
+            return text[start : end + 1] if start >= 0 else None
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _parse(verifier: Any, text: str) -> Any:
+    return verifier.parse(text, parsing_timeout=None)

@@ -1,0 +1,67 @@
+"""Question answering: exact match or F1 of words, as SQuAD counts them (arXiv:1606.05250)."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import ClassVar, Literal, cast
+
+from pydantic import field_validator
+
+from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
+from envs.dataset.rows import Row
+from envs.parsing import WHOLE_PATTERN, compile_pattern
+
+
+class QAConfig(QuestionsConfig):
+    """`env_config` of a tag with `env_type: qa`."""
+
+    metric: Literal["exact_match", "f1"] = "exact_match"
+    """What the reward is."""
+    answer_pattern: str = WHOLE_PATTERN
+    """Regular expression for the answer in the text, such as `<answer>(.*?)</answer>`."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+
+class QAEnv(QuestionEnv[QAConfig]):
+    """A question; its column of answers holds one text or a list of them, of which the best match counts."""
+
+    config_class: ClassVar[type[QAConfig]] = QAConfig
+
+    def judge(self, row: Row, answer: str) -> Judgement:
+        """See `QuestionEnv.judge`."""
+        said = last_group(self.config.answer_pattern, answer)
+        if said is None:
+            return Judgement(0.0, success=False, valid=False, metrics={"exact_match": 0.0, "f1": 0.0})
+        golds = _texts(row[self.config.answer_key])
+        exact = float(any(normalize(said) == normalize(gold) for gold in golds))
+        metrics = {"exact_match": exact, "f1": max((f1(said, gold) for gold in golds), default=0.0)}
+        return Judgement(metrics[self.config.metric], success=bool(exact), metrics=metrics)
+
+
+def normalize(text: str) -> str:
+    """Lower case, without punctuation, articles and double spaces."""
+    bare = "".join(char for char in text.lower() if char not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def f1(said: str, gold: str) -> float:
+    """Harmonic mean of precision and recall over words; 1 where both are empty."""
+    a, b = normalize(said).split(), normalize(gold).split()
+    if not a or not b:
+        return float(a == b)
+    same = sum((Counter(a) & Counter(b)).values())
+    return 2 * same / (len(a) + len(b))
+
+
+def _texts(answer: object) -> list[str]:
+    if isinstance(answer, dict):  # SQuAD: {"text": [...], "answer_start": [...]}
+        answer = cast(dict[str, object], answer).get("text", [])
+    if isinstance(answer, Sequence) and not isinstance(answer, str):
+        return [str(text) for text in cast(Sequence[object], answer)]
+    return [str(answer)]

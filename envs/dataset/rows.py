@@ -1,0 +1,89 @@
+"""Rows of a data set on disk, through `datasets`: a file (jsonl, json, csv, parquet), or a folder that it saved.
+
+Invariant: nothing is fetched from a hub; rows are mapped into memory once for each process and shared by its envs.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from envs.extras import require
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+HELD_OUT_SHARE = 8
+"""Without a file for validation, one question in so many is held out, by a digest of its text."""
+
+Row = Mapping[str, Any]
+
+
+class Rows:
+    """The rows of one file that belong to one split; `rows[i]` is a mapping of columns."""
+
+    def __init__(self, path: Path, table: Any, places: tuple[int, ...] | None = None) -> None:
+        """places: rows of `table`; None for all."""
+        self._path = path
+        self._table = table
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._table) if self._places is None else len(self._places)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._table[self._place(index)]
+
+    def name(self, index: int) -> str:
+        """File and place in it; differs for different rows, whatever their split."""
+        return f"{self._path}:{self._place(index)}"
+
+    def _place(self, index: int) -> int:
+        return index if self._places is None else self._places[index]
+
+
+@lru_cache(maxsize=8)
+def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
+    """The rows of a split of one file: `train`, `held_out` or `any`.
+
+    Raises:
+        ValueError: it can't be read, has not these columns, or no row of the split.
+    """
+    table = _read(path)
+    for key, column in (("question_key", question_key), ("answer_key", answer_key)):
+        if column not in table.column_names:
+            raise ValueError(f"{key}: {path} has no column {column!r}; it has {', '.join(table.column_names)}")
+    if split == "any":
+        return Rows(path, table)
+    wanted = split == "held_out"
+    places = tuple(i for i, text in enumerate(table[question_key]) if _is_held_out(str(text)) == wanted)
+    if not places:
+        raise ValueError(f"no row of {path} is in split {split!r}: set val_dataset_name, or give more rows")
+    return Rows(path, table, places)
+
+
+def _read(path: Path) -> Any:
+    datasets = require("datasets", "data")
+    if path.is_dir():
+        try:
+            found = datasets.load_from_disk(str(path))
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(f"{path} is no folder that datasets saved: {error}") from error
+        if hasattr(found, "keys"):
+            raise ValueError(
+                f"{path} holds the splits {', '.join(found)}: name one, such as {path / next(iter(found))}"
+            )
+        return found
+    if not path.is_file():
+        raise ValueError(f"dataset_name: no such file: {path}")
+    reader = READERS.get(path.suffix)
+    if reader is None:
+        raise ValueError(f"dataset_name: {path.name} is none of {', '.join(READERS)}, nor a folder that datasets saved")
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(reader, data_files=str(path), split="train")
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
+def _is_held_out(text: str) -> bool:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") % HELD_OUT_SHARE == 0
