@@ -12,6 +12,7 @@ import numpy as np
 from services.errors import CodecError
 from services.schema import (
     SCHEMA_VERSION,
+    Anchor,
     BoolArray,
     Completion,
     FinishReason,
@@ -248,6 +249,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             m.num_bytes,
             [[t.name, t.dtype, list(t.shape)] for t in m.tensors],
             m.published_at,
+            [m.anchor.location, m.anchor.digest, m.anchor.num_bytes] if m.anchor else None,
         ],
     )
 
@@ -256,7 +258,7 @@ def decode_manifest(blob: bytes) -> Manifest:
     """Unpack `encode_manifest`. Raises `CodecError` as `decode_trajectory` does."""
     body = _unpack("manifest", blob)
     try:
-        run_id, version, step, epoch, transport, location, digest, num_bytes, tensors, published_at = body
+        run_id, version, step, epoch, transport, location, digest, num_bytes, tensors, published_at, anchor = body
         return Manifest(
             run_id=str(run_id),
             version=int(version),
@@ -268,6 +270,7 @@ def decode_manifest(blob: bytes) -> Manifest:
             num_bytes=int(num_bytes),
             tensors=tuple(TensorSpec(str(n), str(d), tuple(int(x) for x in s)) for n, d, s in tensors),
             published_at=float(published_at),
+            anchor=Anchor(str(anchor[0]), str(anchor[1]), int(anchor[2])) if anchor else None,
         )
     except (ValueError, TypeError) as error:
         _refuse("manifest", error)

@@ -213,6 +213,15 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Anchor:
+    """A whole weight version that another one is told as a difference to; as in `Manifest`."""
+
+    location: str
+    digest: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """One published weight version: what it is and where its bytes lie."""
 
@@ -231,3 +240,5 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     published_at: float
     """Unix time, s."""
+    anchor: Anchor | None = None
+    """What the bytes at `location` are a difference to; None: they are the whole version."""

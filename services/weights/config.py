@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from envs.config import Config
 
@@ -17,3 +17,14 @@ class WeightsConfig(Config):
     """Where `fs` puts versions: a folder, `s3://...`, `gs://...`; None is `weights/` in the run's folder."""
     keep_versions: int = Field(default=2, ge=1)
     """Newest versions that stay; older ones are collected."""
+    dtype: Literal["as_trained", "bfloat16"] = "as_trained"
+    """What the weights are rounded to before they travel; engines of another `dtype` convert them when they load."""
+    anchor_every: int = Field(default=1, ge=1)
+    """One version in so many is whole; those between hold, compressed, the elements that differ from it. 1: all are whole.
+    Worth it where bytes are dear (`fs` to another host), weights are bfloat16 and steps are small."""
+
+    @model_validator(mode="after")
+    def _files_alone_have_anchors(self) -> "WeightsConfig":
+        if self.anchor_every > 1 and self.transport not in ("shm", "fs"):
+            raise ValueError(f"anchor_every {self.anchor_every} needs transport shm or fs, not {self.transport}")
+        return self

@@ -13,9 +13,11 @@ import fsspec
 from services.errors import WeightsError
 from services.schema import Manifest
 from services.weights.transports import (
+    WHOLE,
     HostCopies,
     Stored,
     StoredFile,
+    Write,
     belongs_to,
     file_name,
     verified,
@@ -31,24 +33,27 @@ class FilesystemTransport:
 
     name = "fs"
 
-    def __init__(self, run_id: str, url: str) -> None:
+    def __init__(self, run_id: str, url: str, *, dtype: str = "as_trained") -> None:
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise WeightsError(f"weights.url {url!r} cannot be used: {error}") from error
         self._run_id = run_id
         self._root = str(root).rstrip("/")
-        self._host = HostCopies()
+        self._host = HostCopies(dtype)
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
         return self._host.take(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        name = file_name(self._run_id, version, epoch)
+        return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
+
+    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
+        name = file_name(self._run_id, version, epoch, suffix)
         location = f"{self._root}/{name}"
         with tempfile.TemporaryDirectory(prefix="offbeat-stage-") as folder:
             local = Path(folder) / name
-            digest, num_bytes = write_safetensors(local, tensors)
+            digest, num_bytes = write(local)
             try:
                 self._fs.makedirs(self._root, exist_ok=True)
                 self._fs.put_file(str(local), location + ".part")

@@ -110,6 +110,7 @@ class RedisWeightPublisher:
             num_bytes=stored.num_bytes,
             tensors=tuple(specs),
             published_at=time.time(),
+            anchor=stored.anchor,
         )
 
     def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:

@@ -70,7 +70,8 @@ class WeightBroker:
             return 0
         stored = await asyncio.to_thread(self._transport.stored)
         blobs = cast(list[bytes], await self._redis.hvals(self._keys.manifests))
-        named = {decode_manifest(blob).location for blob in blobs}
+        manifests = [decode_manifest(blob) for blob in blobs]
+        named = {each.location for each in (*manifests, *(m.anchor for m in manifests if m.anchor))}
         oldest = self._clock() - UNANNOUNCED_AFTER_S
         orphans = [file.location for file in stored if file.location not in named and file.modified_at < oldest]
         for location in orphans:

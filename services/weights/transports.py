@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from services.errors import WeightsError
-from services.schema import Manifest
+from services.schema import Anchor, Manifest
 from services.weights.config import WeightsConfig
 
 if TYPE_CHECKING:
     from redis import Redis
     from torch import Tensor
+
+WHOLE, DIFFERENCE = ".safetensors", ".difference"
+Write = Callable[[Path], tuple[str, int]]
+"""Writes a file whole or not at all; returns digest and size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class Stored:
     digest: str
     """`blake2b:` and the hex digest of the file."""
     num_bytes: int
+    anchor: Anchor | None = None
+    """What the bytes are a difference to; None: they are the whole version."""
 
 
 class Transport(Protocol):
@@ -70,6 +76,14 @@ class Transport(Protocol):
         ...
 
 
+class FileTransport(Transport, Protocol):
+    """A transport that stores files, whatever they hold."""
+
+    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
+        """Store what `write` puts into the file that it is given. Raises `WeightsError`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredFile:
     """One file of a run, announced or not."""
@@ -84,14 +98,16 @@ def digest_of(stream: BufferedReader) -> str:
     return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
 
 
-def file_name(run_id: str, version: int, epoch: int) -> str:
+def file_name(run_id: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
     """A name that was never used before."""
-    return f"offbeat-{run_id}-v{version}-e{epoch}-{secrets.token_hex(4)}.safetensors"
+    return f"offbeat-{run_id}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
 
 
 def belongs_to(run_id: str, name: str) -> bool:
     """Whether a file of this name holds weights of the run (of this one, not of one whose name starts alike)."""
-    return bool(re.fullmatch(rf"offbeat-{re.escape(run_id)}-v\d+-e\d+-[0-9a-f]{{8}}\.safetensors(\.part)?", name))
+    return bool(
+        re.fullmatch(rf"offbeat-{re.escape(run_id)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference)(\.part)?", name)
+    )
 
 
 @contextmanager
@@ -111,7 +127,9 @@ def verified(path: Path, manifest: Manifest) -> Iterator[Path]:
 class HostCopies:
     """Tensors in main memory. The memory is used again: a publisher has one version under way at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "as_trained") -> None:
+        """dtype: see `WeightsConfig.dtype`."""
+        self._dtype = dtype
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
@@ -120,9 +138,11 @@ class HostCopies:
 
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors:
+            rounded = self._dtype == "bfloat16" and tensor.is_floating_point()
+            dtype = torch.bfloat16 if rounded else tensor.dtype
             buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != dtype:
+                buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu")
             copies[name] = buffer.copy_(tensor.detach())
         self._buffers = copies
         return copies
@@ -132,9 +152,18 @@ def write_safetensors(path: Path, tensors: "dict[str, Tensor]") -> tuple[str, in
     """Write a safetensors file whole or not at all; returns digest and size."""
     from safetensors.torch import save_file
 
+    return _written(path, lambda part: save_file(tensors, part))
+
+
+def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
+    """Write a file whole or not at all; returns digest and size."""
+    return _written(path, lambda part: part.write_bytes(content))
+
+
+def _written(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
     part = path.with_name(path.name + ".part")
     try:
-        save_file(tensors, part)
+        write(part)
         with part.open("rb") as stream:
             digest = digest_of(stream)
         part.rename(path)
@@ -149,19 +178,22 @@ class SharedMemoryTransport:
 
     name = "shm"
 
-    def __init__(self, run_id: str, folder: Path = Path("/dev/shm")) -> None:
+    def __init__(self, run_id: str, folder: Path = Path("/dev/shm"), *, dtype: str = "as_trained") -> None:
         if not folder.is_dir():
             raise WeightsError(f"transport `shm` needs {folder}; use `weights.transport=fs` here")
         self._run_id = run_id
         self._folder = folder
-        self._host = HostCopies()
+        self._host = HostCopies(dtype)
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
         return self._host.take(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        path = self._folder / file_name(self._run_id, version, epoch)
-        digest, num_bytes = write_safetensors(path, tensors)
+        return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
+
+    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
+        path = self._folder / file_name(self._run_id, version, epoch, suffix)
+        digest, num_bytes = write(path)
         return Stored(str(path), digest, num_bytes)
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
@@ -208,11 +240,12 @@ def make_transport(
     """
     match config.transport:
         case "shm":
-            return SharedMemoryTransport(run_id)
+            return _with_anchors(SharedMemoryTransport(run_id, dtype=config.dtype), config)
         case "fs":
             from services.weights.filesystem import FilesystemTransport
 
-            return FilesystemTransport(run_id, config.url or str(output_dir.resolve() / "weights"))
+            url = config.url or str(output_dir.resolve() / "weights")
+            return _with_anchors(FilesystemTransport(run_id, url, dtype=config.dtype), config)
         case "ipc" | "nccl":
             import torch
 
@@ -223,6 +256,12 @@ def make_transport(
             if redis is None:
                 raise WeightsError(f"transport `{config.transport}` needs Redis")
             return DeviceTransport(config.transport, run_id, redis, workers=workers)
+
+
+def _with_anchors(transport: FileTransport, config: WeightsConfig) -> Transport:
+    from services.weights.delta import DeltaTransport
+
+    return DeltaTransport(transport, config.anchor_every) if config.anchor_every > 1 else transport
 
 
 def leaves_files(config: WeightsConfig) -> bool:
