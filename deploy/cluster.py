@@ -59,7 +59,7 @@ class ClusterWiring(Wiring):
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         claim = f"{record.run_id} {record.created_at}"
-        return RunParts(config, self._redis, watch, self._redis_url, claim=claim)
+        return RunParts(config, self._redis, watch, self._redis_url, self._serve_status, claim=claim)
 
 
 def cluster_problems(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ Ray appears here and in the services' `app.py` alone. Calls into Ray block, so t
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -134,7 +135,10 @@ class ExternalLearner:
         """Nothing: it comes when somebody attaches it."""
 
     async def stop(self, *, now: bool) -> None:
-        """Nothing: it sees that the run is stopped."""
+        """Nothing: it sees that the run is stopped. With `now`, what it still writes is refused from here on."""
+        if now:
+            await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
+            await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)
 
     async def observe(self) -> Observation:
         """Whether somebody holds the learner's lease, or has finished."""
@@ -145,13 +149,29 @@ class ExternalLearner:
         return Observation(Health.ABSENT, f"waits for `offbeat learner attach {self._run_id}`")
 
 
+class ServeStatus:
+    """What Serve's controller says of all applications; who asks while it is being asked shares its answer."""
+
+    def __init__(self) -> None:
+        self._asking: asyncio.Task[Any] | None = None
+
+    async def __call__(self) -> Any:
+        """See `serve.status`."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(asyncio.to_thread(serve.status))
+        return await asyncio.shield(self._asking)
+
+
 class ServeApp:
     """A Serve application of the run's own; Serve replaces its dead replicas, we bring back the application."""
 
-    def __init__(self, name: str, app: str, build: Callable[[], Application]) -> None:
+    def __init__(self, name: str, app: str, build: Callable[[], Application], status: ServeStatus) -> None:
         self.name = name
         self._app = app
         self._build = build
+        self._status = status
+        self._asked: int | None = None
+        """Replicas that Serve was asked for last."""
 
     async def ensure(self) -> None:
         """Deploy the application."""
@@ -159,7 +179,7 @@ class ServeApp:
 
     def _deploy(self) -> None:
         serve.run_many(
-            [serve.RunTarget(self._build(), name=self._app, route_prefix=None)],
+            [serve.RunTarget(self._build(), name=self._app, route_prefix=None, external_scaler_enabled=True)],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,
         )
@@ -168,10 +188,21 @@ class ServeApp:
         """Delete the application."""
         await asyncio.to_thread(serve.delete, self._app, _blocking=False)
 
+    async def resize(self, num_replicas: int) -> None:
+        """Have so many replicas of its one deployment; replicas that are there already are left alone."""
+        app = (await self._status()).applications.get(self._app)
+        if app is None or app.status not in (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY):
+            return
+        ((name, deployment),) = app.deployments.items()
+        there = sum(deployment.replica_states.values())
+        if num_replicas not in (there, self._asked):
+            logger.info("%s: %d replicas, wanted are %d", self._app, there, num_replicas)
+            await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
+        self._asked = num_replicas
+
     async def observe(self) -> Observation:
         """What Serve's controller says."""
-        status = await asyncio.to_thread(serve.status)
-        app = status.applications.get(self._app)
+        app = (await self._status()).applications.get(self._app)
         if app is None:
             return Observation(Health.ABSENT, log=LOGS)
         match app.status:
@@ -187,7 +218,18 @@ class ServeApp:
                 return Observation(Health.STARTING, app.status.value.lower(), LOGS)
 
 
-def generation_component(config: RunConfig, redis_url: str, model: Path) -> ServeApp:
+def set_num_replicas(app: str, deployment: str, count: int) -> None:
+    """Let Serve start or stop replicas; those that run already run on. (Deploying anew would replace them all.)"""
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None
+    controller = client._controller
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID(deployment, app), count), timeout=10.0)
+
+
+def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus) -> ServeApp:
     """The engines that sample."""
 
     def build() -> Application:
@@ -202,10 +244,10 @@ def generation_component(config: RunConfig, redis_url: str, model: Path) -> Serv
             seed=config.seed,
         )
 
-    return ServeApp("generation", app_name(config.exp_name), build)
+    return ServeApp("generation", app_name(config.exp_name), build, status)
 
 
-def broker_component(config: RunConfig, redis_url: str) -> ServeApp:
+def broker_component(config: RunConfig, redis_url: str, status: ServeStatus) -> ServeApp:
     """The weight-sync broker."""
 
     def build() -> Application:
@@ -213,7 +255,7 @@ def broker_component(config: RunConfig, redis_url: str) -> ServeApp:
             config.exp_name, config.weights, redis_url=redis_url, output_dir=config.output_dir.resolve()
         )
 
-    return ServeApp("weights", weights_app.app_name(config.exp_name), build)
+    return ServeApp("weights", weights_app.app_name(config.exp_name), build, status)
 
 
 class WorkerPool:
@@ -222,8 +264,8 @@ class WorkerPool:
     name = "env-workers"
 
     def __init__(self, config: RunConfig, redis_url: str, model: Path) -> None:
+        self._run_id = config.exp_name
         self._num_workers = config.rollout.num_workers
-        self._names = [rollout_app.worker_name(config.exp_name, index) for index in range(self._num_workers)]
         self._settings = WorkerSettings(
             run_id=config.exp_name,
             seed=config.seed,
@@ -241,6 +283,19 @@ class WorkerPool:
             worker_timeout_s=config.buffer.worker_timeout_s,
         )
 
+    @property
+    def _names(self) -> list[str]:
+        return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
+
+    async def resize(self, num_workers: int) -> None:
+        """Want so many workers: missing ones are started by `ensure`; those beyond give back what they play, and end."""
+        self._num_workers = num_workers
+        for index in itertools.count(num_workers):
+            actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
+            if actor is None:
+                return
+            actor.stop.remote()
+
     async def ensure(self) -> None:
         """Start the workers that are missing."""
         for index in range(self._num_workers):
@@ -248,8 +303,10 @@ class WorkerPool:
 
     async def stop(self, *, now: bool) -> None:
         """End all workers; with `now`, what they play is given back to the buffer when they are missed."""
-        for name in self._names:
-            actor = await asyncio.to_thread(find_actor, name)
+        for index in itertools.count():
+            actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
+            if actor is None and index >= self._num_workers:
+                return
             if actor is None:
                 continue
             if now:

@@ -6,8 +6,19 @@ from services.buffer.config import BufferConfig, RedisConfig
 from services.control.config import ControlConfig
 from services.generation.config import GenerationConfig
 from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
+from services.settings import Settings
 from services.weights.config import WeightsConfig
 from trainer.config import LearnerConfig
+from trainer.run import settings_of
+
+SETTING_PATHS = {
+    "num_workers": "rollout.num_workers",
+    "num_replicas": "actor_infer.num_replicas",
+    "learning_rate": "actor_train.training_args.learning_rate",
+    "temperature": "actor_infer.generating_args.temperature",
+    "max_staleness": "max_staleness",
+}
+"""Where each of the run's `Settings` stands in its configuration."""
 
 
 class RunConfig(LearnerConfig):
@@ -28,3 +39,8 @@ class RunConfig(LearnerConfig):
     redis: RedisConfig = RedisConfig()
     weights: WeightsConfig = WeightsConfig()
     control: ControlConfig = ControlConfig()
+
+    @property
+    def settings(self) -> Settings:
+        """What may be changed while the run goes on."""
+        return settings_of(self, self.rollout, self.actor_infer)

@@ -5,8 +5,10 @@ somebody keeps, so whichever control replica looks sees and does the same.
 """
 
 import asyncio
+import copy
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,28 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from deploy.claiming import claim_folder
-from deploy.components import ExternalLearner, ManagedLearner, WorkerPool, broker_component, generation_component
-from deploy.config import RunConfig
+from deploy.components import (
+    ExternalLearner,
+    ManagedLearner,
+    ServeStatus,
+    WorkerPool,
+    broker_component,
+    generation_component,
+)
+from deploy.config import SETTING_PATHS, RunConfig
 from deploy.loading import load_document
 from deploy.preparation import model_folder, prepare_buffer, prepare_folder, run_spec
-from deploy.problems import ConfigError
-from services.buffer.client import Counters
+from deploy.problems import ConfigError, Problem
+from deploy.removal import remove_run_files
+from deploy.run_folder import FolderInUseError
+from services.buffer.client import GroupProgress, Snapshot
 from services.buffer.connection import connect
 from services.buffer.watch import BufferWatch, release_all_workers
 from services.control.components import Component
-from services.control.records import RunRecord, RunSpec
+from services.control.runs import BusyError, RunRecord, RunSpec
 from services.control.service import InvalidRunError
 from services.control.views import ProblemView
+from services.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +46,14 @@ class RunParts:
     """The parts of one run, in the order in which they are stopped."""
 
     def __init__(
-        self, config: RunConfig, redis: Redis, watch: BufferWatch, redis_url: str, *, claim: str | None = None
+        self,
+        config: RunConfig,
+        redis: Redis,
+        watch: BufferWatch,
+        redis_url: str,
+        serve_status: ServeStatus,
+        *,
+        claim: str | None = None,
     ) -> None:
         """claim: names this start of the run to its folder, which is to be made ready for it; None if that has been done."""
         self._config = config
@@ -43,12 +62,10 @@ class RunParts:
         self._watch = watch
         external = config.control.learner == "external"
         learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
-        self._components: tuple[Component, ...] = (
-            learner,
-            WorkerPool(config, redis_url, model_folder(config)),
-            generation_component(config, redis_url, model_folder(config)),
-            broker_component(config, redis_url),
-        )
+        self._workers = WorkerPool(config, redis_url, model_folder(config))
+        self._generation = generation_component(config, redis_url, model_folder(config), serve_status)
+        broker = broker_component(config, redis_url, serve_status)
+        self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)
 
     @property
     def components(self) -> Sequence[Component]:
@@ -62,6 +79,12 @@ class RunParts:
         await asyncio.to_thread(prepare_buffer, self._redis, self._config)
         await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
         await self._watch.set_paused(False)
+
+    async def steer(self, settings: Settings, *, paused: bool) -> None:
+        """See `RunMesh.steer`."""
+        await self._watch.set_paused(paused)
+        await self._workers.resize(settings.num_workers)
+        await self._generation.resize(settings.num_replicas)
 
     async def drain(self) -> None:
         """See `RunMesh.drain`."""
@@ -86,14 +109,14 @@ class Wiring:
         self._working_dir = working_dir
         self._redis = connect(redis_url)
         self._redis_url = redis_url
+        self._serve_status = ServeStatus()
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
         """The run that a YAML text or a tree describes. Raises `InvalidRunError`."""
         try:
             return run_spec(self.load(document))
         except ConfigError as error:
-            problems = [ProblemView(path=p.path, message=p.message, suggestion=p.suggestion) for p in error.problems]
-            raise InvalidRunError(problems) from error
+            raise InvalidRunError([_view(problem) for problem in error.problems]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
         """The configuration that a document describes, checked. Raises `ConfigError`."""
@@ -102,8 +125,50 @@ class Wiring:
     def build_mesh(self, record: RunRecord) -> RunParts:
         """The parts of a run."""
         config = RunConfig.model_validate_json(record.config)
-        return RunParts(config, self._redis, BufferWatch(self._async_redis, record.run_id), self._redis_url)
+        watch = BufferWatch(self._async_redis, record.run_id)
+        return RunParts(config, self._redis, watch, self._redis_url, self._serve_status)
 
-    async def counters(self, run_id: str) -> Counters:
-        """The ledger of a run."""
-        return await BufferWatch(self._async_redis, run_id).counters()
+    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        before = json.loads(record.config)
+        new = set(self._problems(_with_settings(before, values))) - set(self._problems(before))
+        if new:
+            raise InvalidRunError([_view(problem) for problem in sorted(new, key=str)])
+
+    def remove_files(self, record: RunRecord) -> list[str]:
+        """Remove what a run wrote into its folder. Raises `BusyError` if a command uses the folder."""
+        try:
+            return remove_run_files(Path(record.output_dir))
+        except FolderInUseError as error:
+            raise BusyError(str(error)) from error
+
+    def _problems(self, tree: dict[str, Any]) -> Sequence[Problem]:
+        try:
+            self.load(tree)
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    async def snapshot(self, run_id: str) -> Snapshot:
+        """The buffer of a run."""
+        return await BufferWatch(self._async_redis, run_id).snapshot()
+
+    async def groups(self, run_id: str) -> list[GroupProgress]:
+        """The groups of a run that are being played."""
+        return await BufferWatch(self._async_redis, run_id).groups()
+
+
+def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+    """A configuration with other settings in it."""
+    changed = copy.deepcopy(tree)
+    for name, value in values.items():
+        *parents, leaf = SETTING_PATHS[name].split(".")
+        node = changed
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = value
+    return changed
+
+
+def _view(problem: Problem) -> ProblemView:
+    return ProblemView(path=problem.path, message=problem.message, suggestion=problem.suggestion)

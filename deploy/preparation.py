@@ -14,7 +14,7 @@ from deploy.config import RunConfig
 from envs import registry
 from services.buffer.client import BufferLimits
 from services.buffer.watch import configure_buffer
-from services.control.records import RunSpec
+from services.control.runs import RunSpec
 from services.generation.config import app_name
 
 POLICY = "policy"
@@ -32,7 +32,9 @@ def run_spec(config: RunConfig) -> RunSpec:
         config=config.model_dump_json(),
         output_dir=str(config.output_dir.resolve()),
         max_steps=config.max_steps,
+        settings=config.settings,
         resume=bool(config.resume_from_checkpoint),
+        claims={"folder": str(config.output_dir.resolve()), "app": generation_app(config)},
     )
 
 

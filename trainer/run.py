@@ -11,6 +11,8 @@ from pydantic import ConfigDict, ValidationError
 from redis import Redis
 
 from services.buffer.config import BufferConfig
+from services.buffer.learner import ENDINGS
+from services.control.runs import RunState
 from services.errors import ControlError
 from services.generation.config import GenerationConfig
 from services.keys import RunKeys
@@ -46,13 +48,18 @@ class LearnerRunConfig(LearnerConfig):
     @property
     def settings(self) -> Settings:
         """What may be changed while the run goes on, as the configuration has it."""
-        return Settings(
-            num_workers=self.rollout.num_workers,
-            num_replicas=self.actor_infer.num_replicas,
-            learning_rate=self.actor_train.training_args.learning_rate,
-            temperature=self.temperature,
-            max_staleness=self.max_staleness,
-        )
+        return settings_of(self, self.rollout, self.actor_infer)
+
+
+def settings_of(learner: LearnerConfig, rollout: RolloutConfig, actor_infer: GenerationConfig) -> Settings:
+    """What of a configuration may be changed while the run goes on."""
+    return Settings(
+        num_workers=rollout.num_workers,
+        num_replicas=actor_infer.num_replicas,
+        learning_rate=learner.actor_train.training_args.learning_rate,
+        temperature=actor_infer.generating_args.temperature,
+        max_staleness=learner.max_staleness,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,19 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
         raise ControlError(f"run {run_id!r} has a configuration that this build can't read: {details}") from error
     folder = raw.get(b"output_dir", b"").decode() or str(config.output_dir)
     return LearnerRun(run_id, _lineage(raw, config), Path(folder).resolve(), config)
+
+
+def over(redis: Redis, run_id: str) -> RunState | None:
+    """How the run ended, or None while it goes on."""
+    state = cast(bytes | None, redis.hget(RunKeys(run_id).record, "state"))
+    known = RunState(state.decode()) if state else None
+    return known if known is not None and known.over else None
+
+
+def ends(redis: Redis, run_id: str) -> bool:
+    """Whether somebody wants the run to end, or it has."""
+    wanted = cast(bytes | None, redis.hget(RunKeys(run_id).record, "wanted"))
+    return wanted in ENDINGS or over(redis, run_id) is not None
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerConfig) -> str:

@@ -32,7 +32,7 @@ class ControlSettings:
 
     redis_url: str
     wiring: str
-    """`module:name` of a callable (redis, redis_url, working_dir) -> object with `validate`, `build_mesh` and `counters`."""
+    """`module:name` of a callable (redis, redis_url, working_dir) -> `services.control.service.Wiring` with `build_mesh`."""
     token: str | None = None
     reconcile_s: float = 0.5
     log_dir: Path | None = None
@@ -59,7 +59,7 @@ class ControlDeployment:
         wiring = import_object(settings.wiring)(redis, settings.redis_url, settings.working_dir)
         store = RunStore(redis)
         reconciler = Reconciler(store, wiring.build_mesh, reconcile_s=settings.reconcile_s)
-        service = ControlService(store, wiring.validate, wake=reconciler.wake, counters=wiring.counters)
+        service = ControlService(store, wiring, wake=reconciler.wake)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,13 +1,22 @@
 """What the command line asks of the control service, over HTTP."""
 
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
-from services.control.views import ErrorView, MetricsView, RunsView, RunView
+from services.control.event_views import MetricsView
+from services.control.sse import Message, messages
+from services.control.views import DeletedView, ErrorView, RunsView, RunView, WhyView
 from services.errors import ControlError, RetryableError
+
+JSON = {"Content-Type": "application/json"}
+RECONNECT_S = 1.0
+SILENT_S = 30.0
+"""A stream of events that says nothing for so long is broken; the service speaks three times as often."""
 
 
 class ControlRefusedError(ControlError):
@@ -53,12 +62,19 @@ class ControlClient:
 
     async def create(self, config: str) -> RunView:
         """Start the run that `config` (JSON) describes."""
-        headers = {"Content-Type": "application/json"}
-        return RunView.model_validate(await self._call("POST", "/runs", content=config, headers=headers))
+        return RunView.model_validate(await self._call("POST", "/runs", content=config, headers=JSON))
 
-    async def runs(self) -> list[RunView]:
-        """Every run, newest first."""
-        return RunsView.model_validate(await self._call("GET", "/runs")).runs
+    async def validate(self, config: str) -> None:
+        """See whether the run that `config` (JSON) describes could start."""
+        await self._call("POST", "/runs", content=config, headers=JSON, params={"dry_run": "true"})
+
+    async def runs(
+        self, *, states: Sequence[str] = (), name: str = "*", after: str | None = None, limit: int = 50
+    ) -> RunsView:
+        """Runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`."""
+        place = (("after", after),) if after else ()
+        params = (*(("state", state) for state in states), ("name", name), ("limit", str(limit)), *place)
+        return RunsView.model_validate(await self._call("GET", "/runs", params=params))
 
     async def show(self, run_id: str) -> RunView:
         """One run."""
@@ -69,22 +85,78 @@ class ControlClient:
         params = {"now": "true" if now else "false"}
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/stop", params=params))
 
+    async def pause(self, run_id: str) -> RunView:
+        """Begin no episode and no step until it is resumed."""
+        return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
+
+    async def resume(self, run_id: str) -> RunView:
+        """Let a paused run go on."""
+        return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
+
+    async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
+        """Change a run's settings; see `ChangeBody`."""
+        return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
+
+    async def why(self, run_id: str) -> WhyView:
+        """Who waits for whom."""
+        return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
+
+    async def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
+        """Forget a run that is over."""
+        params = {"files": "true" if files else "false"}
+        return DeletedView.model_validate(await self._call("DELETE", f"/runs/{run_id}", params=params))
+
     async def metrics(self, run_id: str, after: str = "0", limit: int = 1000) -> MetricsView:
         """Metric records that came after the id `after`."""
         params = {"after": after, "limit": str(limit)}
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
+
+    async def events(
+        self, run_id: str, *, kinds: Sequence[str] = (), from_start: bool = False, patience_s: float = 60.0
+    ) -> AsyncIterator[Message]:
+        """A run's events until it is over; a stream that breaks is taken up again where it broke.
+
+        patience_s: time for which the service may be gone before `RetryableError` is raised.
+        """
+        clock = asyncio.get_running_loop().time
+        heard_at, last_id = clock(), ""
+        params = (*(("kind", kind) for kind in kinds), ("from_start", "true" if from_start else "false"))
+        while True:
+            headers = {"Last-Event-ID": last_id} if last_id else {}
+            try:
+                async with self._http.stream(
+                    "GET", f"/runs/{run_id}/events", params=params, headers=headers, timeout=SILENT_S
+                ) as response:
+                    if response.status_code >= 400:
+                        await response.aread()
+                    _raise_for(response)
+                    async for message in messages(response.aiter_lines()):
+                        heard_at, last_id = clock(), message.id
+                        yield message
+                if (await self.show(run_id)).state.over:
+                    return
+            except (httpx.TransportError, RetryableError) as error:
+                if clock() > heard_at + patience_s:
+                    raise RetryableError(f"the control service can't be reached: {error!r}") from error
+                await asyncio.sleep(RECONNECT_S)
 
     async def _call(self, method: str, path: str, **kwargs: Any) -> Any:
         try:
             response = await self._http.request(method, path, **kwargs)
         except httpx.TransportError as error:
             raise RetryableError(f"the control service can't be reached: {error!r}") from error
-        if response.status_code >= 500:
-            raise RetryableError(f"the control service failed with {response.status_code}: {response.text[:200]}")
-        if response.status_code >= 400:
-            try:
-                body = ErrorView.model_validate_json(response.content)
-            except ValidationError as error:
-                raise RetryableError(f"not the control service: {response.status_code} {response.text[:80]}") from error
-            raise ControlRefusedError(response.status_code, body)
+        _raise_for(response)
         return response.json()
+
+
+def _raise_for(response: httpx.Response) -> None:
+    """Raise what an answer that is no success says; its body must have been read."""
+    if response.status_code < 400:
+        return
+    if response.status_code >= 500:
+        raise RetryableError(f"the control service failed with {response.status_code}: {response.text[:200]}")
+    try:
+        body = ErrorView.model_validate_json(response.content)
+    except ValidationError as error:
+        raise RetryableError(f"not the control service: {response.status_code} {response.text[:80]}") from error
+    raise ControlRefusedError(response.status_code, body)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from services.settings import Settings
+
 
 class Health(StrEnum):
     """How a component is."""
@@ -67,6 +69,11 @@ class RunMesh(Protocol):
 
     async def prepare(self) -> None:
         """Make what must be there before anything starts: the model folder, the buffer's limits."""
+        ...
+
+    async def steer(self, settings: Settings, *, paused: bool) -> None:
+        """Want as many workers and replicas as `settings` says, and let new episodes begin unless `paused`; what is right
+        already is left alone. `ensure` and `observe` go by it from then on."""
         ...
 
     async def drain(self) -> None:

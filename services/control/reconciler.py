@@ -3,7 +3,7 @@
 Level-triggered: each look reads the record and the components, and does the next thing that is missing; nothing is
 remembered between two looks but in Redis, so a control replica that comes back, or a second one, does the same.
 
-    preparing -> starting -> running -> draining -> finished | stopped | failed
+    preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
 """
 
 import asyncio
@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from services.control.components import Component, Health, Observation, RunMesh
-from services.control.records import Restarts, RunRecord, RunState, RunStore, UnknownRunError, Wanted
+from services.control.records import RunStore
+from services.control.runs import Restarts, RunRecord, RunState, UnknownRunError, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Reconciler:
         self._build_mesh = build_mesh
         self._reconcile_s = reconcile_s
         self._policy = policy or RestartPolicy()
-        self._meshes: dict[tuple[str, int], RunMesh] = {}
+        self._meshes: dict[tuple[str, float], RunMesh] = {}
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -81,7 +82,7 @@ class Reconciler:
         try:
             await self.look(run_id)
         except UnknownRunError:
-            return
+            self._forget(run_id)
         except Exception:
             # One look that failed is no reason to stop looking: the next one starts from what Redis says.
             logger.exception("could not look after run %s", run_id)
@@ -90,10 +91,10 @@ class Reconciler:
         """Do the next thing that the run needs, and say what it is then."""
         record = await self._store.load(run_id)
         if record.state.over:
-            self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] != run_id}
+            self._forget(run_id)
             return record.state
         mesh = self._mesh(record)
-        if record.wanted is not Wanted.RUNNING and record.state is not RunState.DRAINING:
+        if record.wanted.ends and record.state is not RunState.DRAINING:
             return await self._begin_draining(record, RunState.STOPPED)
         match record.state:
             case RunState.PREPARING:
@@ -103,8 +104,11 @@ class Reconciler:
             case _:
                 return await self._keep_up(record, mesh)
 
+    def _forget(self, run_id: str) -> None:
+        self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] != run_id}
+
     def _mesh(self, record: RunRecord) -> RunMesh:
-        key = (record.run_id, record.attempt)
+        key = (record.run_id, record.started_at)
         if key not in self._meshes:
             self._meshes[key] = self._build_mesh(record)
         return self._meshes[key]
@@ -122,6 +126,7 @@ class Reconciler:
 
     async def _keep_up(self, record: RunRecord, mesh: RunMesh) -> RunState:
         """Bring up what is missing, replace what died, and notice when all is done."""
+        await mesh.steer(await self._store.settings(record), paused=record.wanted is Wanted.PAUSED)
         seen = await self._observe(record, mesh.components)
         healths = {each.name: seen[each.name].health for each in mesh.components}
         if Health.DONE in healths.values():
@@ -130,10 +135,17 @@ class Reconciler:
             reason = await self._mend(record, component, seen[component.name])
             if reason:
                 return await self._begin_draining(record, RunState.FAILED, reason, seen[component.name].log)
-        if record.state is RunState.STARTING and all(health is Health.READY for health in healths.values()):
-            await self._store.update(record.run_id, state=RunState.RUNNING, running_at=self._store.clock())
-            return RunState.RUNNING
-        return record.state
+        if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
+            return record.state
+        return await self._runs(record)
+
+    async def _runs(self, record: RunRecord) -> RunState:
+        """Note that the run goes on, or that it pauses."""
+        state = RunState.PAUSED if record.wanted is Wanted.PAUSED else RunState.RUNNING
+        if state is not record.state:
+            first = {} if record.running_at else {"running_at": self._store.clock()}
+            await self._store.update(record.run_id, state=state, **first)
+        return state
 
     async def _mend(self, record: RunRecord, component: Component, seen: Observation) -> str:
         """Start `component` if it is not there; returns why that is hopeless, or nothing."""
@@ -167,7 +179,7 @@ class Reconciler:
         count = before.count + 1 if step <= before.step else 1
         restarts = Restarts(count, before.total + 1, self._store.clock(), seen.incident, step)
         logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, seen.detail, restarts.total)
-        await self._store.set_restarts(run_id, component, restarts)
+        await self._store.set_restarts(run_id, component, restarts, seen.detail)
         return restarts
 
     async def _observe(self, record: RunRecord, components: Sequence[Component]) -> dict[str, Observation]:

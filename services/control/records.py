@@ -1,137 +1,45 @@
-"""Run records: what a run should be and what it is, all of it in Redis.
+"""Run records, all of them in Redis.
 
 Invariants: only the API changes `wanted`, only the reconciler changes `state`; a run id names at most one run that is
-not over; whatever a control replica knows, the next one reads here.
+not over, and so does a thing that runs claim; whatever a control replica knows, the next one reads here.
 """
 
+import fnmatch
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import WatchError
 
 from services.control.components import Health, Observation
-from services.errors import ControlError
-from services.keys import RUNS, RunKeys
+from services.control.runs import (
+    BusyError,
+    LearnerReport,
+    PartReports,
+    Progress,
+    Restarts,
+    RunExistsError,
+    RunRecord,
+    RunSpec,
+    RunState,
+    RunStateError,
+    UnknownRunError,
+    Wanted,
+)
+from services.keys import RUNS, RunKeys, claims_key
+from services.settings import Change, Settings, decode_change, encode_change, settings_now
 from services.telemetry import MetricRecord, decode_record
+from services.weights.reports import decode_report
 
 ORPHANED_AFTER_S = 10.0
 """A run that no reconciler has looked at for so long runs nowhere."""
-
-
-OF_ONE_ATTEMPT = ("restarts", "components", "learner")
+OF_ONE_ATTEMPT = ("restarts", "components", "learner", "doing")
 """What is known of the processes that run a run; void when it is started again."""
-
-
-class Wanted(StrEnum):
-    """What a person wants of a run."""
-
-    RUNNING = "running"
-    STOPPED = "stopped"
-    """Drain, checkpoint, end; it may be resumed."""
-    KILLED = "killed"
-    """End now, without draining; it may be resumed from its last checkpoint."""
-
-
-class RunState(StrEnum):
-    """What a run is."""
-
-    PREPARING = "preparing"
-    STARTING = "starting"
-    RUNNING = "running"
-    DRAINING = "draining"
-    FINISHED = "finished"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-    @property
-    def over(self) -> bool:
-        return self in (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
-
-
-class RunExistsError(ControlError):
-    """A run of that name is going on."""
-
-
-class UnknownRunError(ControlError):
-    """There is no run of that name."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """A validated run, as much of it as the control service needs to know."""
-
-    run_id: str
-    config: str
-    """The whole configuration as JSON."""
-    output_dir: str
-    """Absolute."""
-    max_steps: int
-    resume: bool = False
-    """Go on with what an earlier run of this name left in Redis, instead of forgetting it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """A run as Redis holds it; times are Unix seconds, 0 where it has not come to that."""
-
-    run_id: str
-    config: str
-    output_dir: str
-    max_steps: int
-    wanted: Wanted = Wanted.RUNNING
-    state: RunState = RunState.PREPARING
-    outcome: RunState = RunState.FINISHED
-    """What it becomes when it has drained."""
-    error: str = ""
-    log: str = ""
-    """File that tells more about `error`."""
-    attempt: int = 1
-    """Times it was started: 1, and one more each time it was resumed."""
-    created_at: float = 0.0
-    started_at: float = 0.0
-    """Of this attempt."""
-    running_at: float = 0.0
-    draining_at: float = 0.0
-    ended_at: float = 0.0
-    beat: float = 0.0
-    """When a reconciler last looked."""
-
-    def encode(self) -> dict[str, str]:
-        return {name: str(value) for name, value in asdict(self).items()}
-
-    @classmethod
-    def decode(cls, raw: dict[bytes, bytes]) -> "RunRecord":
-        kinds = {"max_steps": int, "attempt": int, "wanted": Wanted, "state": RunState, "outcome": RunState}
-        values: dict[str, Any] = {}
-        for each in fields(cls):
-            if (text := raw.get(each.name.encode())) is not None:
-                kind = kinds.get(each.name, float if each.name.endswith("_at") or each.name == "beat" else str)
-                values[each.name] = kind(text.decode())
-        return cls(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class Restarts:
-    """How often a component has died without the run getting further in between."""
-
-    count: int = 0
-    total: int = 0
-    last_at: float = 0.0
-    incident: str = ""
-    step: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the published weights have come; -1 before version 0."""
-
-    version: int = -1
-    step: int = -1
+HISTORY_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,44 +52,69 @@ class RunStore:
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
         """Record a run that shall go on; creating the same run again changes nothing.
 
-        A run of that name that is over is forgotten, or resumed if `spec.resume` says so. takeover: treat one that is not
-        over as if nothing of it ran, because the caller knows so.
+        A run of that name that is over is forgotten, or resumed if `spec.resume` says so; a resumed one keeps its settings,
+        but for those that its configuration now has otherwise. takeover: treat one that is not over as if nothing of it
+        ran, because the caller knows so.
 
         Returns:
             the record, and whether this call made it.
 
         Raises:
             RunExistsError: a run of that name goes on with another configuration.
+            BusyError: another run that goes on claims the same.
         """
-        key = RunKeys(spec.run_id).record
+        keys, claimed = RunKeys(spec.run_id), [claims_key(kind) for kind in spec.claims]
         while True:
             async with self.redis.pipeline() as pipe:
-                await pipe.watch(key)
-                raw = cast(dict[bytes, bytes], await pipe.hgetall(key))  # pyright: ignore[reportGeneralTypeIssues]
+                await pipe.watch(keys.record, *claimed)
+                raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
                 old = RunRecord.decode(raw) if raw else None
-                if old and not old.state.over and not takeover and self.clock() - old.beat < ORPHANED_AFTER_S:
+                if old and not takeover and self._goes_on(old):
                     if old.config == spec.config:
                         return old, False
                     raise RunExistsError(
                         f"run {spec.run_id!r} is {old.state}: stop it first, or name this one otherwise"
                     )
+                await self._refuse_busy(spec)
                 record = self._new(spec, old if spec.resume else None)
                 stale = [] if spec.resume else await self._keys_of(spec.run_id)
                 pipe.multi()
                 if stale:
                     pipe.delete(*stale)
-                pipe.delete(key, *(RunKeys(spec.run_id).key(name) for name in OF_ONE_ATTEMPT))
-                pipe.hset(key, mapping=cast(dict[Any, Any], record.encode()))
+                pipe.delete(keys.record, *(keys.key(name) for name in OF_ONE_ATTEMPT))
+                pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
                 pipe.zadd(RUNS, {spec.run_id: record.created_at})
+                for kind, name in spec.claims.items():
+                    pipe.hset(claims_key(kind), name, spec.run_id)
+                if spec.resume and old and (values := _differences(old.settings, spec.settings)):
+                    pipe.rpush(keys.changes, encode_change(values, self.clock()))
+                self._note(pipe, spec.run_id, "created", {"attempt": record.attempt})
                 try:
                     await pipe.execute()
                 except WatchError:
                     continue
                 return record, True
 
+    async def _refuse_busy(self, spec: RunSpec) -> None:
+        for kind, name in spec.claims.items():
+            holder = await cast(Any, self.redis.hget(claims_key(kind), name))
+            if holder is None or holder.decode() == spec.run_id:
+                continue
+            raw = await cast(Any, self.redis.hgetall(RunKeys(holder.decode()).record))
+            if raw and self._goes_on(other := RunRecord.decode(raw)):
+                raise BusyError(
+                    f"{kind} {name!r} is in use by run {other.run_id!r}, which is {other.state}: "
+                    f"stop that one first, or take another {kind}"
+                )
+
+    def _goes_on(self, record: RunRecord) -> bool:
+        return not record.state.over and self.clock() - record.beat < ORPHANED_AFTER_S
+
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()
-        record = RunRecord(spec.run_id, spec.config, spec.output_dir, spec.max_steps, started_at=now, beat=now)
+        record = RunRecord(
+            spec.run_id, spec.config, spec.output_dir, spec.max_steps, spec.settings, started_at=now, beat=now
+        )
         if old is None:
             return replace(record, created_at=now)
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
@@ -197,24 +130,94 @@ class RunStore:
         """Every run, oldest first."""
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
+    async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
+        """(created at, id) of the runs whose id fits the glob `name`, newest first; those after the place `after`."""
+        rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)
+        places = [(float(score), member.decode()) for member, score in rows]
+        return [
+            place
+            for place in sorted(places, reverse=True)
+            if fnmatch.fnmatchcase(place[1], name) and (after is None or place < after)
+        ]
+
     async def want(self, run_id: str, wanted: Wanted) -> RunRecord:
-        """Say what a run should be; a run that is over stays over. Raises `UnknownRunError`."""
-        record = await self.load(run_id)
+        """Say what a run should be. Ending what is over or ends already changes nothing.
+
+        Raises:
+            UnknownRunError: there is no such run.
+            RunStateError: it is to pause or go on, and is over or ends.
+        """
+        key = RunKeys(run_id).record
+        while True:
+            async with self.redis.pipeline() as pipe:
+                await pipe.watch(key)
+                record = await self.load(run_id)
+                if not self._may_want(record, wanted):
+                    return record
+                pipe.multi()
+                pipe.hset(key, "wanted", wanted.value)
+                self._note(pipe, run_id, "wanted", {"wanted": wanted.value})
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    continue
+                return replace(record, wanted=wanted)
+
+    @staticmethod
+    def _may_want(record: RunRecord, wanted: Wanted) -> bool:
+        """Whether that is news. Raises `RunStateError`."""
+        if wanted.ends:
+            return not record.state.over and record.wanted not in (wanted, Wanted.KILLED)
+        verb = "pause" if wanted is Wanted.PAUSED else "go on"
         if record.state.over:
-            return record
-        await cast(Any, self.redis.hset(RunKeys(run_id).record, "wanted", wanted.value))
-        return replace(record, wanted=wanted)
+            raise RunStateError(f"run {record.run_id!r} is {record.state}: it can't {verb}")
+        if record.wanted.ends or record.state is RunState.DRAINING:
+            raise RunStateError(f"run {record.run_id!r} is ending: it can't {verb} any more")
+        return record.wanted is not wanted
+
+    async def change(self, run_id: str, values: Mapping[str, float]) -> Change:
+        """Ask for other settings. Raises `UnknownRunError`, or `RunStateError` for a run that is over or ends."""
+        record = await self.load(run_id)
+        if record.state.over or record.wanted.ends:
+            state = record.state if record.state.over else "ending"
+            raise RunStateError(f"run {run_id!r} is {state}: its settings can't change any more")
+        change = Change(dict(values), self.clock())
+        async with self.redis.pipeline() as pipe:
+            pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
+            self._note(pipe, run_id, "asked", {"values": change.values})
+            await pipe.execute()
+        return change
+
+    async def changes(self, run_id: str) -> list[Change]:
+        """Every change of the run's settings, in the order in which they were asked for."""
+        keys = RunKeys(run_id)
+        async with self.redis.pipeline() as pipe:
+            pipe.lrange(keys.changes, 0, -1)
+            pipe.hgetall(keys.adopted)
+            blobs, adopted = await pipe.execute()
+        steps = {int(place): int(step) for place, step in adopted.items()}
+        return [decode_change(blob, steps.get(place)) for place, blob in enumerate(blobs)]
+
+    async def settings(self, record: RunRecord) -> Settings:
+        """What holds now."""
+        return settings_now(record.settings, await self.changes(record.run_id))
 
     async def update(self, run_id: str, **changes: str | float) -> None:
         """Write some of a record's fields (the reconciler's)."""
         mapping = {name: str(value) for name, value in changes.items()}
-        await cast(Any, self.redis.hset(RunKeys(run_id).record, mapping=cast(dict[Any, Any], mapping)))
+        async with self.redis.pipeline() as pipe:
+            pipe.hset(RunKeys(run_id).record, mapping=cast(dict[Any, Any], mapping))
+            if "state" in changes:
+                told = {name: changes[name] for name in ("state", "error") if changes.get(name)}
+                self._note(pipe, run_id, "state", told)
+            await pipe.execute()
 
     async def delete(self, run_id: str) -> None:
-        """Forget a run whole: every key of it."""
-        keys = await self._keys_of(run_id)
-        if keys:
-            await self.redis.delete(*keys)
+        """Forget a run whole: every key of it. Raises `UnknownRunError`, or `RunStateError` for one that is not over."""
+        record = await self.load(run_id)
+        if not record.state.over:
+            raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
+        await self.redis.delete(*await self._keys_of(run_id))
         await self.redis.zrem(RUNS, run_id)
 
     async def progress(self, run_id: str) -> Progress:
@@ -227,9 +230,12 @@ class RunStore:
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
         return {name.decode(): Restarts(**json.loads(value)) for name, value in raw.items()}
 
-    async def set_restarts(self, run_id: str, component: str, restarts: Restarts) -> None:
-        """Keep how often a component has died."""
-        await cast(Any, self.redis.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts))))
+    async def set_restarts(self, run_id: str, component: str, restarts: Restarts, why: str) -> None:
+        """Keep how often a component has died, the last time of `why`."""
+        async with self.redis.pipeline() as pipe:
+            pipe.hset(RunKeys(run_id).key("restarts"), component, json.dumps(asdict(restarts)))
+            self._note(pipe, run_id, "died", {"component": component, "why": why, "restarts": restarts.total})
+            await pipe.execute()
 
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
         """Keep how the components were, for who asks; also says that a reconciler looks after the run."""
@@ -246,16 +252,44 @@ class RunStore:
         seen = {name.decode(): json.loads(value) for name, value in raw.items()}
         return {name: Observation(**{**tree, "health": Health(tree["health"])}) for name, tree in seen.items()}
 
-    async def phase(self, run_id: str) -> str:
-        """What the learner says that it is at, or nothing."""
-        phase = await cast(Any, self.redis.hget(RunKeys(run_id).record, "learner_phase"))
-        return phase.decode() if phase else ""
+    async def learner(self, run_id: str) -> LearnerReport:
+        """What the learner says of itself."""
+        names = ["learner_phase", "learner_doing", "learner_metrics"]
+        phase, doing, metrics = await cast(Any, self.redis.hmget(RunKeys(run_id).record, names))
+        return LearnerReport(
+            phase.decode() if phase else "",
+            json.loads(doing) if doing else {},
+            json.loads(metrics) if metrics else {},
+        )
 
-    async def newest_metrics(self, run_id: str, count: int) -> list[MetricRecord]:
-        """The last `count` metric records, newest first."""
-        entries = await self.redis.xrevrange(RunKeys(run_id).metrics, count=count)
+    async def reports(self, run_id: str) -> PartReports:
+        """What env workers and replicas said last, and whether a learner holds the run."""
+        keys = RunKeys(run_id)
+        async with self.redis.pipeline() as pipe:
+            pipe.hgetall(keys.doing)
+            pipe.hgetall(keys.served)
+            pipe.exists(keys.lease)
+            doing, served, leased = await pipe.execute()
+        workers = {name.decode(): json.loads(blob) for name, blob in doing.items()}
+        replicas = {name.decode(): decode_report(blob) for name, blob in served.items()}
+        return PartReports(workers, replicas, bool(leased))
+
+    async def metrics_since(self, run_id: str, at: float, count: int = 5000) -> list[MetricRecord]:
+        """Metric records that were appended after the Unix time `at`, oldest first."""
+        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000), count=count)
         return [decode_record(fields[b"r"]) for _, fields in entries]
+
+    @staticmethod
+    def _note(pipe: Pipeline, run_id: str, event: str, detail: Mapping[str, Any]) -> None:
+        """Add to the run's history."""
+        entry = {"e": event, "d": json.dumps(detail)}
+        pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=HISTORY_KEPT, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
         pattern = RunKeys(run_id).prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         return [key async for key in self.redis.scan_iter(match=pattern, count=1000)]
+
+
+def _differences(old: Settings, new: Settings) -> dict[str, float]:
+    before = asdict(old)
+    return {name: value for name, value in asdict(new).items() if value != before[name]}

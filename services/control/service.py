@@ -4,56 +4,61 @@ Invariant: a command changes what is wanted and wakes the reconciler; it never a
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from services.buffer.client import Counters
-from services.control.records import RunRecord, RunSpec, RunStore, UnknownRunError, Wanted
+from services.control.event_views import MetricsView, MetricView
+from services.control.overview import BufferReader, Overview
+from services.control.records import RunStore
+from services.control.runs import RunRecord, RunSpec, RunState, UnknownRunError, Wanted
 from services.control.views import (
-    CountersView,
-    MetricsView,
-    MetricView,
+    ChangeBody,
+    DeletedView,
     ProblemView,
+    RunsView,
     RunView,
-    component_views,
-    finite,
-    places,
+    WhyView,
 )
 from services.errors import ControlError
 from services.telemetry import AsyncRedisMetrics
 
-LEARNER = "learner"
-NEWEST_LOOKED_AT = 50
-"""Metric records searched, from the newest, for the learner's last one."""
-
 
 class InvalidRunError(ControlError):
-    """A run's configuration was refused."""
+    """A run's configuration, or a change of it, was refused."""
 
     def __init__(self, problems: Sequence[ProblemView]) -> None:
         self.problems = list(problems)
         super().__init__("; ".join(f"{problem.path}: {problem.message}" for problem in problems))
 
 
-Validator = Callable[[str | dict[str, Any]], RunSpec]
-"""A YAML text or a tree of plain values -> the run; raises `InvalidRunError` with every problem."""
+class InvalidPlaceError(ControlError):
+    """`after` names no place in the list of runs."""
+
+
+class Wiring(BufferReader, Protocol):
+    """What the control service asks of the project that it serves."""
+
+    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+        """The run that a YAML text or a tree of plain values describes. Raises `InvalidRunError` with every problem."""
+        ...
+
+    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        ...
+
+    def remove_files(self, record: RunRecord) -> list[str]:
+        """Remove what a run that is over has written into its folder; returns what is gone. Raises `BusyError`."""
+        ...
 
 
 class ControlService:
-    """What the REST API offers."""
+    """What the REST API offers. Every method that names a run raises `UnknownRunError` where there is none."""
 
-    def __init__(
-        self,
-        store: RunStore,
-        validate: Validator,
-        *,
-        wake: Callable[[], None],
-        counters: Callable[[str], Awaitable[Counters | None]],
-    ) -> None:
-        self._store = store
-        self._validate = validate
+    def __init__(self, store: RunStore, wiring: Wiring, *, wake: Callable[[], None]) -> None:
+        self.store = store
+        self._wiring = wiring
+        self._overview = Overview(store, wiring)
         self._wake = wake
-        self._counters = counters
 
     async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:
         """Start a run; returns it, and whether it is new. `dry_run` validates alone.
@@ -61,76 +66,100 @@ class ControlService:
         Raises:
             InvalidRunError: the configuration was refused.
             RunExistsError: a run of that name goes on with another configuration.
+            BusyError: another run has the use of something that it needs.
         """
         # In a thread: validation resets the run's envs once, which are the user's own code.
-        spec = await asyncio.to_thread(self._validate, document)
+        spec = await asyncio.to_thread(self._wiring.validate, document)
         if dry_run:
             return None, False
-        record, created = await self._store.create(spec)
+        record, created = await self.store.create(spec)
         self._wake()
-        return await self._view(record), created
+        return await self._overview.view(record), created
 
-    async def runs(self) -> list[RunView]:
-        """Every run, newest first."""
+    async def runs(self, *, states: Sequence[RunState], name: str, after: str | None, limit: int) -> RunsView:
+        """Runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`.
+
+        Raises:
+            InvalidPlaceError: `after` is not what an answer gave as `next`.
+        """
         views: list[RunView] = []
-        for run_id in reversed(await self._store.run_ids()):
+        place: tuple[float, str] | None = None
+        for place_of_run in await self.store.page(_place(after), name):
             try:
-                views.append(await self.view(run_id))
+                record = await self.store.load(place_of_run[1])
             except UnknownRunError:
                 continue
-        return views
+            if states and record.state not in states:
+                continue
+            if len(views) == limit:
+                return RunsView(runs=views, next=f"{place[0]!r}~{place[1]}" if place else None)
+            views.append(await self._overview.view(record))
+            place = place_of_run
+        return RunsView(runs=views)
 
     async def view(self, run_id: str) -> RunView:
-        """One run. Raises `UnknownRunError`."""
-        return await self._view(await self._store.load(run_id))
+        """One run."""
+        return await self._overview.view(await self.store.load(run_id))
 
-    async def stop(self, run_id: str, *, now: bool) -> RunView:
-        """Drain, checkpoint and end a run, or end it at once. Raises `UnknownRunError`."""
-        record = await self._store.want(run_id, Wanted.KILLED if now else Wanted.STOPPED)
+    async def want(self, run_id: str, wanted: Wanted) -> RunView:
+        """Stop, pause or resume a run. Raises `RunStateError` where that makes no sense any more."""
+        record = await self.store.want(run_id, wanted)
         self._wake()
-        return await self._view(record)
+        return await self._overview.view(record)
+
+    async def change(self, run_id: str, body: ChangeBody) -> RunView:
+        """Change a run's settings.
+
+        Raises:
+            InvalidRunError: they can't be so.
+            RunStateError: the run is over, or ends.
+        """
+        record = await self.store.load(run_id)
+        values = body.values()
+        if not values:
+            known = ", ".join(ChangeBody.model_fields)
+            raise InvalidRunError([ProblemView(path="", message=f"nothing to change: name at least one of {known}")])
+        if not record.state.over:
+            await asyncio.to_thread(self._wiring.validate_change, record, values)
+        await self.store.change(run_id, values)
+        self._wake()
+        return await self.view(run_id)
+
+    async def why(self, run_id: str) -> WhyView:
+        """Who waits for whom."""
+        return WhyView.of(run_id, await self._overview.why(await self.store.load(run_id)))
+
+    async def delete(self, run_id: str, *, files: bool) -> DeletedView:
+        """Forget a run that is over, and with `files` remove what it wrote.
+
+        Raises:
+            RunStateError: it is not over.
+            BusyError: its files are in use.
+        """
+        record = await self.store.load(run_id)
+        removed: list[str] = []
+        if files and record.state.over:
+            removed = await asyncio.to_thread(self._wiring.remove_files, record)
+        await self.store.delete(run_id)
+        return DeletedView(id=run_id, files=removed)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
-        """Metric records that came after the id `after`. Raises `UnknownRunError`."""
-        await self._store.load(run_id)
-        entries = await AsyncRedisMetrics(self._store.redis, run_id).read(after, count=limit)
+        """Metric records that came after the id `after`."""
+        await self.store.load(run_id)
+        entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
         records = [MetricView.of(entry_id, record) for entry_id, record in entries]
         return MetricsView(records=records, next=records[-1].id if records else after)
 
     async def healthy(self) -> bool:
         """Whether the state can be reached."""
-        return bool(await self._store.redis.ping())  # pyright: ignore[reportGeneralTypeIssues]
+        return bool(await self.store.redis.ping())  # pyright: ignore[reportGeneralTypeIssues]
 
-    async def _view(self, record: RunRecord) -> RunView:
-        run_id = record.run_id
-        progress = await self._store.progress(run_id)
-        seen = await self._store.observations(run_id)
-        counters = await self._counters(run_id)
-        return RunView(
-            id=run_id,
-            state=record.state,
-            wanted=record.wanted,
-            phase=await self._store.phase(run_id),
-            error=record.error,
-            log=record.log,
-            step=progress.step,
-            version=progress.version,
-            max_steps=record.max_steps,
-            attempt=record.attempt,
-            created_at=record.created_at,
-            started_at=record.started_at,
-            running_at=record.running_at,
-            ended_at=record.ended_at,
-            components=component_views(
-                {name: (each.health, each.detail) for name, each in seen.items()}, await self._store.restarts(run_id)
-            ),
-            counters=CountersView.of(counters) if counters else None,
-            metrics=await self._learner_metrics(run_id),
-            places=places(record),
-        )
 
-    async def _learner_metrics(self, run_id: str) -> dict[str, float | None]:
-        for record in await self._store.newest_metrics(run_id, NEWEST_LOOKED_AT):
-            if record.source == LEARNER:
-                return {name: finite(partial.value) for name, partial in record.values.items()}
-        return {}
+def _place(text: str | None) -> tuple[float, str] | None:
+    if text is None:
+        return None
+    at, _, run_id = text.partition("~")
+    try:
+        return float(at), run_id
+    except ValueError:
+        raise InvalidPlaceError(f"{text!r} is no place in the list: take `next` of the answer before") from None

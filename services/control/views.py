@@ -1,14 +1,16 @@
 """What the control service tells of a run: the bodies of REST answers."""
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.buffer.client import Counters
 from services.control.components import Health
-from services.control.records import Restarts, RunRecord, RunState, Wanted
-from services.telemetry import MetricRecord, Partial
+from services.control.runs import Restarts, RunRecord, RunState, Wanted
+from services.control.why import Link, sentence
+from services.settings import Change, Settings
 
 
 class View(BaseModel):
@@ -48,6 +50,79 @@ class CountersView(View):
         )
 
 
+class StalenessView(View):
+    """How many versions the groups of the newest step lagged behind."""
+
+    mean: float | None
+    max: float | None
+    bound: float
+    """`max_staleness` as it holds now."""
+
+
+class RatesView(View):
+    """Per second, over the last quarter of a minute."""
+
+    steps: float
+    trajectories: float
+    """Played, whether they are trained on or not."""
+    tokens_generated: float
+    tokens_trained: float
+
+
+class SettingsView(View):
+    """What may be changed while the run goes on, as it holds now."""
+
+    num_workers: int
+    """Env worker processes (`rollout.num_workers`)."""
+    num_replicas: int
+    """vLLM engines (`actor_infer.num_replicas`)."""
+    learning_rate: float
+    """Peak of the schedule (`actor_train.training_args.learning_rate`)."""
+    temperature: float
+    """Of groups that start now (`actor_infer.generating_args.temperature`)."""
+    max_staleness: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> "SettingsView":
+        return cls.model_validate(settings, from_attributes=True)
+
+
+class ChangeBody(BaseModel):
+    """Settings to change; what is left out stays."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    num_workers: int | None = Field(default=None, ge=1, le=4096)
+    """Env worker processes (`rollout.num_workers`): at once."""
+    num_replicas: int | None = Field(default=None, ge=1, le=4096)
+    """vLLM engines (`actor_infer.num_replicas`): at once; replicas that run are left alone."""
+    learning_rate: float | None = Field(default=None, ge=0)
+    """Peak of the learner's schedule (`actor_train.training_args.learning_rate`): from the next step on."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Of groups that start after the next step boundary (`actor_infer.generating_args.temperature`)."""
+    max_staleness: float | None = Field(default=None, ge=0)
+    """Versions that a consumed group may lag behind: from the next step on, at admission and at consumption."""
+
+    def values(self) -> dict[str, float]:
+        """What is to change."""
+        return self.model_dump(exclude_none=True)
+
+
+class ChangeView(View):
+    """A change of settings that somebody asked for."""
+
+    values: dict[str, float]
+    at: float
+    """Unix time at which it was asked for."""
+    from_step: int | None
+    """The optimizer batch (0-based) from which on it holds; null until the learner has come to a step boundary.
+    Numbers of workers and replicas hold at once."""
+
+    @classmethod
+    def of(cls, change: Change) -> "ChangeView":
+        return cls(values=change.values, at=change.at, from_step=change.step)
+
+
 class PlacesView(View):
     """Where things lie on the host that runs it."""
 
@@ -79,6 +154,11 @@ class RunView(View):
     ended_at: float
     components: dict[str, ComponentView] = Field(default_factory=dict[str, ComponentView])
     counters: CountersView | None = None
+    staleness: StalenessView | None = None
+    rates: RatesView | None = None
+    settings: SettingsView
+    changes: list[ChangeView] = Field(default_factory=list[ChangeView])
+    """Of the settings, in the order in which they were asked for."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
     """The learner's newest record."""
     places: PlacesView
@@ -88,54 +168,47 @@ class RunsView(View):
     """Several runs."""
 
     runs: list[RunView]
+    next: str | None = None
+    """Ask with `after` set to this for older ones; null when these were the last."""
 
 
-class PartialView(View):
-    """One metric as one process saw it; merge parts of one kind, never their values."""
+class LinkView(View):
+    """One part of a run, and what it waits for."""
 
-    kind: Literal["mean", "sum", "max", "min", "last"]
-    total: float | None
-    count: float
-    value: float | None
+    who: str
+    state: str
+    says: str
+    waits_for: str | None
+    since_s: float | None
+    detail: dict[str, Any]
+
+
+class WhyView(View):
+    """Who waits for whom."""
+
+    run: str
+    sentence: str
+    chain: list[LinkView]
+    """From the one who waits most to the one who keeps all waiting."""
 
     @classmethod
-    def of(cls, partial: Partial) -> "PartialView":
-        return cls(kind=partial.kind, total=finite(partial.total), count=partial.count, value=finite(partial.value))
-
-    def partial(self) -> Partial:
-        """The part that this shows."""
-        return Partial(self.kind, math.nan if self.total is None else self.total, self.count)
+    def of(cls, run_id: str, links: Sequence[Link]) -> "WhyView":
+        chain = [LinkView.model_validate(link, from_attributes=True) for link in links]
+        return cls(run=run_id, sentence=sentence(links), chain=chain)
 
 
-class MetricView(View):
-    """One metric record."""
+class DeletedView(View):
+    """What a deletion has removed."""
 
     id: str
-    source: str
-    step: int | None
-    labels: dict[str, str]
-    time: float
-    values: dict[str, PartialView]
-
-    @classmethod
-    def of(cls, entry_id: str, record: MetricRecord) -> "MetricView":
-        values = {name: PartialView.of(partial) for name, partial in record.values.items()}
-        return cls(
-            id=entry_id, source=record.source, step=record.step, labels=record.labels, time=record.time, values=values
-        )
-
-    def record(self) -> MetricRecord:
-        """The record that this shows; what JSON can't say (NaN) is NaN again."""
-        values = {name: each.partial() for name, each in self.values.items()}
-        return MetricRecord(self.source, values, self.step, self.labels, self.time)
+    files: list[str]
+    """Folders and files that are gone, where it was asked for."""
 
 
-class MetricsView(View):
-    """Metric records in the order in which they came."""
+class HealthView(View):
+    """The service lives and reaches its state."""
 
-    records: list[MetricView]
-    next: str
-    """Ask with `after` set to this for what comes next."""
+    status: Literal["ok"] = "ok"
 
 
 class ProblemView(View):

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 
 from services.control.components import Health, Observation
+from services.settings import Settings
+
+SETTINGS = Settings(num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0)
 
 
 @dataclass
@@ -50,6 +53,7 @@ class FakeMesh:
         default_factory=lambda: [FakeComponent("learner"), FakeComponent("env-workers"), FakeComponent("generation")]
     )
     prepared: int = 0
+    steered: list[tuple[Settings, bool]] = field(default_factory=list[tuple[Settings, bool]])
     drained: int = 0
     cleaned: int = 0
     prepare_error: Exception | None = None
@@ -58,6 +62,9 @@ class FakeMesh:
         if self.prepare_error:
             raise self.prepare_error
         self.prepared += 1
+
+    async def steer(self, settings: Settings, *, paused: bool) -> None:
+        self.steered.append((settings, paused))
 
     async def drain(self) -> None:
         self.drained += 1

@@ -1,71 +1,27 @@
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from redis.asyncio import Redis
 
-from services.buffer.client import Counters
-from services.control.api import MAX_BODY_BYTES, create_api
-from services.control.client import ControlClient, ControlRefusedError
+from services.control.bodies import MAX_BODY_BYTES
+from services.control.client import ControlRefusedError
 from services.control.components import Health, Observation
-from services.control.records import RunSpec, RunState, RunStore
-from services.control.service import ControlService, InvalidRunError
-from services.control.views import ProblemView
+from services.control.runs import RunState, Wanted
 from services.errors import RetryableError
+from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
-
-COUNTERS = Counters(10, 8, 5, {"stale": 1}, {"timeout": 1}, 3)
-YAML = {"Content-Type": "application/yaml"}
-
-
-def validate(document: str | dict[str, Any]) -> RunSpec:
-    """Stands in for `deploy`'s validation: any mapping with a name is a run."""
-    tree = json.loads(document) if isinstance(document, str) else document
-    if "exp_name" not in tree:
-        raise InvalidRunError([ProblemView(path="exp_nam", message="unknown key", suggestion="exp_name")])
-    return RunSpec(tree["exp_name"], json.dumps(tree), f"/runs/{tree['exp_name']}", 7)
-
-
-class Fixture:
-    """An API over an empty Redis."""
-
-    def __init__(self, redis: Redis, token: str | None) -> None:
-        self.store = RunStore(redis)
-        self.wakes = 0
-        service = ControlService(self.store, validate, wake=self.wake, counters=self.counters)
-        transport = httpx.ASGITransport(create_api(service, token=token), raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-        self.client = ControlClient("http://127.0.0.1", token=token, transport=transport)
-
-    def wake(self) -> None:
-        self.wakes += 1
-
-    async def counters(self, run_id: str) -> Counters | None:
-        return COUNTERS if run_id else None
-
-
-@asynccontextmanager
-async def fixture(redis_url: str, token: str | None = None) -> AsyncIterator[Fixture]:
-    async with Redis.from_url(redis_url) as redis:
-        made = Fixture(redis, token)
-        async with made.http, made.client:
-            yield made
+from tests.services.control.api_world import MOST_WORKERS, YAML, ApiWorld, api_world, code
 
 
 @pytest.fixture
-async def api(redis_url: str) -> AsyncIterator[Fixture]:
-    async with fixture(redis_url) as made:
+async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
+    async with api_world(redis_url) as made:
         yield made
 
 
-def code(response: httpx.Response) -> str:
-    return response.json()["error"]["code"]
-
-
-async def test_a_run_is_created_by_json_or_yaml_and_wakes_the_reconciler(api: Fixture):
+async def test_a_run_is_created_by_json_or_yaml_and_wakes_the_reconciler(api: ApiWorld):
     created = await api.http.post("/runs", json={"exp_name": "a"})
     assert created.status_code == 201
     assert created.json()["state"] == "preparing"
@@ -74,20 +30,29 @@ async def test_a_run_is_created_by_json_or_yaml_and_wakes_the_reconciler(api: Fi
     assert api.wakes == 2
 
 
-async def test_creating_the_same_run_twice_is_one_run(api: Fixture):
+async def test_creating_the_same_run_twice_is_one_run(api: ApiWorld):
     await api.http.post("/runs", json={"exp_name": "a"})
     assert (await api.http.post("/runs", json={"exp_name": "a"})).status_code == 200
     clash = await api.http.post("/runs", json={"exp_name": "a", "seed": 1})
     assert (clash.status_code, code(clash)) == (409, "run_exists")
 
 
-async def test_a_dry_run_validates_alone(api: Fixture):
-    assert (await api.http.post("/runs?dry_run=true", json={"exp_name": "a"})).status_code == 200
-    assert (await api.http.get("/runs")).json() == {"runs": []}
+async def test_a_folder_that_another_run_uses_is_refused_naming_it(api: ApiWorld):
+    await api.start("a", output_dir="/runs/x")
+    clash = await api.http.post("/runs", json={"exp_name": "b", "output_dir": "/runs/x"})
+    assert (clash.status_code, code(clash)) == (409, "busy")
+    assert "in use by run 'a', which is running" in clash.json()["error"]["message"]
+
+
+async def test_a_dry_run_validates_alone(api: ApiWorld):
+    valid = await api.http.post("/runs?dry_run=true", json={"exp_name": "a"})
+    assert (valid.status_code, valid.json()) == (200, None)
+    assert (await api.http.get("/runs")).json() == {"runs": [], "next": None}
     assert (await api.http.post("/runs?dry_run=true", json={})).status_code == 422
+    assert api.wakes == 0
 
 
-async def test_a_refused_configuration_names_the_key_and_the_nearest_one(api: Fixture):
+async def test_a_refused_configuration_names_the_key_and_the_nearest_one(api: ApiWorld):
     refused = await api.http.post("/runs", json={"exp_nam": "a"})
     assert refused.status_code == 422
     assert refused.json()["error"] == {
@@ -97,63 +62,115 @@ async def test_a_refused_configuration_names_the_key_and_the_nearest_one(api: Fi
     }
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/runs"), ("PATCH", "/runs/a")])
 @pytest.mark.parametrize(
     ("content", "kind", "status"),
     [
         (b"{}", "text/plain", 415),
         (b"{}", "", 415),
         (b"{", "application/json", 400),
+        (b"", "application/json", 400),
         (b"\xff\xfe", "application/json", 400),
-        (b"\xff\xfe", "application/yaml", 400),
         (b"[1]", "application/json", 400),
         (b"[" * 100_000, "application/json", 400),
+        (b'{"a": ' + b"9" * 5000 + b"}", "application/json", 400),
         (b" " * (MAX_BODY_BYTES + 1), "application/json", 413),
     ],
 )
-async def test_a_body_that_cannot_be_read_is_refused(api: Fixture, content: bytes, kind: str, status: int):
-    refused = await api.http.post("/runs", content=content, headers={"Content-Type": kind})
+async def test_a_body_that_cannot_be_read_is_refused(
+    api: ApiWorld, method: str, path: str, content: bytes, kind: str, status: int
+):
+    await api.start("a")
+    refused = await api.http.request(method, path, content=content, headers={"Content-Type": kind})
     assert refused.status_code == status
     assert refused.json()["error"]["message"]
+
+
+async def test_yaml_that_is_no_text_is_refused(api: ApiWorld):
+    refused = await api.http.post("/runs", content=b"\xff\xfe", headers=YAML)
+    assert (refused.status_code, code(refused)) == (400, "malformed")
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/runs/nobody", 404),
+        ("PATCH", "/runs/nobody", 404),
+        ("DELETE", "/runs/nobody", 404),
         ("POST", "/runs/nobody/stop", 404),
+        ("POST", "/runs/nobody/pause", 404),
+        ("POST", "/runs/nobody/resume", 404),
+        ("GET", "/runs/nobody/why", 404),
+        ("GET", "/runs/nobody/events", 404),
         ("GET", "/runs/nobody/metrics", 404),
         ("GET", "/runs/{x}", 422),
+        ("GET", "/runs/%00", 422),
         ("GET", "/runs/nobody/metrics?after=x", 422),
+        ("GET", "/runs/nobody/metrics?after=99999999999999999999", 422),
         ("GET", "/runs/nobody/metrics?limit=0", 422),
+        ("GET", "/runs/nobody/events?kind=gossip", 422),
+        ("GET", "/runs?state=happy", 422),
+        ("GET", "/runs?limit=0", 422),
+        ("GET", "/runs?limit=99999999999999999999999", 422),
+        ("GET", "/runs?after=x", 422),
         ("POST", "/runs/nobody/stop?now=perhaps", 422),
+        ("DELETE", "/runs/nobody?files=perhaps", 422),
         ("GET", "/nowhere", 404),
         ("PUT", "/runs", 405),
     ],
 )
-async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(api: Fixture, method: str, path: str, status: int):
-    answer = await api.http.request(method, path)
+async def test_bad_calls_are_answered_by_4xx_that_a_program_can_read(
+    api: ApiWorld, method: str, path: str, status: int
+):
+    body = {"json": {"temperature": 0.5}} if method == "PATCH" else {}
+    answer = await api.http.request(method, path, **body)
     assert answer.status_code == status
     assert code(answer)
 
 
-async def test_a_run_tells_its_state_counters_and_components(api: Fixture):
-    await api.client.create('{"exp_name": "a"}')
-    await api.store.update("a", state=RunState.RUNNING)
+async def test_a_run_tells_its_state_counters_and_components(api: ApiWorld):
+    await api.start("a")
     await api.store.set_observations("a", {"learner": Observation(Health.DEAD, "exit code 1")})
-    record = MetricRecord("learner", {"loss": mean([1.0, 2.0]), "kl": Partial("last", float("nan"))}, step=3)
-    await AsyncRedisMetrics(api.store.redis, "a").append(record)
+    redis: Any = api.redis
+    shown = {"loss": 1.5, "staleness": 0.25, "staleness_max": 1.0}
+    await redis.hset(RunKeys("a").record, mapping={"learner_phase": "training", "learner_metrics": json.dumps(shown)})
+    await redis.hset(RunKeys("a").progress, mapping={"version": 3, "step": 3})
+    metrics = AsyncRedisMetrics(api.redis, "a")
+    for source, name in (("rollout", "episodes"), ("generation", "tokens"), ("learner", "tokens_trained")):
+        await metrics.append(MetricRecord(source, {name: Partial("sum", 30.0)}, step=3))
     view = await api.client.show("a")
-    assert (view.state, view.step, view.max_steps) == (RunState.RUNNING, -1, 7)
+    assert (view.state, view.step, view.version, view.max_steps, view.phase) == (RunState.RUNNING, 3, 3, 7, "training")
     assert view.components["learner"].detail == "exit code 1"
-    assert view.counters
-    assert view.counters.dropped == {"stale": 1}
-    assert view.metrics == {"loss": 1.5, "kl": None}
+    assert view.counters is not None
+    assert view.counters.admitted == 0
+    assert view.staleness is not None
+    assert (view.staleness.mean, view.staleness.max, view.staleness.bound) == (0.25, 1.0, 1.0)
+    assert view.rates is not None
+    assert (view.rates.trajectories, view.rates.tokens_generated, view.rates.tokens_trained) == (2.0, 2.0, 2.0)
+    assert view.settings.learning_rate == 1e-3
+    assert view.metrics == shown
     assert view.places.output_dir == "/runs/a"
 
 
-async def test_metrics_are_read_on_from_where_one_stopped(api: Fixture):
-    await api.client.create('{"exp_name": "a"}')
-    metrics = AsyncRedisMetrics(api.store.redis, "a")
+async def test_runs_are_listed_by_state_and_name_a_page_at_a_time(api: ApiWorld):
+    for i in range(7):
+        await api.start(f"lake-{i}", RunState.FINISHED if i % 2 else RunState.RUNNING)
+    await api.start("sea")
+    found = await api.client.runs(states=["running"], name="lake-*")
+    assert [run.id for run in found.runs] == ["lake-6", "lake-4", "lake-2", "lake-0"]
+    assert found.next is None
+    pages, after = [], None
+    while True:
+        page = await api.client.runs(states=["running", "finished"], after=after, limit=3)
+        pages.append([run.id for run in page.runs])
+        if (after := page.next) is None:
+            break
+    assert pages == [["sea", "lake-6", "lake-5"], ["lake-4", "lake-3", "lake-2"], ["lake-1", "lake-0"]]
+
+
+async def test_metrics_are_read_on_from_where_one_stopped(api: ApiWorld):
+    await api.start("a")
+    metrics = AsyncRedisMetrics(api.redis, "a")
     for step in range(3):
         await metrics.append(MetricRecord("learner", {"loss": mean([step])}, step=step))
     first = await api.client.metrics("a", limit=2)
@@ -164,36 +181,144 @@ async def test_metrics_are_read_on_from_where_one_stopped(api: Fixture):
 
 
 @pytest.mark.parametrize(("now", "wanted"), [(False, "stopped"), (True, "killed")])
-async def test_stopping_says_what_is_wanted(api: Fixture, now: bool, wanted: str):
-    await api.client.create('{"exp_name": "a"}')
+async def test_stopping_says_what_is_wanted(api: ApiWorld, now: bool, wanted: str):
+    await api.start("a")
     assert (await api.client.stop("a", now=now)).wanted == wanted
     assert api.wakes == 2
 
 
-async def test_the_client_raises_what_the_service_refused(api: Fixture):
+async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiWorld):
+    await api.start("a", RunState.FINISHED)
+    assert (await api.client.stop("a")).wanted is Wanted.RUNNING
+
+
+async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
+    await api.start("a")
+    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
+    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
+    assert (await api.client.resume("a")).wanted is Wanted.RUNNING
+    await api.client.stop("a")
+    for command in (api.client.pause, api.client.resume):
+        with pytest.raises(ControlRefusedError, match="'a' is ending") as caught:
+            await command("a")
+        assert (caught.value.status, caught.value.error.error.code) == (409, "run_state")
+
+
+async def test_settings_change_counts_at_once_the_others_when_the_learner_has_adopted_them(api: ApiWorld):
+    await api.start("a")
+    view = await api.client.change("a", {"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2})
+    assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 1e-3, 1.0)
+    assert [(change.values, change.from_step) for change in view.changes] == [
+        ({"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2.0}, None)
+    ]
+    redis: Any = api.redis
+    await redis.hset(RunKeys("a").adopted, 0, 4)
+    view = await api.client.show("a")
+    assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 3e-4, 2.0)
+    assert view.changes[0].from_step == 4
+    assert api.wakes == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "message", "suggestion"),
+    [
+        ({"learning_rat": 1.0}, "learning_rat", "did you mean `learning_rate`", "learning_rate"),
+        ({"rollout.num_workers": 1}, "rollout.num_workers", "did you mean `num_workers`", "num_workers"),
+        ({"exp_name": "b"}, "exp_name", "can't be changed; these can: num_workers", None),
+        ({"temperature": "hot"}, "temperature", "valid number", None),
+        ({"temperature": 0}, "temperature", "greater than 0", None),
+        ({"num_workers": 1.5}, "num_workers", "valid integer", None),
+        ({"num_workers": True}, "num_workers", "valid integer", None),
+        ({"num_replicas": 0}, "num_replicas", "greater than or equal to 1", None),
+        ({"max_staleness": -1}, "max_staleness", "greater than or equal to 0", None),
+        ({"num_workers": MOST_WORKERS + 1}, "rollout.num_workers", "not enough CPUs", None),
+        ({}, "", "nothing to change: name at least one of num_workers", None),
+    ],
+)
+async def test_a_change_that_cannot_be_names_the_key(
+    api: ApiWorld, body: dict[str, object], path: str, message: str, suggestion: str | None
+):
+    await api.start("a")
+    refused = await api.http.patch("/runs/a", json=body)
+    assert refused.status_code == 422
+    (problem,) = refused.json()["error"]["problems"]
+    assert (problem["path"], problem["suggestion"]) == (path, suggestion)
+    assert message in problem["message"]
+    assert (await api.client.show("a")).changes == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_a_number_that_is_none_is_refused(api: ApiWorld, number: str):
+    await api.start("a")
+    content = f'{{"learning_rate": {number}}}'
+    refused = await api.http.patch("/runs/a", content=content, headers={"Content-Type": "application/json"})
+    assert refused.status_code == 422
+    assert refused.json()["error"]["problems"][0]["path"] == "learning_rate"
+
+
+async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiWorld):
+    await api.start("a", RunState.FAILED)
+    refused = await api.http.patch("/runs/a", json={"temperature": 0.5})
+    assert (refused.status_code, code(refused)) == (409, "run_state")
+
+
+async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiWorld, tmp_path: Path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    await api.start("a", output_dir=str(folder))
+    refused = await api.http.delete("/runs/a?files=true")
+    assert (refused.status_code, code(refused)) == (409, "run_state")
+    assert folder.exists()
+    await api.store.update("a", state=RunState.STOPPED)
+    assert (await api.client.delete("a")).files == []
+    assert folder.exists()
+    assert [key async for key in api.redis.scan_iter("offbeat:{a}*")] == []
+    await api.start("a", RunState.STOPPED, output_dir=str(folder))
+    assert (await api.client.delete("a", files=True)).files == [str(folder)]
+    assert not folder.exists()
+    with pytest.raises(ControlRefusedError, match="there is no run 'a'"):
+        await api.client.show("a")
+
+
+async def test_why_tells_a_chain_and_a_sentence(api: ApiWorld):
+    await api.start("a", RunState.PREPARING)
+    why = await api.client.why("a")
+    assert why.sentence == "The run makes its folder and its model ready."
+    assert [(link.who, link.state, link.waits_for) for link in why.chain] == [("run", "preparing", None)]
+
+
+async def test_the_client_raises_what_the_service_refused(api: ApiWorld):
     with pytest.raises(ControlRefusedError, match="there is no run 'a'") as caught:
         await api.client.show("a")
     assert caught.value.status == 404
 
 
 async def test_with_a_token_only_who_carries_it_is_answered(redis_url: str):
-    async with fixture(redis_url, token="secret") as api:
+    async with api_world(redis_url, token="secret") as api:
         for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
             refused = await api.http.get("/runs", headers=headers)
             assert (refused.status_code, code(refused)) == (401, "unauthorized")
-        assert (await api.http.get("/openapi.json")).status_code == 401
         assert (await api.http.get("/healthz")).status_code == 200
-        assert await api.client.runs() == []
+        assert (await api.client.runs()).runs == []
 
 
-@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
-async def test_without_a_token_a_web_page_cannot_call(api: Fixture, headers: dict[str, str]):
+async def test_the_documentation_needs_no_token_but_says_that_calls_do(redis_url: str):
+    async with api_world(redis_url, token="secret") as api:
+        assert (await api.http.get("/docs")).status_code == 200
+        document = (await api.http.get("/openapi.json")).json()
+        assert document["paths"]["/runs"]["get"]["security"] == [{"HTTPBearer": []}]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Host": "[::"}, {"Origin": "https://["}]
+)
+async def test_without_a_token_a_web_page_cannot_call(api: ApiWorld, headers: dict[str, str]):
     refused = await api.http.post("/runs", json={"exp_name": "a"}, headers=headers)
     assert (refused.status_code, code(refused)) == (403, "forbidden")
 
 
 async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
-    async with fixture("redis://127.0.0.1:1/0") as api:
+    async with api_world("redis://127.0.0.1:1/0") as api:
         answer = await api.http.get("/runs")
         assert (answer.status_code, code(answer)) == (503, "state_unreachable")
         assert (await api.http.get("/healthz")).status_code == 503
@@ -201,10 +326,43 @@ async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
             await api.client.runs()
 
 
-async def test_an_unexpected_failure_tells_no_traceback(api: Fixture):
-    await api.client.create('{"exp_name": "a"}')
+async def test_an_unexpected_failure_tells_no_traceback(api: ApiWorld):
+    await api.start("a")
     await api.store.update("a", state="nonsense")
     answer = await api.http.get("/runs/a")
     assert (answer.status_code, code(answer)) == (500, "internal")
     assert "Traceback" not in answer.text
     assert "nonsense" not in answer.text
+
+
+async def test_the_documentation_names_every_route_and_what_it_may_answer(api: ApiWorld):
+    document = (await api.http.get("/openapi.json")).json()
+    routes = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    assert routes == {
+        ("POST", "/runs"),
+        ("GET", "/runs"),
+        ("GET", "/runs/{run_id}"),
+        ("PATCH", "/runs/{run_id}"),
+        ("DELETE", "/runs/{run_id}"),
+        ("POST", "/runs/{run_id}/stop"),
+        ("POST", "/runs/{run_id}/pause"),
+        ("POST", "/runs/{run_id}/resume"),
+        ("GET", "/runs/{run_id}/why"),
+        ("GET", "/runs/{run_id}/metrics"),
+        ("GET", "/runs/{run_id}/events"),
+        ("GET", "/healthz"),
+    }
+    create = document["paths"]["/runs"]["post"]
+    assert set(create["responses"]) >= {"200", "201", "400", "401", "403", "409", "413", "415", "422", "503"}
+    assert set(create["requestBody"]["content"]) == {"application/yaml", "application/json"}
+    patch = document["paths"]["/runs/{run_id}"]["patch"]
+    assert set(patch["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {
+        *("num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness")
+    }
+    assert "text/event-stream" in document["paths"]["/runs/{run_id}/events"]["get"]["responses"]["200"]["content"]
+    for path, item in document["paths"].items():
+        for method, route in item.items():
+            refusal = route["responses"].get("422")
+            if refusal:
+                schema = refusal["content"]["application/json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/ErrorView"}, (method, path)

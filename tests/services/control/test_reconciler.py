@@ -1,17 +1,19 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
 
 from services.control.components import Health
 from services.control.reconciler import Reconciler, RestartPolicy
-from services.control.records import RunSpec, RunState, RunStore, Wanted
+from services.control.records import RunStore
+from services.control.runs import RunSpec, RunState, Wanted
 from services.keys import RunKeys
-from tests.services.control.control_fakes import FakeClock, FakeMesh
+from tests.services.control.control_fakes import SETTINGS, FakeClock, FakeMesh
 from tests.waiting import wait_until
 
-SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3)
+SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
 
 
 @pytest.fixture
@@ -201,6 +203,51 @@ async def test_stopping_now_works_from_any_state(reconciler: Reconciler, mesh: F
     assert all(component.health is Health.ABSENT for component in mesh.components)
 
 
+async def test_a_paused_run_keeps_all_its_processes_and_goes_on_when_it_is_resumed(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
+):
+    await look_until(reconciler, RunState.RUNNING)
+    running_at = (await store.load("lake")).running_at
+    await store.want("lake", Wanted.PAUSED)
+    assert await reconciler.look("lake") is RunState.PAUSED
+    assert mesh.steered[-1] == (SETTINGS, True)
+    mesh["env-workers"].die()
+    assert await reconciler.look("lake") is RunState.PAUSED
+    assert mesh["env-workers"].health is Health.READY, "what dies meanwhile is replaced"
+    clock.now += 10
+    await store.want("lake", Wanted.RUNNING)
+    assert await reconciler.look("lake") is RunState.RUNNING
+    assert mesh.steered[-1] == (SETTINGS, False)
+    assert (await store.load("lake")).running_at == running_at
+    assert [component.stops for component in mesh.components] == [[], [], []]
+
+
+async def test_a_run_paused_before_it_runs_comes_up_paused(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
+    await store.want("lake", Wanted.PAUSED)
+    assert await reconciler.look("lake") is RunState.STARTING
+    assert await reconciler.look("lake") is RunState.PAUSED
+    assert {paused for _, paused in mesh.steered} == {True}
+
+
+async def test_a_paused_run_can_be_stopped(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
+    await store.want("lake", Wanted.PAUSED)
+    await look_until(reconciler, RunState.PAUSED)
+    await store.want("lake", Wanted.STOPPED)
+    await look_until(reconciler, RunState.STOPPED)
+
+
+async def test_numbers_of_processes_are_taken_as_soon_as_they_are_asked_for(
+    reconciler: Reconciler, mesh: FakeMesh, store: RunStore
+):
+    await look_until(reconciler, RunState.RUNNING)
+    await store.change("lake", {"num_workers": 3, "learning_rate": 0.5})
+    await reconciler.look("lake")
+    assert mesh.steered[-1] == (replace(SETTINGS, num_workers=3), False)
+    successor = Reconciler(store, lambda _: mesh)
+    await successor.look("lake")
+    assert mesh.steered[-1][0].num_workers == 3
+
+
 async def test_a_new_control_replica_goes_on_where_the_old_one_died(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
@@ -230,7 +277,7 @@ async def test_the_loop_looks_after_every_run_and_at_once_when_woken(redis: Redi
     meshes = {"a": FakeMesh(), "b": FakeMesh()}
     store = RunStore(redis)
     for run_id in meshes:
-        await store.create(RunSpec(run_id, "{}", f"/tmp/{run_id}", 1))
+        await store.create(RunSpec(run_id, "{}", f"/tmp/{run_id}", 1, SETTINGS))
     reconciler = Reconciler(store, lambda record: meshes[record.run_id], reconcile_s=0.05)
     task = asyncio.create_task(reconciler.run())
 

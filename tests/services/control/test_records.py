@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -5,20 +6,21 @@ import pytest
 from redis.asyncio import Redis
 
 from services.control.components import Health, Observation
-from services.control.records import (
-    ORPHANED_AFTER_S,
+from services.control.records import ORPHANED_AFTER_S, RunStore
+from services.control.runs import (
+    BusyError,
     RunExistsError,
     RunRecord,
     RunSpec,
     RunState,
-    RunStore,
+    RunStateError,
     UnknownRunError,
     Wanted,
 )
 from services.keys import RunKeys
-from tests.services.control.control_fakes import FakeClock
+from tests.services.control.control_fakes import SETTINGS, FakeClock
 
-SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3)
+SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
 OTHER = replace(SPEC, config='{"max_steps": 4}', max_steps=4)
 
 
@@ -46,6 +48,7 @@ def test_every_field_survives_redis():
         "{}",
         "/x",
         7,
+        SETTINGS,
         Wanted.KILLED,
         RunState.DRAINING,
         RunState.FAILED,
@@ -130,8 +133,72 @@ async def test_an_unknown_run_is_named(store: RunStore):
 async def test_a_deleted_run_leaves_no_key(store: RunStore):
     await store.create(SPEC)
     await store.set_observations("lake", {"learner": Observation(Health.READY)})
+    with pytest.raises(RunStateError, match="stop it first"):
+        await store.delete("lake")
+    await store.update("lake", state=RunState.FAILED)
     await store.delete("lake")
     assert await store.redis.keys("*") == []
+
+
+async def test_what_a_run_claims_no_other_may_use_until_it_is_over(store: RunStore):
+    claims = {"folder": "/x", "app": "generation"}
+    await store.create(replace(SPEC, claims=claims))
+    other = replace(SPEC, run_id="other", claims={"app": "generation"})
+    with pytest.raises(BusyError, match="app 'generation' is in use by run 'lake', which is preparing"):
+        await store.create(other)
+    await store.create(replace(SPEC, run_id="third", claims={"app": "another"}))
+    await store.update("lake", state=RunState.FINISHED)
+    await store.create(other)
+    with pytest.raises(BusyError, match="'other'"):
+        await store.create(replace(OTHER, claims=claims))
+
+
+async def test_of_two_runs_that_claim_the_same_at_once_one_gets_it(store: RunStore):
+    specs = [replace(SPEC, run_id=f"run{i}", claims={"folder": "/x"}) for i in range(8)]
+    results = await asyncio.gather(*(store.create(spec) for spec in specs), return_exceptions=True)
+    assert sum(isinstance(result, tuple) for result in results) == 1
+    assert all(isinstance(result, tuple | BusyError) for result in results)
+
+
+async def test_a_run_that_ends_or_is_over_neither_pauses_nor_goes_on_nor_changes(store: RunStore):
+    await store.create(SPEC)
+    await store.want("lake", Wanted.PAUSED)
+    assert (await store.want("lake", Wanted.RUNNING)).wanted is Wanted.RUNNING
+    await store.want("lake", Wanted.STOPPED)
+    for wanted in (Wanted.PAUSED, Wanted.RUNNING):
+        with pytest.raises(RunStateError, match="'lake' is ending"):
+            await store.want("lake", wanted)
+    with pytest.raises(RunStateError, match="'lake' is ending"):
+        await store.change("lake", {"temperature": 0.5})
+    await store.want("lake", Wanted.KILLED)
+    assert (await store.want("lake", Wanted.STOPPED)).wanted is Wanted.KILLED
+    await store.update("lake", state=RunState.STOPPED)
+    with pytest.raises(RunStateError, match="'lake' is stopped: it can't pause"):
+        await store.want("lake", Wanted.PAUSED)
+
+
+async def test_a_resumed_run_keeps_changed_settings_but_for_those_that_its_configuration_now_has_otherwise(
+    store: RunStore,
+):
+    await store.create(SPEC)
+    await store.change("lake", {"num_workers": 4})
+    await store.change("lake", {"num_replicas": 3})
+    await store.update("lake", state=RunState.STOPPED)
+    settings = replace(SETTINGS, num_replicas=2)
+    record, _ = await store.create(replace(OTHER, settings=settings, resume=True))
+    assert await store.settings(record) == replace(SETTINGS, num_workers=4, num_replicas=2)
+    record, _ = await store.create(replace(OTHER, settings=settings), takeover=True)
+    assert await store.settings(record) == settings
+
+
+async def test_history_tells_what_was_commanded_and_what_became_of_it(store: RunStore):
+    await store.create(SPEC)
+    await store.want("lake", Wanted.PAUSED)
+    await store.want("lake", Wanted.PAUSED)
+    await store.update("lake", state=RunState.PAUSED)
+    await store.change("lake", {"temperature": 0.5})
+    entries = await store.redis.xrange(RunKeys("lake").history)
+    assert [fields[b"e"] for _, fields in entries] == [b"created", b"wanted", b"state", b"asked"]
 
 
 async def test_observations_come_back(store: RunStore):

@@ -1,0 +1,95 @@
+"""The API over a real Redis and a real buffer, without a mesh behind it."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis.asyncio import Redis
+
+from services.buffer.client import GroupProgress, Snapshot
+from services.buffer.watch import BufferWatch
+from services.control.api import create_api
+from services.control.client import ControlClient
+from services.control.records import RunStore
+from services.control.runs import RunRecord, RunSpec, RunState
+from services.control.service import ControlService, InvalidRunError
+from services.control.views import ProblemView
+from tests.services.control.control_fakes import SETTINGS
+
+MOST_WORKERS = 8
+YAML = {"Content-Type": "application/yaml"}
+
+
+class FakeWiring:
+    """Stands in for `deploy`'s validation: any mapping with a name is a run. The buffer is the real one."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+        try:
+            tree = json.loads(document) if isinstance(document, str) else document
+        except ValueError as error:
+            raise InvalidRunError([ProblemView(path="", message=str(error))]) from error
+        if not isinstance(tree, dict) or not isinstance(tree.get("exp_name"), str):
+            raise InvalidRunError([ProblemView(path="exp_nam", message="unknown key", suggestion="exp_name")])
+        name = tree["exp_name"]
+        folder = tree.get("output_dir", f"/runs/{name}")
+        return RunSpec(name, json.dumps(tree), folder, 7, SETTINGS, claims={"folder": folder})
+
+    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        del record
+        if values.get("num_workers", 0) > MOST_WORKERS:
+            raise InvalidRunError([ProblemView(path="rollout.num_workers", message="there are not enough CPUs")])
+
+    def remove_files(self, record: RunRecord) -> list[str]:
+        shutil.rmtree(Path(record.output_dir))
+        return [record.output_dir]
+
+    async def snapshot(self, run_id: str) -> Snapshot:
+        return await BufferWatch(self._redis, run_id).snapshot()
+
+    async def groups(self, run_id: str) -> list[GroupProgress]:
+        return await BufferWatch(self._redis, run_id).groups()
+
+
+class ApiWorld:
+    """An API, a client of it, and the store behind it."""
+
+    def __init__(self, redis: Redis, token: str | None) -> None:
+        self.redis = redis
+        self.store = RunStore(redis)
+        self.wakes = 0
+        service = ControlService(self.store, FakeWiring(redis), wake=self.wake)
+        self.api = create_api(service, token=token)
+        transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        self.client = ControlClient("http://127.0.0.1", token=token, transport=transport)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    async def start(self, run_id: str, state: RunState = RunState.RUNNING, **keys: object) -> None:
+        """A run that has come so far."""
+        await self.client.create(json.dumps({"exp_name": run_id, **keys}))
+        await self.store.update(run_id, state=state)
+
+    async def record(self, run_id: str) -> RunRecord:
+        return replace(await self.store.load(run_id))
+
+
+@asynccontextmanager
+async def api_world(redis_url: str, token: str | None = None) -> AsyncIterator[ApiWorld]:
+    async with Redis.from_url(redis_url) as redis:
+        made = ApiWorld(redis, token)
+        async with made.http, made.client:
+            yield made
+
+
+def code(response: httpx.Response) -> str:
+    return response.json()["error"]["code"]
