@@ -103,19 +103,20 @@ class PolicyTrainer:
             if self._has_companions:
                 self._keep_start()
         self._build_companions()
-        self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
         """See `Trainer.load`. Raises RuntimeError or OSError if the folder is of another model or set-up."""
         self._build_companions()
+        self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
         if self._critic is not None:
             self._critic.load(folder / "state" / "critic")
-        states = load_file(self._rng_file(folder))
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
+        if self._rng_file(folder).is_file():  # there is none for a rank that the checkpoint's writer did not have
+            states = load_file(self._rng_file(folder))
+            torch.set_rng_state(states["cpu"])
+            if "cuda" in states and torch.cuda.is_available():
+                torch.cuda.set_rng_state(states["cuda"])
         self._batches.kl.coef = kl_coef
 
     def steer(self, learning_rate: float) -> None:
