@@ -196,6 +196,43 @@ def bench_weights(
     _run("weights", weights.run, options, json)
 
 
+@bench_app.command("peer")
+def bench_peer(
+    settings: Annotated[str, typer.Option(metavar="LIST", help="Of a, b and c, with commas.")] = "a,b,c",
+    seeds: Annotated[str, typer.Option(metavar="LIST", help="Of the runs, with commas.")] = "1,2,3",
+    sides: Annotated[str, typer.Option(metavar="LIST", help="Who is run or read: offbeat, trl.")] = "offbeat,trl",
+    steps: Annotated[int | None, typer.Option(min=8, help="Of each run. Default: the setting's own.")] = None,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Holds the runs; those that are there are not measured again.")
+    ] = Path("runs/bench-peer"),
+    venv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="TRL's own, made if absent. Default: in the user's cache.")
+    ] = None,
+    smollm2: Annotated[Path, typer.Option(metavar="DIR", help="The model of setting c.")] = Path("models/smollm2"),
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Success over wall time, as PNG.")] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="TRL's turns wait for the whole batch, as in its examples.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Against TRL's GRPOTrainer: the same policy, maps, seeds and algorithm; success over wall time, trajectories/s.
+
+    a: tiny policy, instant env. b: env steps take 0.1 s on average, with a heavy tail. c: SmolLM2-135M.
+    """
+    from deploy.bench.peer import comparison, options
+
+    try:
+        chosen = options.parse(
+            settings=settings, seeds=seeds, sides=sides, steps=steps, folder=folder, venv=venv, smollm2=smollm2,
+            plot=plot, together=together, fresh=fresh,
+        )  # fmt: skip
+        _run("peer", comparison.run, chosen, json)
+    except options.PeerError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
     """Run a benchmark and keep its result."""
     from deploy.bench.outcome import write_json

@@ -1,0 +1,95 @@
+"""Running one side: TRL in its venv, Offbeat by its own command, snapshots' evaluation in TRL's venv for both."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy.bench.peer.guest import job as jobs
+from deploy.bench.peer.options import SideError
+from deploy.config import RunConfig
+from deploy.loading import dump_yaml
+
+ROOT = Path(__file__).parents[3]
+"""Where the packages `deploy` and `envs` lie."""
+GUEST = "deploy.bench.peer.guest"
+BIG = str(1 << 32)
+
+
+def guest_environment(folder: Path, threads: int) -> dict[str, str]:
+    """Environment of a process in TRL's venv: our packages by links, so that no other package of ours is seen, and memory
+    that glibc keeps instead of returning it to the kernel between steps."""
+    links = folder / "path"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in ("deploy", "envs"):
+        if not (links / name).exists():
+            (links / name).symlink_to(ROOT / name)
+    return {
+        **os.environ,
+        "PYTHONPATH": str(links.resolve()),
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "MALLOC_MMAP_THRESHOLD_": BIG,
+        "MALLOC_TRIM_THRESHOLD_": BIG,
+        "MALLOC_TOP_PAD_": str(1 << 26),
+    }
+
+
+def run_trl(python: Path, job: jobs.TrainJob, folder: Path, timeout_s: float) -> None:
+    """Train with TRL."""
+    jobs.write(folder / "job.json", job)
+    command = [str(python), "-m", f"{GUEST}.train", str((folder / "job.json").resolve())]
+    _run(command, folder / "trl.log", timeout_s, guest_environment(folder, job.threads))
+
+
+def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float) -> list[float]:
+    """Success of each of the job's folders."""
+    jobs.write(folder / "evaluate.json", job)
+    command = [str(python), "-m", f"{GUEST}.evaluate", str((folder / "evaluate.json").resolve())]
+    _run(command, folder / "evaluate.log", timeout_s, guest_environment(folder, job.threads))
+    return json.loads(Path(job.output).read_text(encoding="utf-8"))
+
+
+def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
+    """`offbeat train`, the real command."""
+    _offbeat("deploy.cli", ["train"], config, folder / "offbeat.log", timeout_s)
+
+
+def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
+    """Warm-start a policy into `out`."""
+    _offbeat("deploy.bench.peer.policy", [], config, out.with_suffix(".log"), timeout_s, str(out))
+
+
+def _offbeat(module: str, words: list[str], config: RunConfig, log: Path, timeout_s: float, *rest: str) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = log.with_suffix(".yaml")
+    file.write_text(dump_yaml(config), encoding="utf-8")
+    _run([sys.executable, "-m", module, *words, str(file), *rest], log, timeout_s, dict(os.environ))
+
+
+def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str]) -> None:
+    """Run to the end; one that takes too long is interrupted, and killed if it does not listen.
+
+    Raises:
+        SideError: it failed or took too long.
+    """
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise SideError(f"not done in {timeout_s:g} s: {' '.join(command[1:4])}\nRead {log}") from None
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(20.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    if code:
+        raise SideError(f"{' '.join(command[1:4])} ended with {code}\nRead {log}")
