@@ -5,21 +5,28 @@ Invariants: a run's relative paths start from one folder, whoever sent it; a run
 it, not against the host of the control service.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
+from ray import serve
 from redis.asyncio import Redis as AsyncRedis
 
 from deploy.config import RunConfig
 from deploy.loading import load_document
 from deploy.mesh import RunParts, Wiring
+from deploy.offers import choose_app
 from deploy.problems import ConfigError, Problem
 from deploy.warden import keep_warden
 from services.buffer.watch import BufferWatch
-from services.control.records import RunRecord
+from services.control.runs import RunRecord, RunState
+from services.control.service import InvalidRunError
+from services.control.views import ProblemView
+from services.generation.config import app_name
+from services.generation.tenancy import APP, Offer, read_offers
+from services.keys import RunKeys, claims_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,32 @@ class ClusterWiring(Wiring):
         """See `Wiring.load`."""
         cluster = Cluster.of_ray()
         config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
-        problems = list(cluster_problems(config, cluster, self._redis_url))
+        app, problems = choose_app(config, self._deployed_offers(), lambda app: self._is_free(app, config.exp_name))
+        problems += cluster_problems(config, cluster, self._redis_url)
         if problems:
             raise ConfigError(problems)
-        return config
+        infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
+        return config.model_copy(update={"actor_infer": infer})
+
+    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """See `Wiring.validate_change`."""
+        app = RunConfig.model_validate_json(record.config).actor_infer.app
+        if "num_replicas" in values and app not in (None, app_name(record.run_id)):
+            message = f"the run samples from {app} of the deploy file: change num_replicas there, and `serve deploy` it"
+            raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
+        super().validate_change(record, values)
+
+    def _deployed_offers(self) -> dict[str, Offer]:
+        deployed = serve.status().applications
+        return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
+
+    def _is_free(self, app: str, run_id: str) -> bool:
+        """Whether no other run that goes on has claimed the application."""
+        holder = cast(bytes | None, self._redis.hget(claims_key(APP), app))
+        if holder is None or holder.decode() == run_id:
+            return True
+        state = cast(bytes | None, self._redis.hget(RunKeys(holder.decode()).record, "state"))
+        return state is None or RunState(state.decode()).over
 
     def build_mesh(self, record: RunRecord) -> RunParts:
         """See `Wiring.build_mesh`; nobody else has made room for the run."""

@@ -19,6 +19,7 @@ from deploy.claiming import claim_folder
 from deploy.components import (
     ExternalLearner,
     ManagedLearner,
+    ServeApp,
     ServeStatus,
     WorkerPool,
     broker_component,
@@ -26,10 +27,11 @@ from deploy.components import (
 )
 from deploy.config import SETTING_PATHS, RunConfig
 from deploy.loading import load_document
-from deploy.preparation import model_folder, prepare_buffer, prepare_folder, run_spec
+from deploy.preparation import generation_app, model_folder, prepare_buffer, prepare_folder, run_spec
 from deploy.problems import ConfigError, Problem
 from deploy.removal import remove_run_files
 from deploy.run_folder import FolderInUseError
+from deploy.shared_generation import SharedGeneration
 from services.buffer.client import GroupProgress, Snapshot
 from services.buffer.connection import connect
 from services.buffer.watch import BufferWatch, release_all_workers
@@ -37,6 +39,7 @@ from services.control.components import Component
 from services.control.runs import BusyError, RunRecord, RunSpec
 from services.control.service import InvalidRunError
 from services.control.views import ProblemView
+from services.generation.config import app_name
 from services.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -63,7 +66,7 @@ class RunParts:
         external = config.control.learner == "external"
         learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
         self._workers = WorkerPool(config, redis_url, model_folder(config))
-        self._generation = generation_component(config, redis_url, model_folder(config), serve_status)
+        self._generation = _generation(config, redis, redis_url, serve_status)
         broker = broker_component(config, redis_url, serve_status)
         self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)
 
@@ -98,6 +101,13 @@ class RunParts:
             if isinstance(component, ManagedLearner):
                 await component.forget()
         await asyncio.to_thread(cleanup, self._config.exp_name, self._config.weights, self._config.output_dir)
+
+
+def _generation(config: RunConfig, redis: Redis, redis_url: str, status: ServeStatus) -> ServeApp | SharedGeneration:
+    app = generation_app(config)
+    if app != app_name(config.exp_name):
+        return SharedGeneration(config.exp_name, app, redis, status)
+    return generation_component(config, redis_url, model_folder(config), status)
 
 
 class Wiring:

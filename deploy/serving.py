@@ -7,15 +7,20 @@ import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, JsonValue, ValidationError
 from ray.serve import Application
 
+from deploy.config import RunConfig
+from deploy.loading import compose_tree, validate_tree
+from deploy.preparation import LOGS, model_folder, prepare_folder
 from deploy.problems import ConfigError, Problem, problems_of
 from envs.config import Config
 from services.buffer import app as redis_app
 from services.buffer.config import RedisConfig
 from services.control import app as control_app
+from services.generation import app as generation_app
 
+CONFIGS = Path(__file__).parent / "configs"
 CONTROL_WIRING = "deploy.cluster:ClusterWiring"
 
 T = TypeVar("T", bound=Config)
@@ -29,6 +34,18 @@ class RedisArguments(Config):
     folder: Path
     """Holds the append-only file: deploying on it again goes on where the last one was."""
     appendfsync: Literal["everysec", "always"] = "everysec"
+
+
+class GenerationArguments(Config):
+    """`args` of a generation application that serves whichever run claims it."""
+
+    redis_url: str
+    folder: Path
+    """Takes logs, and the tiny policy's files where `pretrain` is `tiny`."""
+    run: str | None = None
+    """A run's YAML, or the name of one in `deploy/configs`: the application is made for runs like this one."""
+    config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Keys of a run that hold instead of those of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
 
 class ControlArguments(Config):
@@ -49,6 +66,25 @@ def redis(args: dict[str, Any]) -> Application:
     arguments = arguments_of(RedisArguments, args)
     config = RedisConfig(appendfsync=arguments.appendfsync)
     return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, arguments.folder.resolve(), config))
+
+
+def generation(args: dict[str, Any]) -> Application:
+    """Engines with a model of their own, for one run after another."""
+    arguments = arguments_of(GenerationArguments, args)
+    folder = arguments.folder.resolve()
+    config = _run_like(arguments).model_copy(update={"output_dir": folder})
+    prepare_folder(config)
+    settings = generation_app.ReplicaSettings(
+        tenant=None,
+        config=config.actor_infer,
+        transport=config.weights.transport,
+        model=model_folder(config).resolve(),
+        sequence_length=config.sequence_length,
+        redis_url=arguments.redis_url,
+        log_dir=folder / LOGS,
+        seed=config.seed,
+    )
+    return generation_app.deploy(settings)
 
 
 def control(args: dict[str, Any]) -> Application:
@@ -76,6 +112,19 @@ def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
         return kind.model_validate_json(json.dumps(args))
     except ValidationError as error:
         raise ConfigError(problems_of(error, kind)) from None
+
+
+def _run_like(arguments: GenerationArguments) -> RunConfig:
+    """The configuration of a run that the application is made for."""
+    from omegaconf import OmegaConf
+
+    tree: dict[str, Any] = {"custom_envs": {}}
+    if arguments.run is not None:
+        named = CONFIGS / arguments.run
+        tree = compose_tree(Path(arguments.run) if Path(arguments.run).is_file() or not named.is_file() else named)
+    merged = OmegaConf.to_container(OmegaConf.merge(tree, arguments.config))
+    assert isinstance(merged, dict)
+    return validate_tree({str(key): value for key, value in merged.items()})
 
 
 def _token(path: Path | None) -> str | None:

@@ -9,10 +9,12 @@ import asyncio
 import logging
 import threading
 import time
+from typing import cast
 
 import ray
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.util import list_named_actors
 
 from deploy import names
 from services.telemetry import configure_logging
@@ -75,7 +77,7 @@ def serve_is_up() -> bool:
 
 def our_actors() -> list[str]:
     """Names of all living actors of ours."""
-    everywhere = ray.util.list_named_actors(all_namespaces=True)
+    everywhere = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
     return [actor["name"] for actor in everywhere if actor["namespace"] == names.NAMESPACE]
 
 

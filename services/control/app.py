@@ -6,6 +6,7 @@ of come in by import string.
 
 import asyncio
 import importlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,15 +16,20 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 
 from services.buffer.connection import connect_async
 from services.control.api import create_api
-from services.control.reconciler import Reconciler
+from services.control.config import ControlTuning
+from services.control.guard import LOOPBACK_NAMES
+from services.control.reconciler import Reconciler, RestartPolicy
 from services.control.records import RunStore
 from services.control.service import ControlService
+from services.errors import ControlError
 from services.telemetry import configure_logging
 
 DEPLOYMENT = "control"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +58,23 @@ class ControlDeployment:
     def __init__(self, settings: ControlSettings) -> None:
         configure_logging(DEPLOYMENT, settings.log_dir)
         self._settings = settings
+        self._reconciler: Reconciler | None = None
+        if settings.token is None:
+            _refuse_other_hosts()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve once the service runs, and when a changed file is deployed: nothing is started anew."""
+        tuning = ControlTuning.model_validate_json(json.dumps(user_config))
+        assert self._reconciler is not None
+        policy = RestartPolicy(max_restarts=tuning.max_restarts, drain_timeout_s=tuning.drain_timeout_s)
+        self._reconciler.tune(reconcile_s=tuning.reconcile_s, policy=policy)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
         redis = connect_async(settings.redis_url)
         wiring = import_object(settings.wiring)(redis, settings.redis_url, settings.working_dir)
         store = RunStore(redis)
-        reconciler = Reconciler(store, wiring.build_mesh, reconcile_s=settings.reconcile_s)
+        self._reconciler = reconciler = Reconciler(store, wiring.build_mesh, reconcile_s=settings.reconcile_s)
         service = ControlService(store, wiring, wake=reconciler.wake)
 
         @asynccontextmanager
@@ -72,6 +88,17 @@ class ControlDeployment:
                 await redis.aclose()
 
         return create_api(service, token=settings.token, lifespan=lifespan)
+
+
+def _refuse_other_hosts() -> None:
+    """Raises `ControlError` if other machines reach Serve's proxies, and so an API without a token."""
+    client = _get_global_client()
+    host = client.http_config.host if client else LOOPBACK
+    if host and host not in LOOPBACK_NAMES:
+        raise ControlError(
+            f"http_options.host is {host}, which other machines reach: give the control application a token_file, "
+            f"or take {LOOPBACK}"
+        )
 
 
 def build(settings: ControlSettings) -> Application:

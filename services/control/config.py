@@ -20,3 +20,14 @@ class ControlConfig(Config):
     """`managed`: the mesh starts the learner and replaces a dead one; `external`: it waits for `offbeat learner attach`."""
     reconcile_s: float = Field(default=0.5, gt=0)
     """Seconds between two looks at what runs and what should."""
+
+
+class ControlTuning(Config):
+    """What may be changed under a control service that runs (`user_config` of its deployment)."""
+
+    reconcile_s: float = Field(default=0.5, gt=0)
+    """Seconds between two looks at what runs and what should."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Deaths of a part without progress between them before its run is failed."""
+    drain_timeout_s: float = Field(default=60.0, gt=0)
+    """A graceful stop that takes longer goes on as one without grace."""

@@ -55,6 +55,11 @@ class Reconciler:
         self._meshes: dict[tuple[str, float], RunMesh] = {}
         self._wake = asyncio.Event()
 
+    def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
+        """From the next look on, go by these."""
+        self._reconcile_s = reconcile_s
+        self._policy = policy
+
     def wake(self) -> None:
         """Look now rather than at the next turn."""
         self._wake.set()
