@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithm_config import TURN_WISE, AlgorithmConfig
 from trainer.algorithms.gae import generalized_advantages
 from trainer.algorithms.gigpo import group_in_group
 from trainer.algorithms.maxrl import mean_normalized
@@ -190,6 +190,8 @@ def whitened_rewards(rewards: Tensor) -> Tensor:
 
 def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
     """[M]: where rewards are compared, each episode's on its trajectory's last token; else each turn's on the turn's."""
+    if config.adv_estimator in TURN_WISE:  # these rate turns by `Batch.score`
+        return batch.turn_reward
     if config.reward_method == "identity" and config.adv_estimator not in BASELINE_OF:
         return _clip(config, batch.turn_reward)
     rewards = torch.zeros(batch.num_sampled)

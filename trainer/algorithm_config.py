@@ -257,7 +257,7 @@ class AlgorithmConfig(ConditionalConfig):
     @property
     def compares_siblings(self) -> bool:
         """Whether a group whose members all did equally well says nothing."""
-        of_group = self.mean_over == "group" and self.reward_normalization.grouping == "traj_group_id"
+        of_group = self.mean_over == "group" and self.reward_normalization.grouping in ("traj_group_id", "state")
         return self.adv_estimator in BASELINES or of_group
 
     @property

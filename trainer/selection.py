@@ -35,21 +35,27 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
             return False
     if config.group_filter_cls is not None and not _filter(config.group_filter_cls)(group):
         return False
-    return not config.compares_siblings or has_signal(torch.tensor(rewards)) or _turns_differ(group, config)
+    if not config.compares_siblings:
+        return True
+    if config.adv_estimator == "step_reinforce":
+        return _turns_differ(group, config, by_state=config.reward_normalization.grouping == "state")
+    of_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0
+    of_episodes = config.adv_estimator != "gigpo" or config.episode_reward_weight > 0
+    return (of_episodes and has_signal(torch.tensor(rewards))) or (
+        of_turns and _turns_differ(group, config, by_state=True)
+    )
 
 
-def _turns_differ(group: Group, config: AlgorithmConfig) -> bool:
-    """Whether GiGPO can compare turns of the group though its episodes did equally well."""
-    if config.adv_estimator != "gigpo" or not config.step_reward_weight:
-        return False
-    states: dict[str, set[float]] = {}
+def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
+    """Whether turns that are compared, those at the same state or all of the group, have different returns."""
+    returns: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         value = 0.0
         for turn in reversed(trajectory.turns):
             value = turn.reward + config.step_reward_gamma * value
-            if turn.state_hash:
-                states.setdefault(turn.state_hash, set()).add(round(value, 6))
-    return any(len(values) > 1 for values in states.values())
+            if turn.state_hash or not by_state:
+                returns.setdefault(turn.state_hash if by_state else "", []).append(value)
+    return any(has_signal(torch.tensor(values)) for values in returns.values())
 
 
 @lru_cache(maxsize=8)

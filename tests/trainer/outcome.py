@@ -1,0 +1,108 @@
+"""What a configuration makes of one rich batch: the advantages, weights, losses and gradients that it would train with."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.schema import Group, StopReason, Trajectory
+from tests.trainer.trajectories import group, trajectory
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithms.normalization import RunningMoments
+from trainer.batch import Batch, pack
+from trainer.objective import critic_loss, policy_loss
+from trainer.selection import carries_signal, most_varied
+from trainer.shaping import shaped
+from trainer.targets import Targets, prepare
+
+VERSION = 4
+
+
+def rich_groups() -> list[Group]:
+    """Five groups of two tags: ragged lengths, several turns and versions, shared states, one group of equal rewards, one of
+    a single episode, episodes that were cut short or badly formed."""
+    groups: list[Group] = []
+    for n, size in enumerate((4, 3, 4, 1, 3)):
+        members = [_member(n, i) for i in range(size)]
+        groups.append(group(n, *members, tag=f"tag{n % 2}"))
+    equal = [trajectory(i, [(2, 2 + i, 0.0), (1, 1, 0.5)], base=900 + 20 * i, tag="tag0") for i in range(3)]
+    return [*groups, group(5, *equal, tag="tag0")]
+
+
+def _member(number: int, index: int) -> Trajectory:
+    rewards = [0.2 * ((3 * number + index) % 3), 0.0, float((index + number) % 2)]
+    turns = 1 + (index + number) % 3
+    steps = [(2, 1 + (index + 2 * k) % 4, rewards[k] + (0.1 * index if k == turns - 1 else 0.0)) for k in range(turns)]
+    made = trajectory(index, steps, base=150 * number + 30 * index, tag=f"tag{number % 2}", versions=(1, 4, 3))
+    states = [replace(turn, state_hash=f"s{min(k, 1)}") for k, turn in enumerate(made.turns)]
+    stop = StopReason.MAX_LENGTH if index == 2 else StopReason.TERMINATED
+    return replace(
+        made, turns=tuple(states), stop_reason=stop, metrics={"action_is_valid": 1 - 0.25 * index, "odd": 0.5}
+    )
+
+
+def by_token(batch: Batch, scale: float, phase: float) -> Tensor:
+    """[M]: numbers that depend on the token alone, so that they do not depend on the order."""
+    return scale * torch.cos(batch.tokens[batch.positions].float() + phase)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one batch: its targets, the policy's loss and the gradients with respect to logprobs and entropies."""
+
+    batch: Batch
+    targets: Targets
+    loss: Tensor
+    gradient: Tensor
+    entropy_gradient: Tensor
+    critic_gradient: Tensor | None
+    gauges: dict[str, float]
+
+    def numbers(self) -> Tensor:
+        """Everything that is trained with, as one vector."""
+        parts = [self.targets.advantages, self.targets.weights, self.loss[None], self.gradient, self.entropy_gradient]
+        if self.critic_gradient is not None:
+            parts.append(self.critic_gradient)
+        return torch.cat(parts)
+
+
+def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
+    """What `prepare` is given of other models."""
+    running = RunningMoments()
+    running.update("tag0", torch.tensor([0.0, 1.0, 3.0]))
+    running.update("tag1", torch.tensor([-1.0, 0.5]))
+    old = batch.behavior_logprobs + by_token(batch, 0.3, 1.0)
+    return {
+        "kl_coef": config.init_kl_coef,
+        "old_logprobs": old if config.old_logprobs == "recompute" else None,
+        "ref_logprobs": batch.behavior_logprobs + by_token(batch, 0.5, 2.0) if config.needs_reference else None,
+        "values": by_token(batch, 0.4, 3.0) if config.adv_estimator == "gae" else None,
+        "version": VERSION,
+        "running": running,
+    }
+
+
+def outcome(config: AlgorithmConfig, groups: list[Group] | None = None) -> Outcome:
+    """Train on `rich_groups`, or on those given, as far as numbers go."""
+    chosen = [each for each in (groups or rich_groups()) if carries_signal(each, config)]
+    batch = pack(most_varied(shaped(chosen, config), config.variance_filter_ratio))
+    targets = prepare(batch, config, **inputs_of(batch, config))
+    logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
+    entropy = (1.0 + by_token(batch, 0.5, 4.0)).requires_grad_()
+    loss, gauges = policy_loss(config, logprobs, entropy, targets)
+    gradient, of_entropy = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)
+    of_critic = None
+    if config.adv_estimator == "gae":
+        values = by_token(batch, 0.6, 5.0).requires_grad_()
+        (of_critic,) = torch.autograd.grad(critic_loss(config, values, targets)[0], values)
+    unused = torch.zeros_like(entropy)
+    return Outcome(
+        batch,
+        targets,
+        loss.detach(),
+        gradient,
+        unused if of_entropy is None else of_entropy,
+        of_critic,
+        {name: gauge.value for name, gauge in gauges.items()},
+    )

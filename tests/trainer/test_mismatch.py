@@ -1,0 +1,96 @@
+"""Corrections as configured, against a loop over turns and sequences; what they say of themselves."""
+
+import math
+
+import pytest
+import torch
+
+from tests.trainer.outcome import by_token, inputs_of, outcome, rich_groups
+from trainer.algorithm_config import AlgorithmConfig
+from trainer.batch import pack
+from trainer.correction_config import ImportanceWeight, MismatchFilter, TrainInferCorrection
+from trainer.mismatch import correct
+from trainer.targets import prepare
+
+UNITS = ["token", "turn", "geometric", "sequence"]
+
+
+def units_of(batch, unit: str) -> list[list[int]]:
+    """Places of the tokens that are judged together."""
+    keys = {"token": range(batch.num_sampled), "turn": batch.turn.tolist()}.get(unit, batch.sequence.tolist())
+    found: dict[int, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_outside_either_bound_are_dropped_whole(unit: str):
+    config = AlgorithmConfig(old_logprobs="recompute")
+    batch = pack(rich_groups())
+    targets = prepare(batch, config, **inputs_of(batch, config))
+    bounds = {"ratio_low": 0.9, "ratio_high": 1.15}, {"diff_low": -0.1, "diff_high": 0.08}, {"binary_kl_high": 0.015}
+    for bound in bounds:
+        correction = TrainInferCorrection(filters=(MismatchFilter(agg_type=unit, **bound),))
+        kept = correct(correction, targets.old_logprobs, targets).kept
+        assert kept is not None
+        for places in units_of(batch, unit):
+            new, old = targets.old_logprobs[places].double(), targets.behavior_logprobs[places].double()
+            p, q = new.exp(), old.exp()
+            match list(bound):
+                case ["ratio_low", "ratio_high"]:
+                    values, low, high = new - old, math.log(0.9), math.log(1.15)
+                case ["diff_low", "diff_high"]:
+                    values, low, high = p - q, -0.1, 0.08
+                case _:
+                    forward = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+                    backward = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+                    values, low, high = torch.maximum(forward, backward), -1.0, 0.015
+            judged = float(values.sum() if unit == "sequence" else values.mean())
+            assert kept[places].tolist() == [low <= judged <= high] * len(places)
+        assert int(kept.sum()) < len(kept)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_weights_are_the_units_ratio_within_bounds(unit: str):
+    config = AlgorithmConfig(old_logprobs="recompute")
+    batch = pack(rich_groups())
+    targets = prepare(batch, config, **inputs_of(batch, config))
+    bounds = ImportanceWeight(weight_type=unit, lower_bound=0.9, upper_bound=1.1)
+    got = correct(TrainInferCorrection(is_weight=bounds), targets.old_logprobs, targets)
+    assert got.weight is not None
+    for places in units_of(batch, unit):
+        gap = (targets.old_logprobs - targets.behavior_logprobs)[places]
+        ratio = math.exp(float(gap.sum() if unit == "sequence" else gap.mean()))
+        assert got.weight[places].tolist() == pytest.approx([min(max(ratio, 0.9), 1.1)] * len(places), rel=1e-5)
+
+
+def test_dropped_tokens_keep_their_share_of_the_denominator_and_their_entropy():
+    plain, filtered = AlgorithmConfig(entropy_loss_coef=0.1), MismatchFilter(ratio_high=1.1)
+    corrected = AlgorithmConfig(entropy_loss_coef=0.1, train_infer_correction=TrainInferCorrection(filters=(filtered,)))
+    one, two = outcome(plain), outcome(corrected)
+    gone = by_token(one.batch, 0.4, 0.0).exp() > 1.1
+    expected = one.gradient.masked_fill(gone, 0.0)
+    torch.testing.assert_close(two.gradient, expected)
+    assert torch.equal(one.entropy_gradient, two.entropy_gradient)
+    up = one.targets.advantages > 0
+    assert two.gauges["actor/maskfrac"] == pytest.approx(float(gone.float().mean()))
+    assert two.gauges["actor/maskfrac_up"] == pytest.approx(float(gone[up].float().mean()))
+
+
+def test_the_gauges_of_weights_say_their_mean_and_how_many_were_cut():
+    weight = TrainInferCorrection(is_weight=ImportanceWeight(upper_bound=1.1))
+    got = outcome(AlgorithmConfig(old_logprobs="recompute", train_infer_correction=weight))
+    ratio = (got.targets.old_logprobs - got.targets.behavior_logprobs).exp()
+    assert got.gauges["actor/correction_weight"] == pytest.approx(float(ratio.clamp(max=1.1).mean()), rel=1e-5)
+    assert got.gauges["actor/correction_clipfrac"] == pytest.approx(float((ratio > 1.1).float().mean()))
+
+
+def test_the_proximal_policy_is_guessed_from_versions():
+    got = outcome(AlgorithmConfig(old_logprobs="loglinear"))
+    age = 4 - got.batch.versions
+    moved = by_token(got.batch, 0.4, 0.0)
+    ratio = (moved * (1 - age / (age + 1.0))).exp()
+    weight = got.targets.weights * -got.targets.advantages
+    low, high = (ratio < 0.8) & (weight > 0), (ratio > 1.2) & (weight < 0)
+    torch.testing.assert_close(got.gradient, (weight * ratio).masked_fill(low | high, 0.0))
