@@ -9,6 +9,7 @@ import typer
 
 from deploy.bench.command import bench_app
 from deploy.envs_command import env_app
+from deploy.rest.command import runs_app
 
 EXIT_CONFIG = 2
 """The configuration was refused; nothing was started."""
@@ -27,6 +28,7 @@ app.add_typer(learner_app, name="learner")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 app.add_typer(env_app, name="env")
+app.add_typer(runs_app, name="runs")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -72,13 +74,32 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
 
 @learner_app.command("attach")
 def learner_attach(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False)],
-    redis: Annotated[str, typer.Option(metavar="URL", envvar="OFFBEAT_REDIS", help="The Redis that holds the run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="OFFBEAT_REDIS",
+            help="The Redis that holds the run.",
+            show_default="that of RUN's folder",
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Data-parallel processes.", show_default="actor_train.num_processes"),
+    ] = None,
 ) -> None:
-    """Train a run from here: take its lease when it is free, read its buffer, publish its weights."""
-    from trainer.cli import attach
+    """Train a run from here: take its lease when it is free, read its buffer, publish its weights.
 
-    raise typer.Exit(attach(run, redis))
+    Ctrl-C finishes the running step, saves a checkpoint and gives the lease back; the same command goes on from there.
+    """
+    from deploy.learner_command import UnknownRedisError, attach_learner
+
+    try:
+        attach_learner(run, redis, nproc)
+    except UnknownRedisError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
 
 
 @model_app.command("smollm2")

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.serve import Application
 from ray.serve.schema import ApplicationStatus
 from redis import Redis
@@ -197,7 +197,10 @@ class ServeApp:
         there = sum(deployment.replica_states.values())
         if num_replicas not in (there, self._asked):
             logger.info("%s: %d replicas, wanted are %d", self._app, there, num_replicas)
-            await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
+            try:
+                await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
+            except RayError as error:  # an application of somebody else's that may not be scaled
+                logger.error("%s stays at %d replicas: %s", self._app, there, _last_line(str(error)))
         self._asked = num_replicas
 
     async def observe(self) -> Observation:

@@ -15,10 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from deploy.config import RunConfig
 from deploy.history import RunHistory, Step
 from services.control.components import Health
-from services.control.records import RunState
+from services.control.runs import RunState
 from services.control.views import RunView
 
 LINE_EVERY_S = 10.0
@@ -59,21 +58,21 @@ class LiveView(Protocol):
         ...
 
 
-def open_view(config: RunConfig, console: Console | None = None) -> LiveView:
-    """The view that fits where the output goes."""
+def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
+    """The view that fits where the output goes. began: Unix time from which it counts; None takes now."""
     console = console or Console(highlight=False)
-    return TerminalView(config, console) if console.is_terminal else LineView(config, console)
+    began = time.time() if began is None else began
+    return TerminalView(run_id, console, began) if console.is_terminal else LineView(console, began)
 
 
 class LineView:
     """A line now and then, for logs and pipes."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
-        self._config = config
+    def __init__(self, console: Console, began: float) -> None:
         self._console = console
         self._last_kind = ""
         self._last_at = -math.inf
-        self._began = time.monotonic()
+        self._began = began
 
     def __enter__(self) -> Self:
         return self
@@ -96,10 +95,10 @@ class LineView:
         if kind == self._last_kind and now < self._last_at + LINE_EVERY_S:
             return
         self._last_kind, self._last_at = kind, now
-        parts = [f"{now - self._began:6.1f} s", state]
+        parts = [f"{time.time() - self._began:6.1f} s", state]
         if history.last_step is not None:
             parts += [f"step {history.last_step.number}/{view.max_steps}"]
-            parts += [f"{name} {value}" for name, value in summary(history, self._config).items()]
+            parts += [f"{name} {value}" for name, value in summary(view, history).items()]
         self.say("  ".join(parts))
 
     def close(self) -> None:
@@ -109,11 +108,11 @@ class LineView:
 class TerminalView:
     """One panel that is redrawn in place."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
-        self._config = config
+    def __init__(self, run_id: str, console: Console, began: float) -> None:
+        self._run_id = run_id
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._began = time.monotonic()
+        self._began = began
         self._open = False
 
     def __enter__(self) -> Self:
@@ -132,16 +131,16 @@ class TerminalView:
         """See `LiveView.starting`."""
         if self._open:
             parts = [f"{part} {MARKS[Health.READY if part in up else Health.STARTING]}" for part in START_ORDER]
-            elapsed = _clock(time.monotonic() - self._began)
+            elapsed = _clock(time.time() - self._began)
             body = Text.from_markup("  ".join(parts) + f"   {elapsed}")
-            title = f"[bold]{self._config.exp_name}[/]  starting"
+            title = f"[bold]{self._run_id}[/]  starting"
             self._live.update(Panel(body, title=title, title_align="left", padding=(0, 1)), refresh=True)
 
     def show(self, view: RunView, history: RunHistory) -> None:
         """Redraw the panel."""
         if self._open:
-            elapsed = time.monotonic() - self._began
-            self._live.update(render(view, history, self._config, elapsed), refresh=True)
+            elapsed = time.time() - self._began
+            self._live.update(render(view, history, elapsed), refresh=True)
 
     def close(self) -> None:
         """Take the panel away."""
@@ -150,12 +149,12 @@ class TerminalView:
             self._live.stop()
 
 
-def render(view: RunView, history: RunHistory, config: RunConfig, elapsed_s: float) -> Panel:
+def render(view: RunView, history: RunHistory, elapsed_s: float) -> Panel:
     """The whole picture."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
-    for name, value in summary(history, config).items():
+    for name, value in summary(view, history).items():
         rows.add_row(name, value)
     if view.counters is not None:
         counters = view.counters
@@ -211,7 +210,7 @@ def eta_s(view: RunView, history: RunHistory) -> float | None:
     return pace * (view.max_steps - last.number)
 
 
-def summary(history: RunHistory, config: RunConfig) -> dict[str, str]:
+def summary(view: RunView, history: RunHistory) -> dict[str, str]:
     """The figures that matter, by name."""
     out: dict[str, str] = {}
     last = history.last_step
@@ -230,7 +229,7 @@ def summary(history: RunHistory, config: RunConfig) -> dict[str, str]:
             out["reward"] = reward
         if staleness := _number(last, "staleness"):
             most = last.value("staleness_max", 0.0)
-            out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {config.max_staleness:g})"
+            out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {view.settings.max_staleness:g})"
     generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
     if generated or trained:
         out["tokens/s"] = f"{generated:,.0f} generated, {trained:,.0f} trained"

@@ -41,7 +41,8 @@ from services.buffer.connection import connect, connect_async
 from services.buffer.redis_server import EmbeddedRedis
 from services.buffer.watch import release_all_workers
 from services.control.client import ControlClient
-from services.control.records import RunState, RunStore, UnknownRunError, Wanted
+from services.control.records import RunStore
+from services.control.runs import RunState, UnknownRunError, Wanted
 from services.errors import MeshError
 from services.keys import RunKeys
 from services.telemetry import RedisMetrics

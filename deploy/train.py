@@ -27,7 +27,7 @@ from deploy.report import ReportMaker
 from deploy.runtime import LocalMesh
 from services.control.client import ControlClient
 from services.control.components import Health
-from services.control.records import RunState
+from services.control.runs import RunState
 from services.control.views import RunView
 from services.errors import MeshError, RetryableError
 from services.telemetry import configure_logging
@@ -64,7 +64,7 @@ def _train(config: RunConfig, config_path: Path, aside: Path | None) -> int:
     configure_logging("offbeat", config.output_dir / LOGS)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     (config.output_dir / run_folder.CONFIG).write_text(dump_yaml(config))
-    with open_view(config) as view:
+    with open_view(config.exp_name) as view:
         if aside is not None:
             view.say(f"An earlier run lay there; it is in {_shown(aside)} now.")
         command = TrainCommand(config, view, f"offbeat train {config_path} resume_from_checkpoint=true")

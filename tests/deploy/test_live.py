@@ -1,16 +1,11 @@
-from pathlib import Path
-
 from rich.console import Console
 
 from deploy.history import RunHistory
 from deploy.live import LineView, TerminalView, describe_state, eta_s, open_view, render, summary
-from deploy.loading import load_run
 from services.control.components import Health
-from services.control.records import RunState, Wanted
-from services.control.views import ComponentView, CountersView, PlacesView, RunView
+from services.control.runs import RunState, Wanted
+from services.control.views import ComponentView, CountersView, PlacesView, RunView, SettingsView
 from services.telemetry import MetricRecord, Partial, mean
-
-CONFIG = load_run(Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml")
 
 
 def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, phase: str = "training") -> RunView:
@@ -34,6 +29,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         ended_at=0.0,
         components={"learner": ComponentView(health=learner, detail="", restarts=1)},
         counters=counters,
+        settings=SettingsView(num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0),
         places=PlacesView(output_dir="", logs="", checkpoints="", tensorboard=""),
     )
 
@@ -64,7 +60,7 @@ def text_of(picture: object) -> str:
 
 
 def test_the_live_view_shows_what_matters():
-    shown = text_of(render(view(), history(), CONFIG, 65.0))
+    shown = text_of(render(view(), history(), 65.0))
     for part in ("step 2/10", "1:05", "rollouts 0.50", "evaluation 0.50 (step 2)", "at first 0.12", "mean 1.00, max 1"):
         assert part in shown, part
     for part in ("16 trained", "dropped stale 2", "timeout 1", "restarted 1x", "pause 40 ms"):
@@ -86,12 +82,12 @@ def test_the_state_says_who_is_waited_for():
 
 
 def test_a_run_without_records_has_an_empty_summary():
-    assert summary(RunHistory(), CONFIG) == {}
+    assert summary(view(), RunHistory()) == {}
 
 
 def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
-    with open_view(CONFIG, console) as shown:
+    with open_view("lake", console) as shown:
         assert isinstance(shown, LineView)
         shown.starting(["redis"])
         for _ in range(5):
@@ -108,7 +104,7 @@ def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
 
 def test_a_terminal_gets_one_panel_that_goes_away():
     console = Console(force_terminal=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
-    with open_view(CONFIG, console) as shown:
+    with open_view("lake", console) as shown:
         assert isinstance(shown, TerminalView)
         shown.starting(["redis"])
         shown.show(view(), history())
