@@ -192,7 +192,8 @@ def bench_weights(
         dtype=dtype,
     )
     if quick:
-        options = replace(options, sizes=("1M",), replicas=(1,), rounds=2)
+        deltas = weights.DeltaOptions(learning_rates=(1e-6,), steps=3)
+        options = replace(options, sizes=("1M",), replicas=(1,), rounds=2, deltas=deltas)
     _run("weights", weights.run, options, json)
 
 

@@ -14,13 +14,14 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from redis.asyncio import Redis
 from rich.status import Status
 
+from deploy.bench.deltas import DeltaOptions, measure, show_deltas
 from deploy.bench.ground import TAG, Ground, ground, slow_lake
 from deploy.bench.outcome import Spread, console, show
 from deploy.bench.servant import Servant
@@ -56,6 +57,7 @@ class Options:
     """Requests that run in each replica."""
     dtype: str = "bfloat16"
     pause_between_s: float = 0.5
+    deltas: DeltaOptions = field(default_factory=DeltaOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,10 @@ def run(options: Options) -> dict[str, Any]:
     with console().status("starting") as status, ground() as base:
         for size in options.sizes:
             rows += [_Setting(base, options, size, replicas, status).measure() for replicas in options.replicas]
+        deltas = measure(base, options.deltas, status.update)
     _show(rows)
-    return {"settings": rows}
+    show_deltas(deltas)
+    return {"settings": rows, "deltas": deltas}
 
 
 class _Setting:

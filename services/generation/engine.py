@@ -161,18 +161,18 @@ class VllmEngine:
     async def load(self, path: Path, version: int) -> LoadTimes:
         """See `PolicyEngine.load`. With `on_weight_update: recompute` the pause drops every key and value, of running
         requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         ticket = _ticket(path)
         if ticket["init"] is not None:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket["init"]))
         await self._start_what_waits()
         asked = time.monotonic()
-        await self.llm.pause_generation(mode="keep", clear_cache=self._recompute)
+        # `llm.pause_generation` is this and a sleep of 20 ms, which outputs that say their version do not need
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
         paused = time.monotonic()
-        await self.llm.start_weight_update()
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=ticket["update"]))
-        await self.llm.finish_weight_update(weight_version=str(version))
+        await self.llm.collective_rpc("take_weights", kwargs={"update_info": ticket["update"]})
+        await self.llm.update_weight_version(str(version))
         loaded = time.monotonic()
         await self.llm.resume_generation()
         running = time.monotonic()

@@ -150,6 +150,16 @@ def _probe_agrees(module: Any, wanted: torch.Tensor) -> bool:
 class WorkerExtension:
     """Mixed into vLLM's worker; that its module is imported there registers the engine."""
 
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
+
+    def take_weights(self, update_info: dict[str, Any]) -> None:
+        """A whole update in one call: each call more is a round trip during which nothing is sampled."""
+        self.start_weight_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()
+
     def die_with_parent(self) -> None:
         """Have the kernel end this process when the replica that started it dies, however it dies."""
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
