@@ -16,7 +16,7 @@ def refused(*overrides: str, path: Path = QUICKSTART) -> dict[str, str]:
     return {problem.path: problem.message for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_of_the_project_can_run(path: Path):
     assert isinstance(load_run(path), RunConfig)
 

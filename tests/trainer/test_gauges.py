@@ -86,6 +86,9 @@ def test_a_batchs_gauges_say_what_it_is_made_of():
         "tokens/computed": float(batch.num_tokens),
         "actor/token_staleness/max": 2.0,
         "actor/token_staleness/min": 1.0,
+        "actor/trajectory_age/min": 2.0,
+        "actor/version_span/max": 1.0,
+        "actor/version_span/mean": 2 / 4,
     }
     assert {name: got[name].value for name in expected} == pytest.approx(expected)
 

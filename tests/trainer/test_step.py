@@ -1,5 +1,6 @@
 """One optimizer batch, from groups to weights."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +168,35 @@ def test_gae_trains_the_critic_and_the_policy_waits_for_it(folder: Path) -> None
     assert losses[-1] < losses[0]
     assert len(policy.rates) == 4
     assert not torch.equal(weights(policy), start)
+
+
+def test_running_statistics_are_kept_over_steps_and_part_of_the_state(folder: Path) -> None:
+    settings = config(reward_normalization={"norm_mean_type": "running", "norm_std_type": "running"})
+    batches, _, _ = trainer(folder, settings)
+    for step in range(2):
+        batches.train(GROUPS, step)
+    ((count, mean, _),) = batches.state_dict()["running"].values()
+    assert (count, mean) == (24, pytest.approx(2.5 / 4))
+    again, _, _ = trainer(folder, settings)
+    again.load_state_dict(json.loads(json.dumps(batches.state_dict())))
+    for each in (batches, again):
+        each.train(GROUPS[:1], 2)
+    assert again.state_dict() == batches.state_dict() != {"running": {}}
+
+
+def test_the_filter_of_variance_leaves_groups_out_of_the_step(folder: Path) -> None:
+    half, engine, _ = trainer(folder, config(variance_filter_ratio=0.4))
+    gauges = half.train([*GROUPS, make_group(7, rewards=(0.0, 5.0, 0.0, 5.0))], 0)
+    assert gauges["system/groups_left_out"].total == 2.0
+    assert gauges["critic/rewards/max"].value == 5.0
+    assert len(engine.seen) == 1
+
+
+def test_shaped_rewards_are_what_is_trained_on(folder: Path) -> None:
+    batches, _, _ = trainer(folder, config(reward_shaping={"response_length_penalty_coef": 0.5}))
+    tokens = sum(t.num_sampled for g in GROUPS for t in g.trajectories)
+    plain = sum(t.reward for g in GROUPS for t in g.trajectories)
+    assert batches.train(GROUPS, 0)["critic/rewards/mean"].value == pytest.approx((plain - 0.5 * tokens) / 12, abs=1e-5)
 
 
 def test_nothing_to_learn_from_leaves_everything_alone(folder: Path) -> None:
