@@ -146,9 +146,10 @@ def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
         return SequenceMatcher(None, leaf, key[-1].lower()).ratio()
 
     best = max(beside, key=similarity, default=None)
-    far = max(elsewhere, key=similarity)
-    if best is not None and (similarity(best) >= CLOSE or similarity(far) < CLOSE):
+    far = max(elsewhere, key=similarity, default=None)
+    if best is not None and (far is None or similarity(best) >= CLOSE or similarity(far) < CLOSE):
         return (".".join(best),)
+    assert far is not None, "a model without keys refuses none"
     return tuple(".".join(key) for key in elsewhere if key[-1] == far[-1])[:3]
 
 

@@ -1,0 +1,138 @@
+"""The mesh as it is deployed: real `ray start`, `serve deploy`, `serve status` and `serve shutdown`, runs over REST."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.ray_cluster import RayCluster
+from tests.waiting import wait_until_sync
+
+pytestmark = pytest.mark.timeout(600)
+
+LOCAL = Path(__file__).parents[2] / "deploy" / "local.yaml"
+MY_ENVS = '''
+import time
+import gymnasium
+
+COLORS = ("red", "green", "blue")
+
+
+class Echo(gymnasium.Env):
+    """Say the word that is shown."""
+
+    system_prompt = "say it"
+    words = ("say", "it", *COLORS)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.word = COLORS[int(self.np_random.integers(len(COLORS)))]
+        return self.word, {}
+
+    def step(self, action):
+        time.sleep(0.4)
+        hit = action.strip() == self.word
+        return "it", float(hit), True, False, {"success": hit}
+'''
+MY_RUN = """
+exp_name: {name}
+output_dir: runs/{name}
+custom_envs:
+  Echo: {{env_type: "my_envs:Echo", max_steps: 1, max_tokens_per_step: 2}}
+train_env_manager: {{num_env_groups: 8, group_size: 4}}
+rollout_batch_size: 16
+max_steps: {steps}
+save_steps: 5
+eval_steps: 0
+final_val_batch_size: 8
+sequence_length: 64
+buffer: {{worker_timeout_s: 5, learner_timeout_s: 4}}
+actor_infer: {{app: {app}, generating_args: {{max_new_tokens: 2}}}}
+rollout: {{num_workers: 2, cpus_per_worker: 0.5}}
+"""
+STEPS = 30
+GROUPS_PER_STEP = 4
+OURS = ("EnvWorker", "LearnerHost", "Warden", "trainer.cli", "ServeReplica", "ServeController", "redis-server")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[RayCluster]:
+    (tmp_path / "my_envs.py").write_text(MY_ENVS)
+    (tmp_path / "one.yaml").write_text(my_run("one"))
+    cluster = RayCluster(tmp_path)
+    yield cluster
+    cluster.end()
+
+
+def my_run(name: str, *, steps: int = STEPS, app: str = "null") -> str:
+    return MY_RUN.format(name=name, steps=steps, app=app)
+
+
+def shared_memory() -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob("offbeat-one-*")]
+
+
+def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing(cluster: RayCluster):
+    # The head has one CPU, which the engine takes: env workers find theirs on the node that joins.
+    cluster.start(num_cpus=1)
+    cluster.join(num_cpus=1)
+    own_run: dict[str, Any] = {"generation-local": {"run": "one.yaml"}}
+    cluster.deploy(LOCAL, own_run)
+    wait_until_sync(lambda: cluster.status().get("control") == "RUNNING", timeout_s=90, every_s=0.5)
+
+    wait_until_sync(lambda: started(cluster), timeout_s=60, every_s=0.5)
+    wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=120, every_s=0.5)
+
+    # A run that asks for what the application has gets it, and holds it.
+    wait_until_sync(lambda: step(cluster) >= 2, timeout_s=120, every_s=0.2)
+    refused = post(cluster, my_run("two", app="generation-local"))
+    assert refused.status_code == 409
+    assert "'one'" in refused.json()["error"]["message"]
+    unknown = post(cluster, my_run("two", app="generation-none"))
+    assert (unknown.status_code, unknown.json()["error"]["problems"][0]["path"]) == (422, "actor_infer.app")
+    workers = [actor for actor in cluster.actors() if actor["class_name"] == "EnvWorkerActor"]
+    (head,) = [actor["node_id"] for actor in cluster.actors() if actor["class_name"].startswith("ServeReplica:redis")]
+    assert len(workers) == 2
+    assert head not in {worker["node_id"] for worker in workers}
+
+    # What changes in the file changes in place: no process is replaced.
+    before = [process.pid for process in cluster.living("ServeReplica", "trainer.cli", "EnvWorker")]
+    cluster.deploy(LOCAL, {**own_run, "control.control": {"user_config": {"reconcile_s": 0.2}}})
+    wait_until_sync(lambda: set(cluster.status().values()) == {"RUNNING"}, timeout_s=60, every_s=0.5)
+    reached = step(cluster)
+    wait_until_sync(lambda: step(cluster) >= reached + 2, timeout_s=60, every_s=0.2)
+    assert [process.pid for process in cluster.living("ServeReplica", "trainer.cli", "EnvWorker")] == before
+
+    (control,) = cluster.living("ServeReplica:control")
+    control.kill()
+    wait_until_sync(lambda: cluster.run("one").get("state") == "finished", timeout_s=120, every_s=0.2)
+    view = cluster.run("one")
+    counters = view["counters"]
+    gone = sum(counters["dropped"].values()) + sum(counters["failed"].values())
+    assert view["step"] == STEPS
+    assert counters["trained"] == STEPS * GROUPS_PER_STEP
+    assert counters["admitted"] == counters["trained"] + gone
+    assert {name: part["restarts"] for name, part in view["components"].items() if part["restarts"]} == {}
+
+    # The application is free again, and its engine the same: the next run has it at once, until Serve is shut down.
+    assert post(cluster, my_run("two", app="generation-local")).status_code == 201
+    wait_until_sync(lambda: cluster.run("two").get("step", -1) >= 1, timeout_s=90, every_s=0.2)
+    cluster.serve("shutdown", "-y")
+    wait_until_sync(lambda: cluster.living(*OURS) == [], timeout_s=60, every_s=0.5)
+    assert shared_memory() == []
+    assert cluster.actors() == []
+
+
+def started(cluster: RayCluster) -> bool:
+    """Whether run `one` is started; it is refused for as long as the application that it shall use is not there."""
+    answer = post(cluster, my_run("one", app="generation-local"))
+    return answer.status_code in (200, 201)
+
+
+def post(cluster: RayCluster, document: str) -> Any:
+    return cluster.api.post("/runs", content=document, headers={"content-type": "application/yaml"})
+
+
+def step(cluster: RayCluster) -> int:
+    return cluster.run("one").get("step", -1)

@@ -1,0 +1,52 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from services.generation.tenancy import APP, find_tenant
+from services.keys import RunKeys, claims_key
+
+WEIGHTS = '{"weights": {"transport": "fs", "url": "/weights"}, "max_steps": 3}'
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+async def record(redis: Redis, run_id: str, *, attempt: int = 1) -> None:
+    fields = {"config": WEIGHTS, "output_dir": f"/runs/{run_id}", "created_at": "5.0", "attempt": str(attempt)}
+    await redis.hset(RunKeys(run_id).record, mapping=fields)  # pyright: ignore[reportGeneralTypeIssues]
+
+
+async def claim(redis: Redis, run_id: str) -> None:
+    await redis.hset(claims_key(APP), "engines", run_id)  # pyright: ignore[reportGeneralTypeIssues]
+
+
+async def test_nobody_is_served_before_a_run_claims_the_application(redis: Redis):
+    await record(redis, "one")
+    assert await find_tenant(redis, "engines") is None
+
+
+async def test_the_run_that_has_claimed_it_is_served_as_its_record_says(redis: Redis):
+    await record(redis, "one")
+    await claim(redis, "one")
+    tenant = await find_tenant(redis, "engines")
+    assert tenant is not None
+    assert (tenant.run_id, tenant.output_dir, tenant.weights.url) == ("one", Path("/runs/one"), "/weights")
+
+
+async def test_a_run_that_is_started_anew_is_another_tenant(redis: Redis):
+    await claim(redis, "one")
+    await record(redis, "one")
+    first = await find_tenant(redis, "engines")
+    assert first == await find_tenant(redis, "engines")
+    await record(redis, "one", attempt=2)
+    assert first != await find_tenant(redis, "engines")
+
+
+async def test_a_claim_of_a_run_that_is_forgotten_serves_nobody(redis: Redis):
+    await claim(redis, "gone")
+    assert await find_tenant(redis, "engines") is None
