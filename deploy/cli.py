@@ -9,6 +9,7 @@ import typer
 
 from deploy.bench.command import bench_app
 from deploy.envs_command import env_app
+from deploy.play.command import inspect, play, rollout
 from deploy.rest.command import runs_app
 
 EXIT_CONFIG = 2
@@ -28,6 +29,8 @@ app.add_typer(learner_app, name="learner")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 app.add_typer(env_app, name="env")
+for command in (play, rollout, inspect):
+    app.command()(command)
 app.add_typer(runs_app, name="runs")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]

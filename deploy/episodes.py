@@ -67,14 +67,14 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
     settings = dict(custom.env_config)
     if recorded.held_out:
         settings = registry.held_out_config(custom.env_type, settings)
-    env = _make_with_pictures(custom.env_type, settings)
+    env = make_with_pictures(custom.env_type, settings)
     try:
         observation, _ = env.reset(seed=recorded.seed)
-        observations, pictures = [str(observation)], [_picture(env)]
+        observations, pictures = [str(observation)], [picture_of(env)]
         for answer in recorded.answers:
             observation, _, terminated, truncated, _ = env.step(answer)
             observations.append(str(observation))
-            pictures.append(_picture(env))
+            pictures.append(picture_of(env))
             if terminated or truncated:
                 break
     finally:
@@ -83,13 +83,15 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
     return PlayedEpisode(recorded, tuple(observations), drawn if len(drawn) == len(pictures) else ())
 
 
-def _make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
+def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
+    """The env, drawing pictures if it can. Raises ValueError where it can't be made."""
     with_pictures = {**settings, "render_mode": "rgb_array"}
     drawable = not registry.check_env_config(env_type, with_pictures)
     return registry.make(env_type, with_pictures if drawable else settings)
 
 
-def _picture(env: registry.TextEnv) -> Picture | None:
+def picture_of(env: registry.TextEnv) -> Picture | None:
+    """What the env draws of itself now, if it draws."""
     try:
         drawn: Any = env.render()
     except NotImplementedError:  # gymnasium's default

@@ -79,6 +79,10 @@ class ChatFormat:
         """What the policy wrote, without special tokens."""
         return self._decode(token_ids) if len(token_ids) <= LONGEST_CACHED else self._decode_now(token_ids)
 
+    def token_text(self, token_id: int) -> str:
+        """One token for people to read, special ones by their names."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a rendered text, special tokens by their names, none added."""
         return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)

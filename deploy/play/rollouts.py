@@ -1,0 +1,142 @@
+"""Many episodes of a run's tags, played by its own rules and on its own tasks, and what came of them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import comb
+
+from deploy.config import RunConfig
+from deploy.play.agents import SpokenAnswers, random_speaker
+from deploy.play.setting import setting_of, unbounded
+from envs import registry
+from services.rollout.chat import ChatFormat
+from services.rollout.env_pool import EnvPool
+from services.rollout.episode import EpisodePlan, PlayableEnv, Sample, play
+from services.rollout.execution import EnvTraits, StepResult, do_reset, do_step, traits_of
+from services.rollout.failures import EpisodeError
+from services.rollout.tasks import EvalTasks, Task, train_task
+from services.schema import EpisodeKind, EpisodeTask, Sampling, Trajectory
+
+Progress = Callable[[int, int], None]
+"""(episodes done, episodes in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to play."""
+
+    episodes: int
+    group_size: int
+    kind: EpisodeKind
+    seed: int
+    concurrency: int
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of it."""
+
+    trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
+    failures: Counter[str] = field(default_factory=Counter[str])
+    """Episodes that could not be played, by reason."""
+
+
+class _LocalEnv:
+    """An env on this loop, as a random agent needs it: it must see the env to know what can be answered."""
+
+    def __init__(self, env: registry.TextEnv) -> None:
+        self.env = env
+
+    async def reset(self, seed: int) -> str:
+        return do_reset(self.env, seed)
+
+    async def step(self, action: str) -> StepResult:
+        return do_step(self.env, action)
+
+
+def tasks_of(config: RunConfig, order: Order) -> list[Task]:
+    """The task of each episode: those of an evaluation, or of training's first groups; `group_size` in a row share one."""
+    if order.kind is EpisodeKind.EVAL:
+        manager = config.val_env_manager.model_copy(update={"group_size": order.group_size})
+        tasks = EvalTasks(config.model_copy(update={"val_env_manager": manager}), order.seed)
+        return [tasks.task(number) for number in range(order.episodes)]
+    return [train_task(config, order.seed, number // order.group_size) for number in range(order.episodes)]
+
+
+async def play_many(
+    config: RunConfig, order: Order, chat: ChatFormat, sample: Sample | None, progress: Progress
+) -> Played:
+    """Play all episodes of the order; `sample` None plays at random."""
+    played, room = Played(), asyncio.Semaphore(order.concurrency)
+    pool = EnvPool(config.custom_envs, min(order.concurrency, 32))
+    tasks = tasks_of(config, order)
+
+    async def one(number: int, task: Task) -> None:
+        async with room:
+            try:
+                played.trajectories.append(await _play(config, order, number, task, chat, sample, pool))
+            except EpisodeError as error:
+                played.failures[error.reason] += 1
+        progress(len(played.trajectories) + played.failures.total(), order.episodes)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, task in enumerate(tasks):
+                group.create_task(one(number, task))
+    finally:
+        await pool.close()
+    played.trajectories.sort(key=lambda trajectory: (int(trajectory.group_id), trajectory.index))
+    return played
+
+
+async def _play(
+    config: RunConfig, order: Order, number: int, task: Task, chat: ChatFormat, sample: Sample | None, pool: EnvPool
+) -> Trajectory:
+    setting = setting_of(config, task.tag)
+    if sample is None:
+        setting = unbounded(setting)
+    group, member = divmod(number, order.group_size)
+    sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, setting.max_new_tokens, chat.stop_ids)
+    episode = EpisodeTask(order.kind, str(group), group, member, 0, 0)
+    plan = EpisodePlan(episode, task.tag, task.seed, setting.env, setting.sequence_length, sampling, True, "rollout")
+
+    async def run(env: PlayableEnv, traits: EnvTraits, answers: Sample) -> Trajectory:
+        try:
+            async with asyncio.timeout(setting.env.episode_timeout_s):
+                return await play(plan, env, traits, answers, chat)
+        except TimeoutError:
+            raise EpisodeError("episode_timeout", f"not over in {setting.env.episode_timeout_s:g} s") from None
+
+    if sample is None:
+        own = setting.env.env_config
+        held_out = registry.held_out_config(setting.env.env_type, own) if order.kind is EpisodeKind.EVAL else own
+        env = _LocalEnv(registry.make(setting.env.env_type, held_out))
+        speaker = random_speaker(env.env, order.seed * 1_000_003 + number)
+        return await run(env, traits_of(env.env), SpokenAnswers(speaker, chat))
+    lent = await pool.take(task.tag, order.kind)
+    finished = False
+    try:
+        trajectory = await run(lent.runner, lent.traits, sample)
+        finished = True
+        return trajectory
+    finally:
+        await pool.give_back(lent, finished=finished)
+
+
+def succeeded(trajectory: Trajectory) -> bool | None:
+    """Whether the task was done; None where the env has no `success`."""
+    success = trajectory.metrics.get("success")
+    return None if success is None else success > 0
+
+
+def pass_at_k(groups: Sequence[Sequence[bool]], k: int) -> float:
+    """Chance that one of `k` episodes of a group succeeds, mean over groups: 1 - C(n-c, k) / C(n, k), unbiased
+    (arXiv:2107.03374).
+
+    Raises:
+        ValueError: a group has fewer than `k` episodes.
+    """
+    if not groups or any(len(group) < k for group in groups):
+        raise ValueError(f"pass@{k} needs groups of {k} episodes at least")
+    return sum(1 - comb(len(group) - sum(group), k) / comb(len(group), k) for group in groups) / len(groups)

@@ -1,0 +1,94 @@
+"""What is played: an env by its name, or a tag of a run's configuration."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deploy.config import RunConfig
+from deploy.problems import ConfigError, Problem
+from envs import registry
+from services.rollout.config import CustomEnv
+
+LONGEST = 1_000_000
+"""Tokens of an episode of an env that no configuration bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One tag and the bounds of its episodes."""
+
+    tag: str
+    env: CustomEnv
+    sequence_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = LONGEST
+
+    def with_env_config(self, changes: dict[str, Any]) -> "Setting":
+        """The same with other settings of the env."""
+        return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """A run's configuration, its keys and envs checked, and not whether this machine could train it.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    from deploy.loading import compose_tree, validate_tree
+
+    config = validate_tree(compose_tree(path, overrides or []), source=str(path))
+    problems = [
+        Problem(f"custom_envs.{tag}", message)
+        for tag, env in config.custom_envs.items()
+        for message in registry.check_env_config(env.env_type, env.env_config)
+    ]
+    if not config.custom_envs:
+        problems.append(Problem("custom_envs", "no env: name at least one tag"))
+    if problems:
+        raise ConfigError(problems, str(path))
+    return config
+
+
+def setting_of(config: RunConfig, tag: str) -> Setting:
+    """A tag of a run, sampled as in training."""
+    args = config.actor_infer.generating_args
+    return Setting(
+        tag,
+        config.custom_envs[tag],
+        config.sequence_length,
+        args.temperature,
+        args.top_p,
+        args.top_k,
+        args.max_new_tokens,
+    )
+
+
+def unbounded(setting: Setting) -> Setting:
+    """Without limits on tokens: for agents that speak words, whose tokens nobody will train on."""
+    env = setting.env.model_copy(update={"max_tokens_per_step": LONGEST})
+    return replace(setting, env=env, sequence_length=LONGEST, max_new_tokens=LONGEST)
+
+
+def find_setting(env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None) -> Setting:
+    """An env by its name or `module:Class`, or a tag of a run's YAML file.
+
+    Raises:
+        ConfigError: there is no such env, tag or setting.
+    """
+    if env.endswith((".yaml", ".yml")):
+        config = load_config(Path(env))
+        tag = tag or next(iter(config.custom_envs))
+        if tag not in config.custom_envs:
+            raise ConfigError([Problem("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
+        setting = setting_of(config, tag).with_env_config(env_config)
+    else:
+        steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=LONGEST, env_config=env_config)
+        setting = Setting(env, steps, LONGEST)
+    if max_steps is not None:
+        setting = replace(setting, env=setting.env.model_copy(update={"max_steps": max_steps}))
+    problems = registry.check_env_config(setting.env.env_type, setting.env.env_config)
+    if problems:
+        raise ConfigError([Problem("", message) for message in problems], env)
+    return setting
