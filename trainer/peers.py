@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ import msgpack
 from torch import Tensor
 
 from services.codec import decode_trajectory, encode_trajectory
+from services.errors import MeshError
 from services.schema import Group
 from trainer.engines.processes import Ranks, broadcast
 from trainer.policy_trainer import Trainer
@@ -27,7 +30,17 @@ from trainer.warm_start import Progress
 
 logger = logging.getLogger(__name__)
 
+STOP, GO = b"1", b"0"
+"""What rank 0 tells the others about a stop."""
 PR_SET_PDEATHSIG = 1
+LEADER = "OFFBEAT_LEADER_PID"
+"""Environment variable: the process that a follower ends with."""
+BLAME_S = 2.0
+"""How much later than the broken connection a rank's death may be seen."""
+DISMISSED_S = 30.0
+"""What a follower may take to end when it was told to."""
+STUCK_S = 15.0
+"""What the main thread gets to end by itself after a rank has died."""
 
 
 class LeadingTrainer:
@@ -43,10 +56,9 @@ class LeadingTrainer:
         return self._trainer.kl_coef
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """See `Trainer.begin`. The others can't hear of a stop, so with peers it waits for the warm start's end."""
+        """See `Trainer.begin`. Each look at `stopped` is told to the others, so that all stop at the same step."""
         self._say("begin")
-        alone = self._ranks.world_size == 1
-        return self._trainer.begin(progress, stopped if alone else _never)
+        return self._trainer.begin(progress, lambda: broadcast(self._ranks, STOP if stopped() else GO) == STOP)
 
     def steer(self, learning_rate: float) -> None:
         """See `Trainer.steer`."""
@@ -88,7 +100,7 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
         name, *arguments = cast(list[Any], msgpack.unpackb(broadcast(ranks)))
         match name:
             case "begin":
-                trainer.begin(lambda _done, _total: None, _never)
+                trainer.begin(lambda _done, _total: None, lambda: broadcast(ranks) == STOP)
             case "steer":
                 trainer.steer(arguments[0])
             case "train":
@@ -104,10 +116,6 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
                 return
 
 
-def _never() -> bool:
-    return False
-
-
 def _pack_group(group: Group) -> list[object]:
     members = [encode_trajectory(trajectory) for trajectory in group.trajectories]
     head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
@@ -119,33 +127,86 @@ def _unpack_group(body: list[Any]) -> Group:
     return Group(*head, trajectories=tuple(decode_trajectory(member) for member in members), temperature=temperature)
 
 
-@contextmanager
-def peers(num_processes: int, command: Sequence[str]) -> Iterator[None]:
-    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so.
+class RankDiedError(MeshError):
+    """One of the learner's processes ended while it was needed; the learner as a whole ends with it."""
 
-    They end when rank 0 does, however it ends.
-    """
+
+class Peers:
+    """Ranks 1 to N - 1 of this host, started by rank 0; they end when rank 0 does, however it ends."""
+
+    def __init__(self, running: Sequence["subprocess.Popen[bytes]"] = ()) -> None:
+        self._running = running
+        self._ending = False
+
+    def check(self) -> None:
+        """Raises `RankDiedError` if one has ended."""
+        for rank, process in enumerate(self._running, start=1):
+            code = None if self._ending else process.poll()
+            if code:  # 0: it was dismissed
+                how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+                raise RankDiedError(
+                    f"rank {rank} (pid {process.pid}) {how}: all {len(self._running) + 1} processes end with it. "
+                    f"Its log is logs/learner-{rank}.log"
+                )
+
+    def blame(self) -> None:
+        """After a failed collective call: raise `RankDiedError` if a rank's death is why."""
+        deadline = time.monotonic() + BLAME_S
+        while self._running and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.05)
+
+    def wait(self) -> None:
+        """Wait for all to end after they were dismissed."""
+        for process in self._running:
+            process.wait(timeout=DISMISSED_S)
+
+    def kill(self) -> None:
+        """End those that still run."""
+        self._ending = True
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def peers(num_processes: int, command: Sequence[str]) -> Iterator[Peers]:
+    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so."""
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
-        yield
+        yield Peers()
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
     os.environ.update(address, RANK="0", LOCAL_RANK="0")
-    running = [
-        subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(1, num_processes)
-    ]
+    # Sessions of their own: Ctrl-C in the terminal is for rank 0, which lets the running step end
+    started = Peers([_follower(command, rank) for rank in range(1, num_processes)])
+    threading.Thread(target=_end_with_the_dead, args=(started,), name="peers", daemon=True).start()
     try:
-        yield
-        for process in running:
-            process.wait(timeout=30)
+        yield started
+        started.wait()
     finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        started.kill()
+
+
+def _follower(command: Sequence[str], rank: int) -> "subprocess.Popen[bytes]":
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LEADER: str(os.getpid())}
+    return subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
+
+
+def _end_with_the_dead(started: Peers) -> None:
+    """End this process if a rank has died and the main thread, in a collective call that never returns, can't see it."""
+    while True:
+        time.sleep(1.0)
+        try:
+            started.check()
+        except RankDiedError as error:
+            logger.error("%s", error)
+            time.sleep(STUCK_S)
+            logger.error("still here after %s s: ends now", STUCK_S)
+            os._exit(1)
 
 
 def die_with_leader() -> None:
@@ -154,3 +215,6 @@ def die_with_leader() -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    leader = os.environ.get(LEADER)
+    if leader is not None and os.getppid() != int(leader):
+        os._exit(1)  # it ended before the kernel was asked to tell

@@ -6,58 +6,90 @@ disk is what the next learner goes on from.
 
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from redis import Redis
 
-from services.buffer.learner import ENDINGS, RedisLearnerBuffer
-from services.errors import ControlError
-from services.keys import RunKeys
+from services.buffer.learner import RedisLearnerBuffer
+from services.errors import ControlError, RetryableError
 from services.lease import LearnerLease
 from services.telemetry import RedisMetrics
+from services.weights.place import check_reach
 from services.weights.publisher import RedisWeightPublisher
 from trainer.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.evaluations import Evaluations, RedisEvaluationLog
 from trainer.intake import Intake
+from trainer.leasing import wait_for_lease
 from trainer.loop import Learner, Parts
-from trainer.peers import LeadingTrainer, die_with_leader, follow, peers
+from trainer.peers import LeadingTrainer, Peers, die_with_leader, follow, peers
 from trainer.policy_trainer import PolicyTrainer
 from trainer.reporting import RedisBoard, Reporter
-from trainer.run import LearnerRun
+from trainer.run import LearnerRun, ends, read_run
+from trainer.signals import stopping_on_signals
 from trainer.trackers import TrackerThread
+from trainer.view import LearnerView, SilentView
 
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a learner ended that was not disturbed."""
+
+    finished: bool = False
+    """All steps are trained and evaluated."""
+    interrupted: bool = False
+    """By a signal; otherwise the run's record says that it is to end."""
+    step: int = -1
+    """Optimizer batches behind the weights; -1 where it never had any."""
+    checkpoint: Path | None = None
+    """The newest one, if there is any."""
+
+
 class LearnerProcess:
     """Rank 0 leads: it holds the lease and runs the loop. Other ranks follow it."""
 
-    def __init__(self, run: LearnerRun, redis: Redis, redis_url: str, started: float) -> None:
+    def __init__(
+        self,
+        run: LearnerRun,
+        redis: Redis,
+        *,
+        num_processes: int,
+        follower: Sequence[str],
+        view: LearnerView | None = None,
+        started: float,
+    ) -> None:
+        """follower: command line of the other ranks. started: monotonic time at which this process began."""
         self._run = run
         self._redis = redis
-        self._command = [sys.executable, "-m", "trainer.cli", run.run_id, "--redis", redis_url]
-        self._reporter = Reporter(RedisMetrics(redis, run.run_id), RedisBoard(redis, run.run_id))
+        self._num_processes = num_processes
+        self._follower = follower
+        self._view = view or SilentView()
+        self._reporter = Reporter(RedisMetrics(redis, run.run_id), RedisBoard(redis, run.run_id), self._view)
         self._stop = threading.Event()
+        self._lost = threading.Event()
+        self._peers = Peers()
         self._laps = _Laps(started)
 
-    def run(self) -> None:
-        """Train until the end or a signal.
+    def run(self) -> Ended:
+        """Train until the end, a signal, or the end of the run.
 
         Raises:
             FencedError: another learner has taken the run.
-            RetryableError: another learner holds it.
-            CheckpointError, ControlError: the checkpoint, the policy or the warm start can't be used.
+            RetryableError: Redis does not answer, or the run was started anew while this one stood by.
+            RankDiedError: one of the other ranks has ended.
+            CheckpointError, ControlError, WeightsError: the checkpoint, the policy, the warm start or the transport can't be
+                used here.
         """
         config = self._run.config.actor_train
         torch.set_num_threads(config.num_threads)
@@ -66,52 +98,94 @@ class LearnerProcess:
             die_with_leader()
             with process_group(ranks := ranks_of_environment(config.device)):
                 follow(PolicyTrainer(self._run, ranks), ranks)
-            return
-        with self._signals(), peers(config.num_processes, self._command):
-            self._lead(ranks_of_environment(config.device))
+            return Ended()
+        with stopping_on_signals(self._interrupt), peers(self._num_processes, self._follower) as self._peers:
+            try:
+                return self._lead(ranks_of_environment(config.device))
+            except (RuntimeError, ControlError):
+                self._peers.blame()
+                raise
 
-    def _lead(self, ranks: Ranks) -> None:
+    def _interrupt(self) -> None:
+        self._stop.set()
+        self._view.say("Finishing the running step, then saving a checkpoint ... (Ctrl-C again ends at once)")
+
+    def _lead(self, ranks: Ranks) -> Ended:
         self._laps.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
         owner = f"{socket.gethostname()}:{os.getpid()}"
-        lease = LearnerLease(self._redis, self._run.run_id, owner, timeout_s, on_lost=self._stop.set)
+        lease = LearnerLease(self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set)
+        self._view.phase("loading the policy")
         with process_group(ranks):
             with _unusable("the policy can't be built"):
                 trainer = PolicyTrainer(self._run, ranks)
             self._laps.lap("engine")
-            lease.acquire(wait_s=timeout_s + 2.0)
-            self._laps.lap("lease")
+            self._view.phase("taking the lease")
             leading = LeadingTrainer(trainer, ranks)
-            with lease:
-                self._train(leading, trainer.vocab_size, lease)
-                lease.check()
+            if wait_for_lease(lease, self._view, self._is_over):
+                self._laps.lap("lease")
+                with lease:
+                    ended = self._train(leading, trainer.vocab_size, lease, ranks)
+                    lease.check()
+            else:
+                ended = Ended(interrupted=self._stop.is_set())
             leading.dismiss()
+        return ended
 
-    def _train(self, trainer: LeadingTrainer, vocab_size: int, lease: LearnerLease) -> None:
+    def _check_unchanged(self) -> None:
+        """While this one stood by, the run may have been started anew."""
+        if read_run(self._redis, self._run.run_id) != self._run:
+            raise RetryableError(
+                "the run was started anew with another configuration while this learner stood by: attach again"
+            )
+
+    def _train(self, trainer: LeadingTrainer, vocab_size: int, lease: LearnerLease, ranks: Ranks) -> Ended:
         run, epoch = self._run, lease.epoch
+        self._check_unchanged()
+        if self._is_over():
+            return Ended(interrupted=self._stop.is_set())
+        self._reporter.doing("resume", step=0)
         publisher = RedisWeightPublisher(self._redis, run.run_id, run.config.weights, epoch, run.output_dir)
         try:
-            learner = self._learner(trainer, vocab_size, publisher, epoch)
+            buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch)
+            learner = self._learner(trainer, vocab_size, publisher, buffer, ranks)
             checkpoint = self._checkpoint()
             resumed_step = 0
             if checkpoint is not None:
-                with _unusable(f"{checkpoint.path} can't be loaded"):
-                    learner.resume(checkpoint)
+                self._resume(learner, checkpoint, ranks)
                 resumed_step = checkpoint.state.step
-                self._laps.lap("resume")
-            elif not self._begin(trainer, learner):
-                return
+            elif not self._begin(trainer, learner, buffer.counters().trained):
+                return Ended(interrupted=self._stop.is_set())
             self._reporter.stage(self._laps.seconds)
             names = run.config.track_with
             with TrackerThread(self._redis, run.run_id, run.output_dir, names, resumed_step):
                 finished = learner.run()
                 if not finished:
                     self._reporter.phase("stopped")
+            return Ended(finished, self._stop.is_set(), learner.step, learner.saved_at)
         finally:
             publisher.close()
 
-    def _begin(self, trainer: LeadingTrainer, learner: Learner) -> bool:
+    def _resume(self, learner: Learner, checkpoint: Checkpoint, ranks: Ranks) -> None:
+        self._view.say(f"Goes on from step {checkpoint.state.step}: {checkpoint.path}")
+        written_by, train = checkpoint.state.num_processes, self._run.config.actor_train
+        sharded = train.strategy_args.zero_stage > 0 or train.model_args.dtype == "bfloat16"
+        if sharded and written_by != ranks.world_size:
+            raise ControlError(
+                f"{checkpoint.path} was written by {written_by} process(es), whose shares of the optimizer can't be dealt "
+                f"out to {ranks.world_size}: take {written_by} (--nproc or actor_train.num_processes)"
+            )
+        with _unusable(f"{checkpoint.path} can't be loaded"):
+            learner.resume(checkpoint)
+        self._laps.lap("resume")
+
+    def _begin(self, trainer: LeadingTrainer, learner: Learner, groups_trained: int) -> bool:
         """First weights; False if stopped before they were there."""
+        if groups_trained:
+            raise ControlError(
+                f"{groups_trained} groups are trained and gone from the buffer, and {self._run.checkpoints} on "
+                f"{socket.gethostname()} holds no checkpoint with them: learners on several hosts need one output_dir"
+            )
         warm = self._run.config.warm_start is not None
         self._reporter.phase("warming up" if warm else "preparing the first weights")
         with _unusable("the first weights can't be made"):
@@ -128,11 +202,15 @@ class LearnerProcess:
         self._reporter.phase(f"warming up {done}/{total}")
 
     def _learner(
-        self, trainer: LeadingTrainer, vocab_size: int, publisher: RedisWeightPublisher, epoch: int
+        self,
+        trainer: LeadingTrainer,
+        vocab_size: int,
+        publisher: RedisWeightPublisher,
+        buffer: RedisLearnerBuffer,
+        ranks: Ranks,
     ) -> Learner:
         run, config = self._run, self._run.config
         sink = RedisMetrics(self._redis, run.run_id)
-        buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch)
         log = RedisEvaluationLog(self._redis, run.run_id)
         parts = Parts(
             buffer=buffer,
@@ -151,11 +229,18 @@ class LearnerProcess:
             reporter=self._reporter,
             stopped=self._is_over,
         )
-        return Learner(run, parts)
+        return Learner(run, parts, num_processes=ranks.world_size)
 
     def _is_over(self) -> bool:
-        """Whether a signal or the run's record says that the learner should end."""
-        return self._stop.is_set() or self._redis.hget(RunKeys(self._run.run_id).record, "wanted") in ENDINGS
+        """Whether a signal, another learner or the run's record says that this one should end.
+
+        Raises:
+            RankDiedError: one of the other ranks has ended.
+            WeightsError: a replica can't be reached by the run's transport.
+        """
+        self._peers.check()
+        check_reach(self._redis, self._run.run_id, self._run.config.weights)
+        return self._stop.is_set() or self._lost.is_set() or ends(self._redis, self._run.run_id)
 
     def _checkpoint(self) -> Checkpoint | None:
         """Where to go on from: of this run, of any with `true`, or the one that the user names."""
@@ -163,27 +248,6 @@ class LearnerProcess:
         store = CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep)
         newest = store.newest_complete(None if wanted is True else self._run.lineage)
         return read_checkpoint(wanted) if newest is None and isinstance(wanted, Path) else newest
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C let the running step end; a second one ends the process as usual."""
-
-        def stop(number: int, _: object) -> None:
-            logger.info("signal %d: ends after the running step", number)
-            self._stop.set()
-            signal.signal(number, signal.SIG_DFL)
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before: dict[int, Callable[..., object] | int | None] = {
-            number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @contextmanager

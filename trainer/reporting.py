@@ -16,6 +16,7 @@ from services.keys import RunKeys
 from services.schema import Group
 from services.telemetry import MetricRecord, MetricsSink, Partial, mean
 from trainer.intake import Taken
+from trainer.view import LearnerView, SilentView
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class RedisBoard:
 class Reporter:
     """Writes phases and steps; `step` is how many optimizer batches the weights have seen."""
 
-    def __init__(self, sink: MetricsSink, board: Board) -> None:
+    def __init__(self, sink: MetricsSink, board: Board, view: LearnerView | None = None) -> None:
+        self._view = view or SilentView()
         self._sink = sink
         self._board = board
         self._phase = ""
@@ -52,6 +54,7 @@ class Reporter:
             return
         self._phase = text
         logger.info("%s", text)
+        self._view.phase(text)
         self._board.show(learner_phase=text)
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
@@ -71,6 +74,7 @@ class Reporter:
         if len(kept) < len(values):
             kept["not_finite"] = Partial("sum", float(len(values) - len(kept)))
             logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(kept))))
+        self._view.step(step, kept)
         self._sink.append(MetricRecord("learner", kept, step=step))
         shown = {name: partial.value for name, partial in kept.items()}
         self._board.show(learner_step=str(step), learner_metrics=json.dumps(shown))

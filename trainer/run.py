@@ -100,11 +100,17 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
     return LearnerRun(run_id, _lineage(raw, config), Path(folder).resolve(), config)
 
 
+FINISHED = "finished"
+"""What `learner_phase` of a run's record says once all steps are trained and evaluated."""
+
+
 def over(redis: Redis, run_id: str) -> RunState | None:
-    """How the run ended, or None while it goes on."""
-    state = cast(bytes | None, redis.hget(RunKeys(run_id).record, "state"))
-    known = RunState(state.decode()) if state else None
-    return known if known is not None and known.over else None
+    """How the run ended, or None while there is something left to train."""
+    fields = redis.hmget(RunKeys(run_id).record, ["state", "learner_phase"])
+    state, phase = (each.decode() if each else "" for each in cast(list[bytes | None], fields))
+    if phase == FINISHED:
+        return RunState.FINISHED
+    return RunState(state) if state and RunState(state).over else None
 
 
 def ends(redis: Redis, run_id: str) -> bool:

@@ -1,0 +1,177 @@
+"""`offbeat learner attach`: detached and attached again, standing by, several processes of which one dies, and mistakes."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from services.buffer.watch import BufferWatch
+from services.keys import RunKeys
+from services.weights.reports import ReplicaReport, encode_report
+from tests.integration.learner_run import ENVIRONMENT, ROOT, Run, a_run
+from tests.waiting import wait_until_sync
+
+SMOOTH = ("control.learner=external", "actor_train.training_args.adam_epsilon=0.01")
+"""Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
+
+
+@pytest.fixture(scope="module")
+def alone(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run that one learner of one process trains from start to end."""
+    with a_run(redis_server, tmp_path_factory.mktemp("alone"), "alone", SMOOTH) as run:
+        learner = run.attach()
+        assert learner.wait(timeout=120) == 0, run.said(learner)
+        yield run
+
+
+def assert_same_weights(one: Run, other: Run, atol: float = 0.0) -> None:
+    for name, tensor in one.weights(6).items():
+        torch.testing.assert_close(tensor, other.weights(6)[name], rtol=0, atol=atol, msg=name)
+
+
+def gradient_norms(run: Run) -> dict[int, float]:
+    """By step; the last record of a step that was repeated."""
+    steps = [r for r in run.records() if r.source == "learner" and r.step is not None]
+    return {r.step: r.values["actor/grad_norm"].value for r in steps if r.step is not None}
+
+
+def follower_of(learner: "subprocess.Popen[bytes]") -> psutil.Process:
+    """Rank 1."""
+
+    def found() -> list[psutil.Process]:
+        return [p for p in psutil.Process(learner.pid).children() if "trainer.cli" in p.cmdline()]
+
+    wait_until_sync(lambda: len(found()) == 1, timeout_s=60)
+    return found()[0]
+
+
+async def set_paused(run: Run, paused: bool) -> None:
+    """Let no group begin, or let them begin again."""
+    async with AsyncRedis.from_url(run.url) as redis:
+        await BufferWatch(redis, run.config.exp_name).set_paused(paused)
+
+
+def test_an_attached_learner_shows_its_progress_line_by_line(alone: Run) -> None:
+    said = alone.said(alone.learners[0])
+    assert "Learner of alone: 1 process(es)" in said
+    assert "warming up" in said
+    assert "step 6/6  reward " in said
+    assert said.rstrip().endswith("checkpoints/step-000006 holds it.")
+    assert "Trained all 6 steps" in said
+
+
+def test_a_detached_run_collects_up_to_the_bound_and_goes_on_where_it_was(
+    redis_server: str, tmp_path: Path, alone: Run
+) -> None:
+    with a_run(redis_server, tmp_path, "detached", (*SMOOTH, "save_steps=100")) as run:
+        first = run.attach()
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=60)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(timeout=30) == 0
+        said = run.said(first)
+        assert "Finishing the running step" in said
+        assert "The lease is free.\nGo on with: offbeat learner attach detached\n" in said
+        assert not run.redis.exists(run.keys.lease)
+        newest = max((run.config.output_dir / "checkpoints").glob("step-*"))
+        step = json.loads((newest / "learner.json").read_text())["step"]
+        assert f"Detached at step {step} of 6; {newest} holds it" in said
+        bound = min(12, (step + 2) * 2)  # max_staleness 1, 2 groups a step
+        wait_until_sync(lambda: run.counters().admitted == bound)
+        assert run.counters().trained == 2 * step
+        second = run.attach()
+        assert second.wait(timeout=120) == 0, run.said(second)
+        assert f"Goes on from step {step}" in run.said(second)
+        assert run.counters().trained == 12
+        assert_same_weights(alone, run)
+
+
+def test_a_learner_that_stands_by_takes_over_from_a_dead_one(redis_server: str, tmp_path: Path, alone: Run) -> None:
+    with a_run(redis_server, tmp_path, "standby", SMOOTH) as run:
+        asyncio.run(set_paused(run, True))  # or the first may have finished before the second looks
+        first = run.attach("--nproc", "2")
+        follower = follower_of(first)
+        wait_until_sync(lambda: run.published() >= 0, timeout_s=60)
+        second = run.attach()
+        wait_until_sync(lambda: f":{first.pid}, since " in run.said(second), timeout_s=60)
+        first.kill()
+        first.wait()
+        psutil.wait_procs([follower], timeout=5)
+        assert not follower.is_running()
+        wait_until_sync(lambda: "The lease is free: this learner has it now." in run.said(second))
+        asyncio.run(set_paused(run, False))
+        assert second.wait(timeout=120) == 0, run.said(second)
+        assert run.counters().trained == 12
+        assert_same_weights(alone, run, atol=1e-5)
+
+
+def test_a_dead_process_ends_the_learner_and_two_processes_learn_what_one_learns(
+    redis_server: str, tmp_path: Path, alone: Run
+) -> None:
+    with a_run(redis_server, tmp_path, "pair", SMOOTH) as run:
+        first = run.attach("--nproc", "2")
+        follower = follower_of(first)
+        wait_until_sync(lambda: run.published() >= 1, timeout_s=60)
+        follower.kill()
+        assert first.wait(timeout=30) == 1
+        assert f"rank 1 (pid {follower.pid}) was killed by SIGKILL" in run.said(first)
+        assert not run.redis.exists(run.keys.lease)
+        second = run.attach("--nproc", "2")
+        assert second.wait(timeout=120) == 0, run.said(second)
+        assert_same_weights(alone, run, atol=1e-5)
+        assert gradient_norms(run) == pytest.approx(gradient_norms(alone), rel=1e-4)
+
+
+def attach(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.cli", "learner", "attach", *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_mistakes_are_told_in_one_line_with_an_exit_code_of_their_own(alone: Run) -> None:
+    mistakes = {
+        ("nobody", "--redis", alone.url): (2, "there is no run 'nobody' in this Redis"),
+        ("alone", "--redis", "http://127.0.0.1"): (2, "not a Redis URL: 'http://127.0.0.1'"),
+        ("alone", "--redis", "redis://:secret@127.0.0.1:1/0"): (1, "no Redis answers at 127.0.0.1:1/0"),
+        ("nobody",): (2, "name the Redis that holds it with --redis URL"),
+    }
+    for arguments, (code, message) in mistakes.items():
+        ended = attach(*arguments)
+        assert (ended.returncode, message in ended.stderr) == (code, True), ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "secret" not in ended.stderr
+
+
+def test_a_run_that_is_over_is_not_trained(alone: Run) -> None:
+    alone.redis.hset(alone.keys.record, "state", "finished")
+    ended = attach("alone", "--redis", alone.url)
+    alone.redis.hdel(alone.keys.record, "state")
+    assert ended.returncode == 4
+    assert "run alone is finished: nothing is left to train" in ended.stderr
+
+
+def test_a_learner_on_another_host_than_generation_is_refused_shared_memory(redis_server: str, tmp_path: Path) -> None:
+    with a_run(redis_server, tmp_path, "far", ("weights.transport=shm",)) as run:
+        report = ReplicaReport(-1, time.time(), host="gpu-7", memory="another-boot:26")
+        run.redis.hset(RunKeys("far").served, "replica", encode_report(report))
+        ended = attach("far", "--redis", run.url)
+    assert ended.returncode == 2
+    assert "replica replica samples on gpu-7, this learner runs on" in ended.stderr
+    assert "weights.transport=fs" in ended.stderr
+
+
+def test_a_host_without_the_model_says_so(redis_server: str, tmp_path: Path) -> None:
+    with a_run(redis_server, tmp_path, "bare") as run, Redis.from_url(run.url) as redis:
+        config = run.config.model_copy(update={"pretrain": "/nowhere/model"})
+        redis.hset(run.keys.record, "config", config.model_dump_json())
+        ended = attach("bare", "--redis", run.url)
+    assert ended.returncode == 2
+    assert "trains /nowhere/model, and " in ended.stderr

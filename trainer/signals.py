@@ -1,0 +1,32 @@
+"""Ctrl-C and SIGTERM ask a learner to end after the running step; a second one ends it at once."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first of either signal; outside the main thread, where none arrives, do nothing."""
+
+    def handle(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        logger.info("signal %d: ends after the running step", number)
+        stop()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before: dict[int, Callable[..., object] | int | None] = {
+        number: signal.signal(number, handle) for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
