@@ -74,7 +74,10 @@ class ControlDeployment:
         redis = connect_async(settings.redis_url)
         wiring = import_object(settings.wiring)(redis, settings.redis_url, settings.working_dir)
         store = RunStore(redis)
-        self._reconciler = reconciler = Reconciler(store, wiring.build_mesh, reconcile_s=settings.reconcile_s)
+        logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
+        self._reconciler = reconciler = Reconciler(
+            store, wiring.build_mesh, reconcile_s=settings.reconcile_s, own_log=logs
+        )
         service = ControlService(store, wiring, wake=reconciler.wake)
 
         @asynccontextmanager

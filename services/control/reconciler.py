@@ -47,7 +47,10 @@ class Reconciler:
         *,
         reconcile_s: float = 0.5,
         policy: RestartPolicy | None = None,
+        own_log: str = "logs/control.log",
     ) -> None:
+        """own_log: where this process logs; absolute, or relative to a run's folder."""
+        self._own_log = own_log
         self._store = store
         self._build_mesh = build_mesh
         self._reconcile_s = reconcile_s
@@ -123,9 +126,7 @@ class Reconciler:
             await mesh.prepare()
         except Exception as error:
             logger.exception("run %s can't be prepared", record.run_id)
-            return await self._begin_draining(
-                record, RunState.FAILED, f"preparation failed: {error}", "logs/control.log"
-            )
+            return await self._begin_draining(record, RunState.FAILED, f"preparation failed: {error}", self._own_log)
         await self._store.update(record.run_id, state=RunState.STARTING)
         return await self._keep_up(replace(record, state=RunState.STARTING), mesh)
 
@@ -169,7 +170,7 @@ class Reconciler:
         except Exception as error:
             logger.exception("run %s: can't start %s", record.run_id, component.name)
             incident = f"start at {self._store.clock()}"
-            failure = Observation(Health.DEAD, f"can't be started: {error}", "logs/control.log", incident)
+            failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)
             restarts = await self._count(record.run_id, component.name, failure)
             if restarts.count > self._policy.max_restarts:
                 return f"{component.name} could not be started {restarts.count} times: {error}"
