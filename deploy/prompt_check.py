@@ -1,21 +1,24 @@
-"""Whether the first prompt of each env fits the context: plays one reset of each tag with the run's own tokenizer.
+"""Whether conversations can be had with the model: its chat template can be used, and each env's first prompt fits.
 
-The chat template's own tokens are left out, so what is counted is the least that a prompt has; a run that passes here may
-still find a longer task, whose episode then ends by `max_length`.
+Plays one reset of each tag with the run's own tokenizer. A run that passes may still find a longer task, whose episode then
+ends by `max_length`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploy.config import RunConfig
 from deploy.preparation import NoWordsError, words_of
 from deploy.problems import Problem
 from envs import registry
 from envs.prompting import fill_template
+from services.errors import RolloutError
 from services.rollout.config import CustomEnv
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+CountTokens = Callable[[str, str], int]
+"""(system message, first observation) -> tokens of the first prompt; of the built-in policy, without those of its template.
+
+Raises RolloutError where the chat template can't render the two."""
 
 
 class BrokenTokenizerError(Exception):
@@ -23,10 +26,10 @@ class BrokenTokenizerError(Exception):
 
 
 def first_prompt_problems(config: RunConfig) -> list[Problem]:
-    """Tags whose env can't be reset, or whose first prompt leaves no room for an answer."""
+    """A chat template that can't be used, tags whose env can't be reset, and first prompts that leave no room."""
     try:
-        tokenizer = _tokenizer(config)
-    except (NoWordsError, BrokenTokenizerError) as error:
+        count_tokens = _count_tokens(config)
+    except (NoWordsError, BrokenTokenizerError, RolloutError) as error:
         return [Problem("pretrain", str(error))]
     problems: list[Problem] = []
     for tag, env in config.custom_envs.items():
@@ -37,9 +40,11 @@ def first_prompt_problems(config: RunConfig) -> list[Problem]:
             message = f"{env.env_type} can't be reset: {type(error).__name__}: {error}"
             problems.append(Problem(f"custom_envs.{tag}.env_type", message))
             continue
-        if tokenizer is None:
+        try:
+            length = count_tokens(*texts)
+        except RolloutError as error:
+            problems.append(Problem(f"custom_envs.{tag}.agent_system_template", str(error)))
             continue
-        length = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
         if length >= config.sequence_length:
             message = (
                 f"{config.sequence_length} tokens leave no room for an answer: the first prompt of {tag} has at least "
@@ -49,22 +54,25 @@ def first_prompt_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
-def _tokenizer(config: RunConfig) -> "Tokenizer | None":
-    """The run's tokenizer, without the weight of transformers; None for a folder without `tokenizer.json`."""
+def _count_tokens(config: RunConfig) -> CountTokens:
+    from tokenizers import Tokenizer
+
     if config.pretrain == "tiny":
         from trainer.policies.tiny import build_tokenizer
 
-        return build_tokenizer(words_of(config))
+        tokenizer = build_tokenizer(words_of(config))
+        return lambda *texts: sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
     path = Path(config.pretrain) / "tokenizer.json"
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
+    if path.is_file():
+        try:
+            Tokenizer.from_file(str(path))
+        except Exception as error:
+            # tokenizers raises plain `Exception`s.
+            raise BrokenTokenizerError(f"{path} is no tokenizer: {error}") from error
+    from services.rollout.chat import load_chat_format
 
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:
-        # tokenizers raises plain `Exception`s.
-        raise BrokenTokenizerError(f"{path} is no tokenizer: {error}") from error
+    chat = load_chat_format(Path(config.pretrain))
+    return lambda system, observation: len(chat.first_prompt(system, observation))
 
 
 def _first_texts(env: CustomEnv, seed: int) -> tuple[str, str]:
