@@ -168,8 +168,7 @@ class VllmEngine:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket["init"]))
         await self._start_what_waits()
         asked = time.monotonic()
-        # `llm.pause_generation` is this and a sleep of 20 ms, which outputs that say their version do not need
-        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._recompute)
+        await self.llm.pause_generation(mode="keep", clear_cache=self._recompute)
         paused = time.monotonic()
         await self.llm.collective_rpc("take_weights", kwargs={"update_info": ticket["update"]})
         await self.llm.update_weight_version(str(version))
