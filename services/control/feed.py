@@ -23,7 +23,7 @@ POLL_S = 0.25
 VIEW_EVERY_S = 1.0
 """Longest time that a change of the run's view goes untold."""
 COUNT = 500
-POSITION = re.compile(r"^(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})$")
+POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
 START = "0-0"
 
 
@@ -51,7 +51,7 @@ class Position:
     @classmethod
     def parse(cls, text: str) -> "Position":
         """Undo `str`. Raises `ValueError`."""
-        if not POSITION.match(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
+        if not POSITION.fullmatch(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
             raise ValueError(f"{text!r} is no event id: take one that an event carried, or leave it out")
         return cls(*text.split(","))
 

@@ -23,7 +23,7 @@ from services.control.runs import RunState, UnknownRunError, Wanted
 from services.control.service import ControlService
 from services.control.views import ChangeBody, DeletedView, RunsView, RunView, WhyView
 
-MAX_WATCHERS = 100
+MAX_WATCHERS = 32
 """Streams of events at a time; each polls Redis."""
 COMMENT_EVERY_S = 10.0
 RETRY_MS = 1000

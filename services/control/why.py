@@ -77,7 +77,8 @@ def chain(picture: Picture) -> list[Link]:
 
 def sentence(links: Sequence[Link]) -> str:
     """The chain as one sentence."""
-    return "; ".join(link.says for link in links) + "."
+    clauses = "; ".join(link.says for link in links)
+    return f"{clauses[:1].upper()}{clauses[1:]}."
 
 
 def _starting(picture: Picture) -> list[Link]:
@@ -188,10 +189,11 @@ def _nothing_played(picture: Picture, step: int, since: float) -> list[Link]:
         Admission.ALL_ADMITTED: "all groups of the run have been played",
         Admission.STALENESS_BOUND: "the staleness bound admits none before the next version is published",
     }
-    first = Link("learner", "waits", f"The learner waits for groups of step {step + 1}", "env workers", since)
+    says = f"The learner waits for groups of step {step + 1}" + _for(since)
     if admission in reasons:
+        first = Link("learner", "waits", says, "admission", since)
         return [first, Link("admission", admission.value, f"none is played: {reasons[admission]}")]
-    return [first, _workers(picture, "none is played yet: ")]
+    return [Link("learner", "waits", says, "env workers", since), _workers(picture, "none is played yet: ")]
 
 
 def _workers(picture: Picture, opening: str) -> Link:
@@ -263,15 +265,18 @@ def _generation(picture: Picture) -> Link:
 
 def _evaluating(picture: Picture) -> list[Link]:
     units = {name for report in picture.workers.values() for name in report.get("evaluations", {})}
-    first = Link("learner", "waits", f"The learner waits for an evaluation ({picture.learner.phase})", "episodes")
+    says = f"The learner waits for an evaluation ({picture.learner.phase})"
+    first = Link("learner", "waits", says, "evaluation")
     said: dict[str, tuple[int, float]] = {}
     for unit in units:
         said = _merged(said, _waits(picture.workers.values(), "evaluations", unit, picture.now))
     if not said:
-        return [first, _workers(picture, f"{picture.buffer.queued_eval} of its episodes are queued: ")]
+        workers = _workers(picture, "")
+        says = f"{picture.buffer.queued_eval} of its episodes are played by nobody yet"
+        return [first, Link("evaluation", "queued", says, workers.who), workers]
     playing = sum(number for number, _ in said.values())
     says = f"{playing} of its episodes are playing and {picture.buffer.queued_eval} are queued"
-    second = Link("episodes", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
+    second = Link("evaluation", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
     return [first, second, *_episodes(picture, said, _longest(said))]
 
 

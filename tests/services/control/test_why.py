@@ -1,0 +1,223 @@
+"""The chain that `why` tells, in every state that a run can be in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.buffer.client import Admission, Counters, GroupProgress, Snapshot, WorkerState
+from services.control.components import Health, Observation
+from services.control.runs import LearnerReport, RunRecord, RunState
+from services.control.why import Link, Picture, chain, sentence
+from services.weights.reports import ReplicaLoad, ReplicaReport
+from tests.services.control.control_fakes import SETTINGS
+
+NOW = 1000.0
+READY = {name: Observation(Health.READY) for name in ("learner", "env-workers", "generation")}
+BUFFER = Snapshot(
+    counters=Counters(9, 3, 3, {}, {}, 6),
+    playing=2,
+    ready=0,
+    consumed=1,
+    queued_train=0,
+    queued_eval=0,
+    quarantined=0,
+    step=11,
+    epoch=1,
+    admission=Admission.OPEN,
+    workers=(WorkerState("w0", 0.1, 6), WorkerState("w1", 0.1, 2)),
+)
+GROUPS = (GroupProgress(40, 8, 2, 0, 6, 0, 11), GroupProgress(41, 8, 5, 0, 3, 0, 11))
+
+
+def report(groups: Mapping[str, Any], at: float = NOW - 0.2, **evaluations: Any) -> dict[str, Any]:
+    return {"at": at, "groups": groups, "evaluations": evaluations}
+
+
+def picture(state: RunState = RunState.RUNNING, **changes: Any) -> Picture:
+    """A learner that waits for groups of step 13, with two groups being played and one replica that samples."""
+    values: dict[str, Any] = {
+        "now": NOW,
+        "record": RunRecord("lake", "{}", "/x", 100, SETTINGS, state=state, draining_at=NOW - 2),
+        "observations": READY,
+        "learner": LearnerReport("training", {"stage": "taking", "step": 12, "since": NOW - 1.5, "groups": 2}),
+        "buffer": BUFFER,
+        "groups": GROUPS,
+        "workers": {
+            "w0": report({"41": {"generation": [2, NOW - 0.5]}}),
+            "w1": report({"41": {"env": [1, NOW - 0.1]}}),
+        },
+        "replicas": {"r0": ReplicaReport(12, NOW - 0.3, ReplicaLoad(running=9))},
+        "version": 12,
+    }
+    return Picture(**(values | changes))
+
+
+def told(links: Sequence[Link]) -> list[tuple[str, str, str | None]]:
+    return [(link.who, link.state, link.waits_for) for link in links]
+
+
+def test_the_learner_waits_for_a_group_whose_episodes_wait_for_a_replica_that_loads():
+    loading = ReplicaReport(11, NOW - 0.3, ReplicaLoad(9, 9, loading=12, loading_since=NOW - 0.4))
+    links = chain(picture(replicas={"r0": loading}))
+    assert told(links) == [
+        ("learner", "waits", "group 41"),
+        ("group 41", "playing", "episodes"),
+        ("episodes", "waits", "generation"),
+        ("generation", "loads", None),
+    ]
+    assert sentence(links) == (
+        "The learner waits for group 41 since 1.5 s; 3 of its 8 episodes are still playing; they wait for generation; "
+        "whose replica is loading version 12 since 0.4 s."
+    )
+
+
+def test_each_link_waits_for_the_next():
+    for replicas in ({}, {"r0": ReplicaReport(12, NOW)}, {"r0": ReplicaReport(11, NOW, ReplicaLoad(3, 3))}):
+        links = chain(picture(replicas=replicas))
+        for link, following in zip(links, links[1:], strict=False):
+            assert link.waits_for == following.who
+        assert links[-1].waits_for is None
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ends"),
+    [
+        ({"r0": ReplicaReport(12, NOW, ReplicaLoad(7))}, "which samples 7 request(s) under version 12."),
+        ({"r0": ReplicaReport(11, NOW, ReplicaLoad(7, 7))}, "which serves version 11 and fetches version 12."),
+        ({"r0": ReplicaReport(12, NOW - 60)}, "no replica of which answers (starting, a replica is being replaced)."),
+        ({}, "no replica of which answers (starting, a replica is being replaced)."),
+    ],
+)
+def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends: str):
+    seen = READY | {"generation": Observation(Health.STARTING, "a replica is being replaced")}
+    assert sentence(chain(picture(replicas=replicas, observations=seen))).endswith(ends)
+
+
+def test_episodes_wait_for_what_the_longest_of_them_waits_for():
+    links = chain(picture(workers={"w0": report({"41": {"env": [1, NOW - 9.0], "generation": [2, NOW - 0.1]}})}))
+    assert links[-1].says == "1 of them wait for their env to answer since 9.0 s"
+    assert links[-1].detail == {"env": 1, "generation": 2}
+
+
+def test_a_worker_that_is_silent_is_not_believed():
+    silent = replace(BUFFER, workers=(WorkerState("w0", 12.0, 8),))
+    links = chain(picture(buffer=silent, workers={"w0": report({"41": {"env": [3, NOW - 20]}}, at=NOW - 12)}))
+    assert links[-1].says == "their env worker has been silent for 12 s"
+
+
+def test_queued_episodes_wait_for_the_workers():
+    groups = (GroupProgress(41, 8, 5, 0, 0, 3, 11),)
+    assert [link.says for link in chain(picture(groups=groups))][1:] == [
+        "3 of its 8 episodes are played by nobody yet",
+        "2 env worker(s) play 8 episodes and take more as places get free",
+    ]
+    gone = chain(picture(groups=groups, buffer=replace(BUFFER, workers=())))
+    assert gone[-1].says == "no env worker is there (ready)"
+
+
+@pytest.mark.parametrize(
+    ("doing", "says"),
+    [
+        ({"stage": "train", "step": 12, "since": NOW - 0.7}, "the learner trains step 13 since 0.7 s"),
+        ({"stage": "publish", "step": 12, "since": NOW}, "the learner copies version 12 out"),
+        (
+            {"stage": "checkpoint", "step": 12, "since": NOW - 3},
+            "the learner saves a checkpoint of step 12 since 3.0 s",
+        ),
+    ],
+)
+def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dict[str, Any], says: str):
+    learner = LearnerReport("training", doing)
+    assert [link.says for link in chain(picture(learner=learner))] == [says]
+    idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(WorkerState("w0", 0.1, 0),))
+    links = chain(picture(learner=learner, buffer=idle))
+    assert told(links)[0] == ("env workers", "waits", "learner")
+    assert links[1].says == says
+
+
+def test_a_run_without_a_learner_says_how_to_attach_one():
+    absent = READY | {"learner": Observation(Health.ABSENT, "waits for `offbeat learner attach lake`")}
+    idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(), ready=4)
+    assert sentence(chain(picture(observations=absent, buffer=idle))) == (
+        "The env workers wait for the learner: they are as far ahead as max_staleness allows; no learner trains it "
+        "(waits for `offbeat learner attach lake`), and 5 complete groups wait for one."
+    )
+
+
+def test_a_dead_learner_is_being_replaced():
+    dead = READY | {"learner": Observation(Health.DEAD, "killed by SIGKILL")}
+    assert (
+        sentence(chain(picture(observations=dead))) == "The learner is dead (killed by SIGKILL) and is being replaced."
+    )
+
+
+def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
+    learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 30})
+    assert chain(picture(learner=learner, leased=False))[-1].state == "starting"
+
+
+@pytest.mark.parametrize(
+    ("admission", "says"),
+    [
+        (Admission.NO_WEIGHTS, "none is played: no weights are published yet"),
+        (Admission.ALL_ADMITTED, "none is played: all groups of the run have been played"),
+        (
+            Admission.STALENESS_BOUND,
+            "none is played: the staleness bound admits none before the next version is published",
+        ),
+        (Admission.OPEN, "none is played yet: 2 env worker(s) play 8 episodes and take more as places get free"),
+    ],
+)
+def test_no_group_is_played_for_a_reason(admission: Admission, says: str):
+    links = chain(picture(groups=(), buffer=replace(BUFFER, admission=admission)))
+    assert [link.says for link in links] == ["The learner waits for groups of step 13 since 1.5 s", says]
+
+
+def test_groups_that_are_ready_are_waited_for_by_nobody():
+    (link,) = chain(picture(buffer=replace(BUFFER, ready=2)))
+    assert (link.state, link.waits_for) == ("takes", None)
+
+
+def test_an_evaluation_is_waited_for():
+    learner = LearnerReport("evaluating the result", {"stage": "checkpoint", "step": 100, "since": NOW})
+    waits = {"w0": report({}, **{"after-greedy-100": {"generation": [5, NOW - 0.5]}})}
+    done = chain(picture(learner=replace(learner, doing={"stage": "evaluating"}), workers=waits, groups=()))
+    assert told(done)[:2] == [("learner", "waits", "evaluation"), ("evaluation", "playing", "episodes")]
+    assert "5 of its episodes are playing" in sentence(done)
+
+
+def test_a_run_that_starts_waits_for_its_parts():
+    seen = READY | {
+        "learner": Observation(Health.STARTING, "prepares version 0"),
+        "generation": Observation(Health.STARTING, "deploying"),
+    }
+    starting = picture(RunState.STARTING, observations=seen, learner=LearnerReport("warming up 3/300"))
+    assert sentence(chain(starting)) == (
+        "The run starts and waits for generation and the learner; the learner is starting (warming up 3/300); "
+        "generation is starting (deploying)."
+    )
+
+
+@pytest.mark.parametrize("state", list(RunState))
+@pytest.mark.parametrize("learner", [LearnerReport(), LearnerReport("training", {"stage": "train"})])
+def test_every_state_has_a_chain_even_before_any_part_has_said_a_word(state: RunState, learner: LearnerReport):
+    nothing = replace(BUFFER, workers=(), step=None, admission=Admission.NOT_CONFIGURED)
+    bare = picture(
+        state, observations={}, learner=learner, buffer=nothing, groups=(), workers={}, replicas={}, version=-1
+    )
+    links = chain(bare)
+    assert links
+    assert sentence(links).endswith(".")
+
+
+def test_a_paused_run_says_how_it_goes_on():
+    said = sentence(chain(picture(RunState.PAUSED)))
+    assert said == "The run is paused: `offbeat runs resume lake` lets it go on; 8 episodes are played to their end."
+
+
+def test_a_run_that_is_over_keeps_nobody_waiting():
+    over = picture(RunState.FAILED)
+    said = sentence(chain(replace(over, record=replace(over.record, error="the disk is full"))))
+    assert said == "Nobody waits: the run is failed: the disk is full."
