@@ -18,6 +18,12 @@ GRACEFUL = [
     "-c",
     "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up'); time.sleep(1000)",
 ]
+STUBBORN = [
+    sys.executable,
+    "-u",
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(1000)",
+]
 
 
 @pytest.fixture
@@ -77,6 +83,19 @@ def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: 
     wait_until_sync(lambda: ended(redis))
     status = read_status(redis, "r")
     assert (status.exit_code, status.stopping) == (0, True)
+
+
+@pytest.mark.parametrize(("command", "code"), [(GRACEFUL, 0), (STUBBORN, -signal.SIGKILL)])
+def test_a_host_ends_its_learner_in_order_and_one_that_does_not_listen_by_force(
+    redis: Redis, redis_url: str, tmp_path: Path, command: list[str], code: int
+):
+    host = LearnerHost("r", redis_url, tmp_path, command=command)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    host.end(grace_s=0.5 if code else 30.0)
+    assert host.wait(0)
+    assert read_status(redis, "r").exit_code == code
+    host.end(grace_s=30.0)
 
 
 def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path: Path):

@@ -18,6 +18,7 @@ from services.buffer.connection import connect, connect_async
 from services.buffer.redis_server import EmbeddedRedis
 from services.errors import MeshError, RetryableError
 from services.lease import LearnerLease
+from tests.conftest import free_port
 from tests.services.buffer.buffer_play import RUN, Run, limits
 from tests.waiting import wait_until_sync
 
@@ -46,6 +47,19 @@ def test_it_answers_on_loopback_behind_its_password(server: EmbeddedRedis):
         stranger.ping()
     command = Path(f"/proc/{server.pid}/cmdline").read_bytes()
     assert server.url.split("@")[0].rpartition(":")[2].encode() not in command
+
+
+@pytest.mark.parametrize("password", ["", "secret"])
+def test_the_next_server_is_found_where_the_last_one_was(tmp_path: Path, password: str):
+    port = free_port()
+    urls: list[str] = []
+    for _ in range(2):
+        with EmbeddedRedis(tmp_path / "redis", RedisConfig(), port=port, password=password) as server:
+            urls.append(server.url)
+            with Redis(port=port, password=password or None) as client:
+                client.incr("starts")
+                assert client.get("starts") == str(len(urls)).encode()
+    assert urls == [urls[0]] * 2
 
 
 def test_a_killed_server_comes_back_with_everything_it_answered_for(server: EmbeddedRedis):
