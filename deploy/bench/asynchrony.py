@@ -38,7 +38,7 @@ class Options:
     mean_s: float = 0.2
     std_s: float = 0.2
     staleness: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    steps: int = 12
+    steps: int = 10
     batch: int = 64
     group_size: int = 8
     env_groups: int = 16
@@ -151,6 +151,7 @@ class AsyncBench:
         position = "0-0"
         seen: list[int] = []
         while len(seen) < wanted:
+            self._rollouts.check()
             for _, entries in cast(Any, self._ground.redis.xread({stream: position}, block=1000)) or []:
                 position = entries[-1][0].decode()
                 seen += [int(entry_id.partition(b"-")[0]) for entry_id, _ in entries]

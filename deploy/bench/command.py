@@ -54,7 +54,7 @@ def bench_async(
     staleness: Annotated[
         list[float] | None, typer.Option(metavar="BOUND", help="max_staleness to compare with 0; may be repeated.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Batches of each run.")] = 12,
+    steps: Annotated[int, typer.Option(min=3, help="Batches of each run.")] = 10,
     batch: Annotated[int, typer.Option(min=1, help="Trajectories of a batch.")] = 64,
     env_groups: Annotated[int, typer.Option(min=1, help="Groups of 8 in play.")] = 16,
     train_s: Annotated[float, typer.Option(metavar="S", help="Of a batch, with --work emulated.")] = 0.5,

@@ -11,6 +11,7 @@ Invariant: both sides get the same prompts, all of them new to the prefix cache,
 import asyncio
 import itertools
 import logging
+import math
 import os
 import random
 import time
@@ -104,7 +105,7 @@ async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrenc
 def quantile(values: Sequence[float], share: float) -> float:
     """The value that `share` of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
 
 
 class BareEngine:

@@ -50,6 +50,9 @@ class TimedTrainer:
         """See `Trainer.load`."""
         raise NotImplementedError("a benchmark starts from the beginning")
 
+    def steer(self, learning_rate: float) -> None:
+        """See `Trainer.steer`."""
+
     def train(self, groups: Sequence[Group], step: int) -> dict[str, Partial]:
         """See `Trainer.train`."""
         del groups

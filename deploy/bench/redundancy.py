@@ -90,8 +90,9 @@ def _setting(
     learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), say)
     rollouts.play(base.worker_settings(config))
     records = learner.run()
-    cancelled, episodes = (_total(base, name, metric) for metric in ("cancelled", "episodes"))  # not those of the end
     usage = rollouts.stop()
+    cancelled = max(0.0, _total(base, name, "cancelled") - usage.in_hand)  # those in hand end with the worker
+    episodes = _total(base, name, "episodes")
     return {
         "groups": groups,
         "members": members,

@@ -52,6 +52,8 @@ class Usage:
     """When it stopped."""
     playing: float
     """Episodes in hand, on average."""
+    in_hand: int
+    """Episodes in hand at the end."""
     calls: int
     """To generation."""
 
@@ -97,6 +99,12 @@ class Rollouts:
         """Stop playing; what is in hand is given back."""
         self._tell("stop")
         return self._answer()
+
+    def check(self) -> None:
+        """Raises what ended the worker, if anything did."""
+        assert self._pipe is not None, "use `with`"
+        if self._pipe.poll():
+            self._answer()
 
     def usage(self) -> Usage:
         """So far."""
@@ -195,6 +203,7 @@ class _Host:
             )
             meter = _Meter(worker)
             working = asyncio.create_task(worker.run())
+            working.add_done_callback(self._report_failure)
             chores.append(asyncio.create_task(meter.watch()))
             try:
                 yield meter
@@ -205,6 +214,11 @@ class _Host:
                 for chore in chores:
                     chore.cancel()
                 await asyncio.gather(*chores, return_exceptions=True)
+
+    def _report_failure(self, working: "asyncio.Task[Any]") -> None:
+        """A worker that ends by an error has nobody else to tell."""
+        if not working.cancelled() and (error := working.exception()):
+            self._pipe.send(RuntimeError(f"the env worker ended: {type(error).__name__}: {error}"))
 
     def _client(self, settings: WorkerSettings, engine: Any, redis: Any, chores: list[asyncio.Task[Any]]) -> Any:
         from deploy.bench.scripted import ReplicaGeneration, ScriptedGeneration, ScriptedPolicy
@@ -253,6 +267,7 @@ class _Meter:
             cpu_s=self._cpu_s() - self._cpu_before,
             rss_bytes=self._process.memory_info().rss,
             playing=self._episode_s / wall_s,
+            in_hand=self._worker.num_playing,
             calls=self._worker.num_calls,
         )
 

@@ -115,6 +115,7 @@ class _Setting:
 
     def _take_until(self, done: Any) -> None:
         while not done():
+            self._rollouts.check()
             group = self._buffer.take(0.1)
             if group is not None:
                 self._buffer.ack([group.entry_id], 1)
