@@ -6,7 +6,7 @@ Invariant: a run that lies in the folder is not measured again unless asked for,
 import json
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,7 @@ def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict
     return {
         "trajectories_per_s": statistics.median(each.rate(batch) for each in by_seed.values()),
         "step_s": statistics.median(each.step_s() for each in by_seed.values()),
+        "step_cpu_s": _median(each.step_cpu_s() for each in by_seed.values()),
         "startup_s": statistics.median(each.startup_s for each in by_seed.values()),
         "seconds_to_target": statistics.median(seconds) if seconds else None,
         "runs": [
@@ -145,6 +146,8 @@ def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict
                 "seed": seed,
                 "trajectories_per_s": each.rate(batch),
                 "step_s": each.step_s(),
+                "step_cpu_s": each.step_cpu_s(),
+                "startup_s": each.startup_s,
                 "seconds_to_target": None if target is None else each.seconds_to(target),
                 "steps": [asdict(step) for step in each.steps],
                 "curve": [{"step": s.step, "seconds": s.seconds, "success": s.success} for s in each.snapshots],
@@ -154,21 +157,34 @@ def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict
     }
 
 
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
 def _show(found: dict[str, Any]) -> None:
     target = found["target_success"]
     reached = "s to the same success" if target is None else f"s to {target:g}"
     rows = [
-        [side, run["seed"], run["trajectories_per_s"], run["step_s"], run["seconds_to_target"], _final(run)]
+        [
+            side,
+            run["seed"],
+            run["trajectories_per_s"],
+            run["step_s"],
+            run["step_cpu_s"],
+            run["seconds_to_target"],
+            _final(run),
+        ]
         for side, of in found["sides"].items()
         for run in of["runs"]
     ]
     rows += [
-        [side, "median", of["trajectories_per_s"], of["step_s"], of["seconds_to_target"], None]
+        [side, "median", of["trajectories_per_s"], of["step_s"], of["step_cpu_s"], of["seconds_to_target"], None]
         for side, of in found["sides"].items()
     ]
     if "rate_ratio" in found:
-        rows.append(["offbeat / trl", "", found["rate_ratio"], None, found.get("speedup_to_target"), None])
-    columns = ("side", "seed", "trained trajectories/s", "s/step", reached, "success at the end")
+        rows.append(["offbeat / trl", "", found["rate_ratio"], None, None, found.get("speedup_to_target"), None])
+    columns = ("side", "seed", "trained trajectories/s", "s/step", "CPU s/step", reached, "success at the end")
     show(f"({found['setting']}) {found['title']}", columns, rows)
 
 

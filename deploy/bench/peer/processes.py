@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from deploy.bench.peer.guest import job as jobs
+from deploy.bench.peer.meter import CPU, CpuMeter
 from deploy.bench.peer.options import SideError
 from deploy.config import RunConfig
 from deploy.loading import dump_yaml
@@ -43,7 +44,7 @@ def run_trl(python: Path, job: jobs.TrainJob, folder: Path, timeout_s: float) ->
     """Train with TRL."""
     jobs.write(folder / "job.json", job)
     command = [str(python), "-m", f"{GUEST}.train", str((folder / "job.json").resolve())]
-    _run(command, folder / "trl.log", timeout_s, guest_environment(folder, job.threads))
+    _run(command, folder / "trl.log", timeout_s, guest_environment(folder, job.threads), folder / CPU)
 
 
 def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float) -> list[float]:
@@ -56,34 +57,44 @@ def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float
 
 def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
     """`offbeat train`, the real command."""
-    _offbeat("deploy.cli", ["train"], config, folder / "offbeat.log", timeout_s)
+    log = folder / "offbeat.log"
+    command = [sys.executable, "-m", "deploy.cli", "train", str(_written(config, log))]
+    _run(command, log, timeout_s, dict(os.environ), folder / CPU)
 
 
 def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
     """Warm-start a policy into `out`."""
-    _offbeat("deploy.bench.peer.policy", [], config, out.with_suffix(".log"), timeout_s, str(out))
+    log = out.with_suffix(".log")
+    command = [sys.executable, "-m", "deploy.bench.peer.policy", str(_written(config, log)), str(out)]
+    _run(command, log, timeout_s, dict(os.environ))
 
 
-def _offbeat(module: str, words: list[str], config: RunConfig, log: Path, timeout_s: float, *rest: str) -> None:
+def _written(config: RunConfig, log: Path) -> Path:
+    """The configuration as a file beside the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.with_suffix(".yaml")
     file.write_text(dump_yaml(config), encoding="utf-8")
-    _run([sys.executable, "-m", module, *words, str(file), *rest], log, timeout_s, dict(os.environ))
+    return file
 
 
-def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str]) -> None:
+def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str], cpu: Path | None = None) -> None:
     """Run to the end; one that takes too long is interrupted, and killed if it does not listen.
+
+    cpu: where to write down the CPU time of all its processes while they run.
 
     Raises:
         SideError: it failed or took too long.
     """
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        meter = CpuMeter(process.pid, cpu) if cpu is not None else None
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise SideError(f"not done in {timeout_s:g} s: {' '.join(command[1:4])}\nRead {log}") from None
         finally:
+            if meter is not None:
+                meter.stop()
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
                 try:

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from deploy.bench.peer.meter import CPU
+
 FIRST_STEPS = 5
 """Left out of the rates: both sides fill up and warm up."""
 REPORT_S = 1.0
@@ -23,6 +27,8 @@ class Step:
     """From when the policy could first be asked, wall time."""
     success: float
     """Of the trained episodes."""
+    time: float = 0.0
+    """Unix time at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class SideRun:
     """From the command to the moment from which `seconds` count."""
     steps: tuple[Step, ...]
     snapshots: tuple[Snapshot, ...]
+    cpu: tuple[tuple[float, float], ...] = ()
+    """(Unix time, CPU seconds that all its processes had taken)."""
 
     def rated(self, successes: Sequence[float]) -> "SideRun":
         """With the snapshots' successes, in their order."""
@@ -60,6 +68,15 @@ class SideRun:
         """Median seconds of a step."""
         later = self.steps[min(FIRST_STEPS, len(self.steps) - 2) :]
         return statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(later))
+
+    def step_cpu_s(self) -> float | None:
+        """Mean CPU seconds of a step, all processes together; None where nobody looked."""
+        first, last = self.steps[min(FIRST_STEPS, len(self.steps) - 2)], self.steps[-1]
+        if len(self.cpu) < 2:
+            return None
+        times, used = zip(*self.cpu, strict=True)
+        began, ended = np.interp([first.time, last.time], times, used)
+        return float(ended - began) / (last.step - first.step)
 
     def seconds_to(self, target: float) -> float | None:
         """When the held-out success first was `target`, between two snapshots on the straight line; None: never."""
@@ -79,9 +96,9 @@ class SideRun:
 def read_trl(folder: Path) -> SideRun:
     """What `guest.train` wrote."""
     records = _lines(folder / "steps.jsonl")
-    steps = tuple(Step(r["step"], r["seconds"], r["success"]) for r in records if "step" in r)
+    steps = tuple(Step(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
     seconds = {0: 0.0} | {each.step: each.seconds for each in steps}
-    return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds))
+    return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds), _cpu(folder))
 
 
 def read_offbeat(folder: Path, start: Path) -> SideRun:
@@ -91,16 +108,21 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
     served = next(r["time"] for r in records if r["source"] == "generation" and r["values"].get("weight_updates"))
     zero = served - REPORT_S
     learner = [r for r in records if r["source"] == "learner" and r["step"] is not None]
-    steps = tuple(Step(r["step"], r["time"] - zero, r["values"]["success"]) for r in learner)
+    steps = tuple(Step(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
     seconds = {each.step: each.seconds for each in steps}
     snapshots = (Snapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
-    return SideRun(zero - began, steps, snapshots)
+    return SideRun(zero - began, steps, snapshots, _cpu(folder.parent))
 
 
 def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[Snapshot, ...]:
     """The `step-*` folders of steps whose time is known."""
     found = [(int(each.name.removeprefix("step-")), each) for each in sorted(folder.glob("step-*"))]
     return tuple(Snapshot(step, seconds[step], each) for step, each in found if step in seconds)
+
+
+def _cpu(folder: Path) -> tuple[tuple[float, float], ...]:
+    path = folder / CPU
+    return tuple((each["time"], each["cpu_s"]) for each in _lines(path)) if path.exists() else ()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -82,6 +82,7 @@ class Watch(TrainerCallback):
         self._write(
             {
                 "step": step,
+                "time": time.time(),
                 "seconds": seconds,
                 "rollout_s": self._rollouts.seconds,
                 "reward": sum(rewards) / len(rewards),

@@ -1,16 +1,22 @@
 """Reading what both sides wrote, and comparing it."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from deploy.bench.peer.comparison import common_target, compare
 from deploy.bench.peer.guest import job as jobs
+from deploy.bench.peer.meter import CPU, CpuMeter
 from deploy.bench.peer.options import Options, PeerError, parse
 from deploy.bench.peer.records import SideRun, Snapshot, Step, read_offbeat, read_trl
 from deploy.bench.peer.settings import SETTINGS, offbeat_config, play_rules, train_job
 from deploy.bench.peer.venv import MARKER, PINS, python_of
+from tests.waiting import wait_until_sync
 
 
 def write_lines(path: Path, records: list[dict[str, object]]) -> None:
@@ -74,8 +80,8 @@ def test_offbeats_time_counts_from_the_report_of_its_first_weights(tmp_path: Pat
 def test_trls_snapshots_stand_at_their_steps_time(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [
         {"startup_s": 9.0},
-        {"step": 1, "seconds": 1.5, "success": 0.1},
-        {"step": 2, "seconds": 2.5, "success": 0.2},
+        {"step": 1, "time": 61.5, "seconds": 1.5, "success": 0.1},
+        {"step": 2, "time": 62.5, "seconds": 2.5, "success": 0.2},
     ]
     write_lines(tmp_path / "steps.jsonl", records)
     for step in (0, 2):
@@ -122,3 +128,29 @@ def test_a_venv_counts_once_its_pins_are_written_down(tmp_path: Path) -> None:
     assert python_of(tmp_path) is None
     (tmp_path / MARKER).write_text("\n".join(PINS), encoding="utf-8")
     assert python_of(tmp_path) == tmp_path / "bin" / "python"
+
+
+def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:
+    steps = tuple(Step(n, float(n), 0.0, 100.0 + n) for n in range(1, 17))
+    used = tuple((100.0 + t, 7.0 + 1.5 * t) for t in range(0, 40, 3))
+    assert SideRun(0.0, steps, (), used).step_cpu_s() == pytest.approx(1.5)
+    assert SideRun(0.0, steps, ()).step_cpu_s() is None
+
+
+def test_the_meter_counts_what_children_compute(tmp_path: Path) -> None:
+    work = "import time\nwhile time.process_time() < 0.5: pass\ntime.sleep(60)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', sys.argv[1]])"
+    process = subprocess.Popen([sys.executable, "-S", "-c", parent, work], start_new_session=True)
+    try:
+        meter = CpuMeter(process.pid, tmp_path / CPU)
+        wait_until_sync(lambda: last_cpu(tmp_path / CPU) >= 0.5, timeout_s=60)
+        meter.stop()
+        assert last_cpu(tmp_path / CPU) < 2.0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_cpu(path: Path) -> float:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return json.loads(lines[-1])["cpu_s"] if lines else 0.0
