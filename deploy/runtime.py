@@ -5,6 +5,7 @@ also half-way through `start`, and leaves no process and no file in shared memor
 """
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import psutil
 from redis import Redis
@@ -60,7 +62,7 @@ TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
 QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0"}
 LEARNER_GRACE_S = 4.0
-"""What a learner gets to save a checkpoint when the command is interrupted."""
+"""What a learner gets to save a checkpoint when the command is interrupted, beside the time that its last steps took."""
 END_GRACE_S = 1.0
 
 
@@ -202,7 +204,7 @@ class LocalMesh:
             await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
 
     async def end_learner(self) -> int:
-        """Let the learner save a checkpoint and end, as far as it can in a few seconds; no other is started.
+        """Let the learner finish its step, save a checkpoint and end; one that takes longer than that should is killed.
 
         Returns:
             the step that the run has come to; -1 before the first weights.
@@ -213,14 +215,15 @@ class LocalMesh:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
                 await RunStore(async_redis).want(self._config.exp_name, Wanted.STOPPED)
             await asyncio.to_thread(ask_to_stop, self._redis, self._config.exp_name, now=False)
-            deadline = time.monotonic() + LEARNER_GRACE_S
+            grace_s = await asyncio.to_thread(_learner_grace_s, self._redis, self._config.exp_name)
+            deadline = time.monotonic() + grace_s
             while time.monotonic() < deadline:
                 status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)
                 if not status.alive:
                     break
                 await asyncio.sleep(0.05)
             else:
-                logger.warning("the learner did not end in %s s and is killed", LEARNER_GRACE_S)
+                logger.warning("the learner did not end in %.1f s and is killed", grace_s)
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
                 return (await RunStore(async_redis).progress(self._config.exp_name)).step
         except (RedisError, OSError, UnknownRunError) as error:
@@ -288,6 +291,15 @@ class LocalMesh:
 
     def _mark(self, part: str) -> None:
         self.timings[part] = time.time() - self._began
+
+
+def _learner_grace_s(redis: Redis, run_id: str) -> float:
+    """A large model's step may take a minute, and losing those since the last checkpoint more; Ctrl-C again ends at once."""
+    raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
+    metrics = json.loads(raw) if raw else {}
+    return LEARNER_GRACE_S + 2 * sum(
+        metrics.get(f"time/{stage}_s", 0.0) for stage in ("train", "publish", "checkpoint")
+    )
 
 
 def _remove_orphaned_temp() -> None:
