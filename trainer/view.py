@@ -128,6 +128,8 @@ class TerminalView:
 
     def _render(self) -> Table:
         line = Table.grid(padding=(0, 1))
+        for _ in range(5):
+            line.add_column(no_wrap=True, overflow="ellipsis")
         bar = ProgressBar(total=self._max_steps, completed=self._step, width=20)
         line.add_row(self._spinner, self._phase, bar, f"{self._step}/{self._max_steps}", self._figures)
         return line
