@@ -234,6 +234,21 @@ def bench_peer(
         raise typer.Exit(2) from None
 
 
+@bench_app.command("plot")
+def bench_plot(
+    result: Annotated[Path, typer.Argument(metavar="RESULT.json", exists=True, dir_okay=False)],
+    picture: Annotated[Path, typer.Argument(metavar="PICTURE.png")],
+) -> None:
+    """Draw what a benchmark wrote with --json."""
+    from deploy.bench.figures import draw
+
+    try:
+        draw(result, picture)
+    except ValueError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
     """Run a benchmark and keep its result."""
     from deploy.bench.outcome import write_json

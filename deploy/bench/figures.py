@@ -1,0 +1,107 @@
+"""Pictures of what benchmarks found, drawn from their JSON.
+
+Invariant: only what the file says is drawn.
+"""
+
+# pyright: basic
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+mpl.use("Agg")
+
+OURS, THEIRS, LIMIT = "#1f77b4", "#9aa5b1", "#d62728"
+
+
+def draw(result: Path, picture: Path) -> None:
+    """Draw a benchmark's JSON as a PNG.
+
+    Raises:
+        ValueError: there is no picture of this benchmark.
+    """
+    found = json.loads(result.read_text(encoding="utf-8"))
+    painter = PAINTERS.get(found.get("bench", ""))
+    if painter is None:
+        raise ValueError(
+            f"{result}: there are pictures of {', '.join(sorted(PAINTERS))}, not of {found.get('bench')!r}"
+        )
+    figure = painter(found)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120, bbox_inches="tight")
+
+
+def _async(found: dict[str, Any]) -> Figure:
+    parts = found["distributions"]
+    figure, axes = _panels(len(parts))
+    for each, ax in zip(parts, axes, strict=True):
+        rows = each["settings"]
+        names = [f"{row['max_staleness']:g}" for row in rows]
+        bars = ax.bar(names, [row["trajectories_per_s"] for row in rows], color=[THEIRS] + [OURS] * (len(rows) - 1))
+        ax.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows])
+        ax.axhline(each["ideal"], color=LIMIT, linestyle="--", label="the slower side alone")
+        _label(ax, f"{each['distribution']} latency", "max_staleness", "trajectories/s")
+    return figure
+
+
+def _redundancy(found: dict[str, Any]) -> Figure:
+    parts = found["distributions"]
+    figure, axes = _panels(len(parts))
+    for (name, rows), ax in zip(parts.items(), axes, strict=True):
+        labels = [f"{row['groups']}x{row['members']}" for row in rows]
+        bars = ax.bar(labels, [row["batch_s"]["median"] for row in rows], color=[THEIRS] + [OURS] * (len(rows) - 1))
+        ax.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows])
+        _label(ax, f"{name} latency", "groups x episodes started", "s to collect the batch")
+    return figure
+
+
+def _scale(found: dict[str, Any]) -> Figure:
+    figure, axes = _panels(2)
+    counts = [row["concurrency"] for row in found["settings"]]
+    panels = (("cpu_ms", "CPU ms per trajectory"), ("trajectories_per_s", "trajectories/s"))
+    for ax, (name, label) in zip(axes, panels, strict=True):
+        ax.semilogx(counts, [row[name]["median"] for row in found["settings"]], "o-", color=OURS)
+        ax.set_ylim(bottom=0)
+        _label(ax, "", "episodes at a time", label)
+    return figure
+
+
+def _generation(found: dict[str, Any]) -> Figure:
+    figure, (ax,) = _panels(1)
+    counts = [row["concurrency"] for row in found["levels"]]
+    for name, label, color in (("bare", "bare AsyncLLM", THEIRS), ("handle", "service, Serve handle", OURS)):
+        ax.loglog(
+            counts,
+            [row[f"{name}_tokens_per_s"]["median"] for row in found["levels"]],
+            "o-",
+            color=color,
+            label=label,
+        )
+    _label(ax, "", "requests at a time", "tokens/s")
+    return figure
+
+
+PAINTERS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "async": _async,
+    "redundancy": _redundancy,
+    "scale": _scale,
+    "generation": _generation,
+}
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(4.8 * count, 3.2))
+    return figure, [figure.add_subplot(1, count, i + 1) for i in range(count)]
+
+
+def _label(ax: Axes, title: str, x: str, y: str) -> None:
+    ax.set_title(title)
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
+    ax.spines[["top", "right"]].set_visible(False)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False)
