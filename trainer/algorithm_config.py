@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from trainer.conditions import SET, ConditionalConfig, NotWith, OnlyWith
 from trainer.correction_config import TrainInferCorrection
+from trainer.engines.schedule import Scheduler
 from trainer.reward_config import Over, RewardNormalization, RewardShaping
 
 Estimator = Literal[
@@ -164,6 +165,8 @@ class AlgorithmConfig(ConditionalConfig):
     )
     """None takes `sequence_length`."""
     entropy_loss_coef: float = Field(default=0.0, ge=0)
+    entropy_loss_scheduler_type: Annotated[Scheduler, OnlyWith(entropy_loss_coef=SET)] = "constant"
+    """`linear` and `cosine` let the bonus fall to zero at the last step: explore first, settle later."""
     ppo_epochs: int = Field(default=1, ge=1)
     use_kl_loss: bool = False
     kl_loss_coef: Annotated[float, OnlyWith(use_kl_loss=(True,))] = Field(default=0.0, ge=0)

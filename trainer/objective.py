@@ -134,12 +134,14 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, Terms], TokenLosses]] = {
 
 
 def policy_loss(
-    config: AlgorithmConfig, logprobs: Tensor, entropy: Tensor, targets: Targets
+    config: AlgorithmConfig, logprobs: Tensor, entropy: Tensor, targets: Targets, entropy_coef: float | None = None
 ) -> tuple[Tensor, dict[str, Partial]]:
     """The loss of one micro-batch and gauges that merge over micro-batches and ranks.
 
-    logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of the same.
+    logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of the same; entropy_coef: of
+    this step, None for the configuration's.
     """
+    entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
     old = targets.old_logprobs
     if targets.proximal is not None:
         old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
@@ -152,8 +154,8 @@ def policy_loss(
     )
     terms = {"actor/pg_loss": pg_loss}
     total = pg_loss
-    if config.entropy_loss_coef:
-        total = total - config.entropy_loss_coef * entropy
+    if entropy_coef:
+        total = total - entropy_coef * entropy
     if config.use_kl_loss and targets.ref_logprobs is not None:
         terms["actor/kl_loss"] = KL_PENALTIES[config.kl_loss_type](logprobs, targets.ref_logprobs)
         total = total + config.kl_loss_coef * terms["actor/kl_loss"]

@@ -114,10 +114,17 @@ class BatchTrainer:
         inputs = [_input(each) for each in micro]
         gauges: list[Gauges] = []
         device = self._ranks.device
+        entropy_coef = scheduled_rate(
+            step,
+            peak=self._config.entropy_loss_coef,
+            scheduler=self._config.entropy_loss_scheduler_type,
+            warmup_steps=0,
+            total_steps=self._config.max_steps,
+        )
 
         def of_policy(i: int, said: Sampled) -> Tensor:
             here = targets.at(micro[i].index, device)
-            loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here)
+            loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here, entropy_coef)
             worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
             gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
             return loss

@@ -110,7 +110,7 @@ EFFECTS: dict[str, list[Change]] = {
     "kl_penalty": [(KL_REWARD, {"kl_penalty": name}) for name in ("k2", "k3", "abs")],
     "value_clip": [(GAE, {"value_clip": 0.05})],
 }
-IN_THE_STEP = {"ppo_epochs", "critic_warmup", "target_kl", "kl_horizon"}
+IN_THE_STEP = {"ppo_epochs", "critic_warmup", "target_kl", "kl_horizon", "entropy_loss_scheduler_type"}
 """Shown by tests/trainer/test_step.py."""
 
 

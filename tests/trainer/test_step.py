@@ -88,6 +88,18 @@ def _alone(length: int) -> object:
     return Packing.of(torch.tensor([0, length]))
 
 
+def test_an_entropy_bonus_falls_with_the_steps_as_its_scheduler_says(folder: Path) -> None:
+    def after(step: int, **settings: object) -> Tensor:
+        batches, engine, _ = trainer(folder, config(max_steps=4, **settings))
+        batches.train(GROUPS, step)
+        return weights(engine)
+
+    falling = {"entropy_loss_coef": 0.4, "entropy_loss_scheduler_type": "linear"}
+    for step, coef in ((0, 0.4), (1, 0.3), (2, 0.2)):
+        assert torch.equal(after(step, **falling), after(step, entropy_loss_coef=coef))
+    assert not torch.equal(after(2, **falling), after(2, entropy_loss_coef=0.4))
+
+
 def test_a_step_is_the_recipes_by_hand(folder: Path) -> None:
     batches, engine, _ = trainer(folder, config())
     twin = load_policy(folder, ModelArgs(), seed=1)
