@@ -10,6 +10,7 @@ from pathlib import Path
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
+from redis import exceptions as redis_errors
 
 from services.buffer.connection import connect_async
 from services.codec import decode_requests, encode_completions
@@ -115,9 +116,13 @@ class GenerationDeployment:
 
     async def _serve_whoever_claims(self) -> None:
         while True:
-            tenant = await find_tenant(self._redis, self._app)
-            if tenant != (self._tenancy.tenant if self._tenancy else None):
-                await self._serve(tenant)
+            try:
+                tenant = await find_tenant(self._redis, self._app)
+            except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+                logger.warning("Redis does not answer, goes on as before: %s", error)
+            else:
+                if tenant != (self._tenancy.tenant if self._tenancy else None):
+                    await self._serve(tenant)
             await asyncio.sleep(LOOK_S)
 
     async def _wait_for_tenant(self) -> Tenancy:

@@ -132,6 +132,11 @@ class GenerationReplica:
         logger.error("out of service: %s", reason)
         await self.retire(reason)
 
+    async def settle(self) -> None:
+        """Return when no update is under way; who does not await anything then finds it so."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._broken or not self._updating)
+
     async def retire(self, reason: str) -> None:
         """Serve nothing any more; running requests end with `RetryableError(reason)`."""
         async with self._changed:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -102,7 +103,8 @@ class Tenancy:
     ) -> None:
         redis = Redis.from_url(redis_url)
         pulls = SyncRedis.from_url(redis_url)
-        subscriber = RedisWeightSubscriber(
+        self._replica_id = replica_id
+        self._subscriber = subscriber = RedisWeightSubscriber(
             redis, tenant.run_id, tenant.weights, tenant.output_dir, pulls=pulls, workers=config.tensor_parallel_size
         )
         self.tenant = tenant
@@ -117,11 +119,14 @@ class Tenancy:
         self._tasks = [asyncio.create_task(self.replica.follow()), asyncio.create_task(self._report())]
 
     async def end(self) -> None:
-        """Answer no more; returns when nothing of the run goes on in the engine."""
+        """Answer no more; returns when nothing of the run goes on in the engine, and no half of its weights is loaded."""
+        await self.replica.settle()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.replica.retire(f"run {self.tenant.run_id} has left this application")
+        with suppress(RetryableError):  # the broker misses it in a while anyway
+            await self._subscriber.retire(self._replica_id)
         await self._redis.aclose()
 
     async def check(self) -> None:

@@ -293,3 +293,27 @@ async def test_metrics_count_everything_once(stage: Stage) -> None:
     again = stage.replica.take_metrics().values
     assert again["tokens"].value == again["weight_updates"].value == 0
     assert "pause_s" not in again
+
+
+async def test_a_replica_that_retires_ends_what_runs_and_what_waits(stage: Stage) -> None:
+    await stage.publish(0)
+    running, waiting = stage.call("a"), stage.call("b", min_version=9)
+    await wait_until(lambda: stage.engine.handed_in == [("a", 0)])
+    await stage.replica.retire("the run has left")
+    for call in (running, waiting):
+        with pytest.raises(RetryableError, match="the run has left"):
+            await call
+    assert stage.engine.given_up == ["a"]
+
+
+async def test_a_replica_settles_when_no_update_is_under_way(stage: Stage) -> None:
+    await stage.publish(0)
+    stage.engine.may_load.clear()
+    await stage.broker.publish(1)
+    await wait_until(lambda: stage.broker.loads[-1].loading == 1)
+    settled = asyncio.create_task(stage.replica.settle())
+    await asyncio.sleep(0)
+    assert not settled.done()
+    stage.engine.may_load.set()
+    await settled
+    assert stage.engine.loads == [0, 1]
