@@ -16,6 +16,8 @@ from services.rollout.config import EnvManagerConfig
 from trainer.algorithm_checks import algorithm_complaints
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LONGEST_NAME = 255
+"""Bytes of one part of a path, on every file system that matters."""
 MIN_CPU_HEAD_DIM = 32
 """vLLM's attention on a CPU needs heads at least this wide."""
 
@@ -113,7 +115,7 @@ def _demo_problems(demos: str) -> Iterator[Problem]:
         return
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:
         yield Problem("warm_start.demos", f"can't import {module!r}: {error}")
         return
     if not callable(getattr(found, function, None)):
@@ -230,6 +232,8 @@ def _place_problems(config: RunConfig) -> Iterator[Problem]:
             "control.host",
             f"{config.control.host} can be reached from other machines: set control.token, or take 127.0.0.1",
         )
+    if (longest := max((len(os.fsencode(part)) for part in config.output_dir.parts), default=0)) > LONGEST_NAME:
+        yield Problem("output_dir", f"a folder's name has at most {LONGEST_NAME} bytes, not {longest}")
     url = config.redis.url
     if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
         yield Problem("redis.url", f"expected redis://, rediss:// or unix://, got {url!r}")

@@ -13,8 +13,11 @@ from pydantic import ValidationError
 from deploy.checks import check_run
 from deploy.config import RunConfig
 from deploy.problems import ConfigError, Problem, problems_of
+from deploy.yaml_limits import limit_problem
 
 MAX_DOCUMENT_CHARS = 1_000_000
+NUL = "\\u0000"
+"""As JSON writes it."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -94,6 +97,8 @@ def parse_document(text: str) -> dict[str, Any]:
     if "${" in text:
         raise ConfigError([Problem("", "interpolation (`${...}`) is refused here: send resolved values")])
     try:
+        if problem := limit_problem(text):
+            raise ConfigError([Problem("", problem)])
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError([Problem("", _first_lines(error))]) from error
@@ -107,7 +112,10 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
         ConfigError: with every key that was refused.
     """
     try:
-        return RunConfig.model_validate_json(json.dumps(tree))
+        text = json.dumps(tree)
+        if NUL in text:
+            raise ConfigError([Problem("", "a text in it holds a NUL character, which no path and no name may")], source)
+        return RunConfig.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError(problems_of(error, RunConfig), source) from error
     except (TypeError, ValueError) as error:

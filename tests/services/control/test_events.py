@@ -1,4 +1,4 @@
-"""Server-sent events over a real server: they come in order, stop when the run is over, and are taken up where they broke."""
+"""Server-sent events over a real server: in order, until the run is over, and taken up where they broke."""
 
 import asyncio
 import json

@@ -229,7 +229,7 @@ async def test_a_run_paused_before_it_runs_comes_up_paused(reconciler: Reconcile
     assert {paused for _, paused in mesh.steered} == {True}
 
 
-async def test_a_paused_run_can_be_stopped(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
+async def test_a_paused_run_can_be_stopped(reconciler: Reconciler, store: RunStore):
     await store.want("lake", Wanted.PAUSED)
     await look_until(reconciler, RunState.PAUSED)
     await store.want("lake", Wanted.STOPPED)

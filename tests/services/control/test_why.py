@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_the_learner_waits_for_a_group_whose_episodes_wait_for_a_replica_that_lo
 def test_each_link_waits_for_the_next():
     for replicas in ({}, {"r0": ReplicaReport(12, NOW)}, {"r0": ReplicaReport(11, NOW, ReplicaLoad(3, 3))}):
         links = chain(picture(replicas=replicas))
-        for link, following in zip(links, links[1:], strict=False):
+        for link, following in pairwise(links):
             assert link.waits_for == following.who
         assert links[-1].waits_for is None
 
