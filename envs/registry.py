@@ -38,6 +38,10 @@ BUILT_IN = {
     "math": "envs.dataset:MathEnv",
     "qa": "envs.dataset:QAEnv",
     "code": "envs.dataset:CodeEnv",
+    "gymnasium": "envs.adapters.gymnasium_env:GymnasiumEnv",
+    "textarena": "envs.adapters.textarena:TextArenaEnv",
+    "reasoning_gym": "envs.adapters.reasoning_gym:ReasoningGymEnv",
+    "gem": "envs.adapters.gem:GemEnv",
 }
 
 MAX_REPEATS = 2_000

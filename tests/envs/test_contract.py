@@ -32,8 +32,8 @@ def test_every_env_holds_the_contract(env_type: str, env_config: dict[str, objec
 
 
 def test_every_built_in_env_is_among_those_checked():
-    of_a_file = {"math", "qa", "code"}  # checked in tests/envs/dataset, where there are files
-    assert {env_type for env_type, _ in ENVS} | of_a_file == set(registry.BUILT_IN)
+    elsewhere = {"math", "qa", "code", "gymnasium", "textarena", "reasoning_gym", "gem"}  # tests/envs/dataset, adapters
+    assert {env_type for env_type, _ in ENVS} | elsewhere == set(registry.BUILT_IN)
 
 
 @pytest.mark.parametrize(

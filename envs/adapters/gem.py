@@ -1,0 +1,64 @@
+"""GEM's environments (arXiv:2510.01051): `gem.make`, text in and text out."""
+
+from typing import Any, ClassVar, cast
+
+import numpy as np
+from pydantic import Field, JsonValue
+
+from envs.adapters.text import OwnRandomness, TextEnv, numbers_of
+from envs.config import Config
+from envs.extras import require
+
+
+class GemConfig(Config):
+    """`env_config` of a tag with `env_type: gem`."""
+
+    id: str
+    """Such as `game:GuessTheNumber-v0` or `rg:letter_counting`."""
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """For `gem.make`."""
+    success_reward: float = 1.0
+    """A last reward of so much is a success."""
+
+
+class GemEnv(TextEnv):
+    """An env of GEM; play it inline or in a process, not in threads: many draw from global generators."""
+
+    config_class: ClassVar[type[GemConfig]] = GemConfig
+
+    def __init__(self, config: GemConfig) -> None:
+        """Raises ValueError where there is no such env."""
+        super().__init__()
+        self.config, library = config, require("gem", "gem")
+        self._randomness = OwnRandomness()
+        try:
+            self._env: Any = library.make(config.id, **config.kwargs)
+        except (ValueError, TypeError, KeyError, AssertionError) as error:
+            raise ValueError(f"gem.make({config.id!r}): {error}") from error
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin."""
+        super().reset(seed=seed, options=options)
+        number = int(self.np_random.integers(2**31))
+        self._randomness.seed(number)
+        with self._randomness():
+            observation, _ = self._env.reset(seed=number)
+        return str(observation), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer."""
+        with self._randomness():
+            observation, reward, terminated, truncated, info = self._env.step(action)
+        numbers = numbers_of(cast(dict[str, Any], info or {}))
+        success = bool(terminated) and float(reward) >= self.config.success_reward
+        return str(observation), float(reward), bool(terminated), bool(truncated), {**numbers, "success": success}
+
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """What GEM calls a random action, drawn by `rng`; a number where it has none."""
+        drawn = OwnRandomness()
+        drawn.seed(int(rng.integers(2**31)))
+        with drawn():
+            try:
+                return str(self._env.sample_random_action())
+            except NotImplementedError:
+                return str(rng.integers(10))

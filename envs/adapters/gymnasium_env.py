@@ -1,0 +1,143 @@
+"""Any registered gymnasium env: what it shows as text, what it can do as words."""
+
+import re
+from typing import Any, ClassVar, Literal, cast
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from pydantic import Field, JsonValue
+
+from envs.adapters.text import TextEnv, numbers_of
+from envs.config import Config
+
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
+
+
+class GymnasiumConfig(Config):
+    """`env_config` of a tag with `env_type: gymnasium`."""
+
+    id: str
+    """As `gymnasium.make` takes it, such as `CartPole-v1` or `module:Env-v0`."""
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """For `gymnasium.make`."""
+    actions: tuple[str, ...] = ()
+    """Words for the actions of a discrete space, in its order; empty takes their numbers."""
+    observation: Literal["values", "ansi"] = "values"
+    """The observation itself, or what the env renders as text."""
+    digits: int = Field(default=3, ge=0)
+    """Of a number that is shown, behind the point."""
+    success_reward: float | None = None
+    """An episode whose rewards sum up to this much succeeds; None for envs that say it themselves, or not at all."""
+    format_penalty: float = Field(default=-0.1, le=0)
+    """Reward of a turn whose answer names no action; the env is not stepped then."""
+    system_prompt: str = ""
+    """Empty says which answers there are."""
+
+
+class GymnasiumEnv(TextEnv):
+    """A gymnasium env of the registry, in words."""
+
+    config_class: ClassVar[type[GymnasiumConfig]] = GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig) -> None:
+        """Raises ValueError where there is no such env, or its actions can't be written."""
+        settings: dict[str, Any] = {**config.kwargs}
+        if config.observation == "ansi":
+            settings["render_mode"] = "ansi"
+        try:
+            self._env: gymnasium.Env[Any, Any] = gymnasium.make(config.id, **settings)
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ValueError(f"gymnasium.make({config.id!r}): {error}") from error
+        space = self._env.action_space
+        if not isinstance(space, spaces.Discrete | spaces.Box | spaces.Text):
+            raise ValueError(
+                f"{config.id} acts in a {type(space).__name__} space: Discrete, Box and Text can be written"
+            )
+        if config.actions and (not isinstance(space, spaces.Discrete) or len(config.actions) != cast(Any, space).n):
+            raise ValueError(f"{len(config.actions)} actions are named, {config.id} has {space}")
+        self.config = config
+        self._space = cast("spaces.Discrete[Any] | spaces.Box[Any] | spaces.Text", space)
+        self._last: object = None
+        self._sum = 0.0
+        super().__init__(config.system_prompt or self._told())
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin; see `gymnasium.Env.reset`."""
+        super().reset(seed=seed, options=options)
+        self._last, _ = self._env.reset(seed=seed, options=options)
+        self._sum = 0.0
+        return self._shown(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer with an action; see `gymnasium.Env.step`."""
+        meant = self._meant(action)
+        if meant is None:
+            penalty = self.config.format_penalty
+            return self._shown(), penalty, False, False, {"action_is_valid": False, "format_penalty": penalty}
+        self._last, reward, terminated, truncated, info = self._env.step(meant)
+        self._sum += float(reward)
+        told: dict[str, Any] = {**numbers_of(info), "action_is_valid": True, "format_penalty": 0.0}
+        if self.config.success_reward is not None:
+            told["success"] = self._sum >= self.config.success_reward
+        return self._shown(), float(reward), bool(terminated), bool(truncated), told
+
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """Any action."""
+        space = self._space
+        if isinstance(space, spaces.Discrete):
+            return self._names()[int(rng.integers(len(self._names())))]
+        if isinstance(space, spaces.Text):
+            return "a"
+        low, high = np.nan_to_num(space.low, neginf=-1), np.nan_to_num(space.high, posinf=1)
+        return " ".join(f"{value:.3g}" for value in np.ravel(rng.uniform(low, high)))
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._env.close()
+
+    def _names(self) -> tuple[str, ...]:
+        if self.config.actions:
+            return self.config.actions
+        space = cast("spaces.Discrete[Any]", self._space)
+        return tuple(str(int(space.start) + i) for i in range(int(space.n)))
+
+    def _told(self) -> str:
+        if isinstance(self._space, spaces.Discrete):
+            return f"Answer with one of {', '.join(self._names())}."
+        if isinstance(self._space, spaces.Box):
+            return f"Answer with {int(np.prod(self._space.shape))} numbers."
+        return "Answer with text."
+
+    def _meant(self, answer: str) -> Any:
+        space, answer = self._space, answer.strip()
+        match space:
+            case spaces.Discrete():
+                names = [name.lower() for name in self._names()]
+                return int(space.start) + names.index(answer.lower()) if answer.lower() in names else None
+            case spaces.Text():
+                return answer if space.contains(answer) else None
+            case _:
+                found = [float(text) for text in NUMBER.findall(answer)]
+                if len(found) != int(np.prod(space.shape)):
+                    return None
+                values = np.array(found, dtype=space.dtype).reshape(space.shape)
+                return np.clip(values, space.low, space.high)
+
+    def _shown(self) -> str:
+        if self.config.observation == "ansi":
+            return str(self._env.render())
+        return self._text(self._last)
+
+    def _text(self, value: object) -> str:
+        match value:
+            case dict():
+                return "\n".join(f"{key}: {self._text(part)}" for key, part in cast(dict[str, object], value).items())
+            case tuple():
+                return " ".join(self._text(part) for part in cast(tuple[object, ...], value))
+            case np.ndarray():
+                return " ".join(self._text(part) for part in cast(list[object], value.ravel().tolist()))
+            case float() | np.floating():
+                return f"{float(value):.{self.config.digits}f}"
+            case _:
+                return str(value)

@@ -1,0 +1,78 @@
+"""reasoning-gym's procedural questions: the seed makes the question, the data set's own rule scores the answer."""
+
+import warnings
+from typing import Any, ClassVar, Literal
+
+from gymnasium.utils import seeding
+from pydantic import Field, JsonValue
+
+from envs.adapters.text import TextEnv
+from envs.config import Config
+from envs.dataset.env import last_group
+from envs.extras import require
+from envs.parsing import compile_pattern
+
+HELD_OUT_FROM = 1 << 30
+"""Questions made by seeds from here on are held out."""
+
+
+class ReasoningGymConfig(Config):
+    """`env_config` of a tag with `env_type: reasoning_gym`."""
+
+    dataset: str
+    """Its name, such as `chain_sum`."""
+    dataset_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Its own settings."""
+    answer_pattern: str = "<answer>(.*?)</answer>"
+    split: Literal["train", "held_out"] = "train"
+    """Which questions: the two are made by different seeds."""
+    format_penalty: float = Field(default=0.0, le=0)
+
+
+class ReasoningGymEnv(TextEnv):
+    """A question, an answer, the data set's score in [0, 1]; `success` is a score of 1."""
+
+    config_class: ClassVar[type[ReasoningGymConfig]] = ReasoningGymConfig
+    system_prompt: str = "Think, then give the answer in <answer> </answer>."
+
+    def __init__(self, config: ReasoningGymConfig) -> None:
+        """Raises ValueError where there is no such data set, or its settings are wrong."""
+        super().__init__()
+        compile_pattern(config.answer_pattern)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            self._library: Any = require("reasoning_gym", "reasoning-gym")
+        self.config = config
+        self._dataset: Any = None
+        self._entry: dict[str, Any] = {}
+        self._make(0)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Make a question."""
+        super().reset(seed=seed, options=options)
+        self._make(self._number(self.np_random))
+        return str(self._entry["question"]), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer it."""
+        said = last_group(self.config.answer_pattern, action)
+        score = 0.0 if said is None else float(self._dataset.score_answer(said, self._entry))
+        penalty = self.config.format_penalty if said is None else 0.0
+        info = {"success": score == 1.0, "action_is_valid": said is not None, "format_penalty": penalty}
+        return "", score + penalty, True, False, info
+
+    def task_id(self, seed: int) -> int:
+        """The number that makes the question of `reset(seed=seed)`; leaves this env as it is."""
+        return self._number(seeding.np_random(seed)[0])
+
+    def _number(self, rng: Any) -> int:
+        offset = HELD_OUT_FROM if self.config.split == "held_out" else 0
+        return offset + int(rng.integers(HELD_OUT_FROM))
+
+    def _make(self, number: int) -> None:
+        config = self.config
+        try:
+            self._dataset = self._library.create_dataset(config.dataset, seed=number, size=1, **config.dataset_config)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"reasoning_gym's {config.dataset!r}: {error}") from error
+        self._entry = self._dataset[0]

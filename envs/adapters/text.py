@@ -1,0 +1,62 @@
+"""What adapted envs have in common: text in, text out, and global generators that belong to one env at a time."""
+
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Text
+
+MAX_CHARS = 1_000_000
+CHARSET = "".join(map(chr, (*range(9, 14), *range(27, 0xD800), *range(0x1F000, 0x1FC00))))
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
+
+
+class TextEnv(gymnasium.Env[str, str]):
+    """A text env of another library."""
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
+    system_prompt: str = ""
+
+    def __init__(self, system_prompt: str = "") -> None:
+        self.observation_space = Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
+        self.action_space = Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
+        self.system_prompt = system_prompt or self.system_prompt
+
+
+def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers and booleans among what an env says beside its observation."""
+    told = ((key, value) for key, value in info.items() if isinstance(value, bool | int | float | np.number))
+    return {str(key): float(cast(float, value)) for key, value in told}
+
+
+class OwnRandomness:
+    """Stands in for the global generators of `random` and `numpy` while a library that draws from them runs.
+
+    Global generators are shared by threads: an env that needs this is played inline or in a process of its own.
+    """
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, Any] | None = None
+
+    def seed(self, seed: int) -> None:
+        """Start anew; both generators depend on `seed` alone."""
+        rng = np.random.default_rng(seed)
+        twister = np.random.RandomState(int(rng.integers(2**32)))
+        self._states = random.Random(int(rng.integers(2**63))).getstate(), twister.get_state()
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        """Within, the global generators are this env's own."""
+        outside = random.getstate(), np.random.get_state()
+        if self._states is not None:
+            random.setstate(self._states[0])
+            np.random.set_state(self._states[1])
+        try:
+            yield
+        finally:
+            self._states = random.getstate(), np.random.get_state()
+            random.setstate(outside[0])
+            np.random.set_state(outside[1])

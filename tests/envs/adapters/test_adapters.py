@@ -1,0 +1,121 @@
+"""Each adapter holds the contract over the real library; what is not installed is skipped."""
+
+import random
+
+import gymnasium
+import numpy as np
+import pytest
+
+from envs import registry
+from envs.adapters.text import OwnRandomness
+from envs.contract import check_contract
+
+CASES = [
+    ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left", "right"]}),
+    ("gymnasium", "gymnasium", {"id": "FrozenLake-v1", "observation": "ansi", "success_reward": 1.0}),
+    ("gymnasium", "gymnasium", {"id": "Pendulum-v1"}),
+    ("reasoning_gym", "reasoning_gym", {"dataset": "chain_sum"}),
+    ("textarena", "textarena", {"id": "GuessTheNumber-v0"}),
+    ("gem", "gem", {"id": "game:Mastermind-v0-easy"}),
+]
+
+
+@pytest.mark.parametrize(("module", "env_type", "env_config"), CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapted_env_holds_the_contract(module: str, env_type: str, env_config: dict[str, object]):
+    pytest.importorskip(module)
+    report = check_contract(env_type, env_config, num_seeds=4)
+    assert report.problems == []
+    assert report.num_turns > 10
+
+
+def test_what_a_gymnasium_env_pays_and_shows_is_what_it_pays_and_shows_itself():
+    env = registry.make("gymnasium", {"id": "CartPole-v1", "actions": ["left", "right"], "success_reward": 3.0})
+    own = gymnasium.make("CartPole-v1")
+    assert env.system_prompt == "Answer with one of left, right."
+    shown, _ = own.reset(seed=5)
+    assert env.reset(seed=5)[0] == " ".join(f"{value:.3f}" for value in shown)
+    for turn, answer in enumerate(("Right", "left ", "right"), 1):
+        observation, reward, *ends = own.step(1 if "ight" in answer else 0)[:4]
+        said = env.step(answer)
+        assert said[:2] == (" ".join(f"{value:.3f}" for value in observation), reward)
+        assert list(said[2:4]) == ends
+        assert said[4]["success"] is (turn == 3)
+
+
+def test_an_answer_that_names_no_action_costs_the_penalty_and_steps_nothing():
+    env = registry.make("gymnasium", {"id": "CartPole-v1", "format_penalty": -0.5})
+    before, _ = env.reset(seed=1)
+    observation, reward, terminated, _, info = env.step("jump")
+    assert (observation, reward, terminated, info["action_is_valid"]) == (before, -0.5, False, False)
+
+
+def test_numbers_are_read_into_a_box_and_cut_to_its_bounds():
+    env = registry.make("gymnasium", {"id": "Pendulum-v1"})
+    own = gymnasium.make("Pendulum-v1")
+    env.reset(seed=1)
+    own.reset(seed=1)
+    assert env.step("torque 9.5!")[1] == own.step(np.array([2.0], dtype=np.float32))[1]
+    assert env.step("1 2")[4]["action_is_valid"] is False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reasoning_gym_scores_by_its_own_rule_and_keeps_evaluation_apart():
+    library = pytest.importorskip("reasoning_gym")
+    env = registry.make("reasoning_gym", {"dataset": "chain_sum", "format_penalty": -0.1})
+    question, _ = env.reset(seed=3)
+    entry = library.create_dataset("chain_sum", seed=env.task_id(3), size=1)[0]
+    assert question == entry["question"]
+    assert env.step(f"so <answer>{entry['answer']}</answer>")[1] == 1.0
+    assert env.step(entry["answer"])[1] == -0.1
+    held_out = registry.make("reasoning_gym", {"dataset": "chain_sum", "split": "held_out"})
+    assert not {env.task_id(seed) for seed in range(50)} & {held_out.task_id(seed) for seed in range(50)}
+
+
+def test_a_game_tells_only_what_is_new_and_is_won_by_guessing():
+    pytest.importorskip("textarena")
+    env = registry.make("textarena", {"id": "GuessTheNumber-v0"})
+    first, _ = env.reset(seed=3)
+    assert "Guess The Number" in first
+    second, reward, terminated, _, _ = env.step("[1]")
+    assert (reward, terminated, "Guess The Number" in second) == (0.0, False, False)
+    low, high = 2, 20
+    while not terminated:
+        guess = (low + high) // 2
+        observation, reward, terminated, _, info = env.step(f"[{guess}]")
+        low, high = (guess + 1, high) if "higher" in observation else (low, guess - 1)
+    assert (reward, info["success"]) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("module", "env_type", "env_config", "message"),
+    [
+        ("gymnasium", "gymnasium", {"id": "Nope-v1"}, "doesn't exist"),
+        ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left"]}, "1 actions are named"),
+        ("textarena", "textarena", {"id": "Nope-v0"}, r"textarena.make\('Nope-v0'\)"),
+        ("reasoning_gym", "reasoning_gym", {"dataset": "nope"}, "not registered"),
+    ],
+)
+def test_what_there_is_not_is_named(module: str, env_type: str, env_config: dict[str, object], message: str):
+    pytest.importorskip(module)
+    with pytest.raises(ValueError, match=message):
+        registry.make(env_type, env_config)
+
+
+def test_a_library_that_is_missing_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "gem", None)
+    with pytest.raises(ValueError, match=r"gem is not installed: uv pip install 'offbeat\[gem\]'"):
+        registry.make("gem", {"id": "x"})
+
+
+def test_global_generators_are_an_envs_own_within_and_untouched_outside():
+    first, second = OwnRandomness(), OwnRandomness()
+    first.seed(1)
+    second.seed(1)
+    before = random.getstate()
+    drawn = []
+    for own in (first, second, first, second):
+        with own():
+            drawn.append((random.random(), np.random.random()))
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    assert random.getstate() == before
