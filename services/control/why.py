@@ -217,28 +217,30 @@ def _group(picture: Picture, group: GroupProgress) -> list[Link]:
     says = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still playing"
     whom = _longest(said)
     first = Link(f"group {group.number}", "playing", says, "episodes", detail=_progress(group))
-    return [first, *_episodes(picture, said, whom)]
+    return [first, *_episodes(picture, said, whom, still)]
 
 
-def _episodes(picture: Picture, said: Mapping[str, tuple[int, float]], whom: str | None) -> list[Link]:
-    """What the episodes wait for, by the one that has waited longest."""
+def _episodes(picture: Picture, said: Mapping[str, tuple[int, float]], whom: str | None, still: int) -> list[Link]:
+    """What the `still` episodes wait for, by the one that has waited longest; their workers spoke a moment ago."""
     if whom is None:
         silent = [each for each in picture.buffer.workers if each.silent_s > SILENT_S]
         about = f"their env worker has been silent for {max(each.silent_s for each in silent):.0f} s" if silent else ""
         return [Link("episodes", "unknown", about or "their env workers have not said yet what they wait for")]
     count, since = said[whom]
+    they = "it waits" if still == 1 else "they wait" if count >= still else f"{count} of them wait{'s' * (count == 1)}"
     detail: dict[str, Any] = {wait: number for wait, (number, _) in said.items()}
     match whom:
         case "generation":
-            first = Link("episodes", "waits", "they wait for generation", "generation", picture.now - since, detail)
+            first = Link("episodes", "waits", f"{they} for generation", "generation", picture.now - since, detail)
             return [first, _generation(picture)]
         case "env":
-            says = f"{count} of them wait for their env to answer" + _for(picture.now - since)
+            says = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(picture.now - since)
             return [Link("episodes", "waits", says, "env", picture.now - since, detail)]
         case "place":
-            return [Link("episodes", "waits", "they wait for an env of the pool", "env", picture.now - since, detail)]
+            return [Link("episodes", "waits", f"{they} for an env of the pool", "env", picture.now - since, detail)]
         case _:
-            return [Link("episodes", "waits", "they are being handed in", "buffer", picture.now - since, detail)]
+            says = "it is being handed in" if still == 1 else "they are being handed in"
+            return [Link("episodes", "waits", says, "buffer", picture.now - since, detail)]
 
 
 def _generation(picture: Picture) -> Link:
@@ -277,7 +279,7 @@ def _evaluating(picture: Picture) -> list[Link]:
     playing = sum(number for number, _ in said.values())
     says = f"{playing} of its episodes are playing and {picture.buffer.queued_eval} are queued"
     second = Link("evaluation", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
-    return [first, second, *_episodes(picture, said, _longest(said))]
+    return [first, second, *_episodes(picture, said, _longest(said), playing)]
 
 
 def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:

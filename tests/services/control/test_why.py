@@ -46,8 +46,8 @@ def picture(state: RunState = RunState.RUNNING, **changes: Any) -> Picture:
         "buffer": BUFFER,
         "groups": GROUPS,
         "workers": {
-            "w0": report({"41": {"generation": [2, NOW - 0.5]}}),
-            "w1": report({"41": {"env": [1, NOW - 0.1]}}),
+            "w0": report({"41": {"generation": [3, NOW - 0.5]}}),
+            "w1": report({"40": {"env": [1, NOW - 0.1]}}),
         },
         "replicas": {"r0": ReplicaReport(12, NOW - 0.3, ReplicaLoad(running=9))},
         "version": 12,
@@ -98,8 +98,16 @@ def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends
 
 def test_episodes_wait_for_what_the_longest_of_them_waits_for():
     links = chain(picture(workers={"w0": report({"41": {"env": [1, NOW - 9.0], "generation": [2, NOW - 0.1]}})}))
-    assert links[-1].says == "1 of them wait for their env to answer since 9.0 s"
+    assert links[-1].says == "1 of them waits for their env to answer since 9.0 s"
     assert links[-1].detail == {"env": 1, "generation": 2}
+
+
+def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
+    groups = (GroupProgress(41, 8, 7, 0, 1, 0, 11),)
+    said = sentence(chain(picture(groups=groups)))
+    assert "1 of its 8 episodes is still playing; it waits for generation" in said
+    said = sentence(chain(picture(workers={"w0": report({"41": {"env": [5, NOW - 2.0]}})})))
+    assert "3 of its 8 episodes are still playing; they wait for their env to answer since 2.0 s" in said
 
 
 def test_a_worker_that_is_silent_is_not_believed():
