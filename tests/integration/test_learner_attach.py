@@ -30,7 +30,7 @@ def alone(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A run that one learner of one process trains from start to end."""
     with a_run(redis_server, tmp_path_factory.mktemp("alone"), "alone", SMOOTH) as run:
         learner = run.attach()
-        assert learner.wait(timeout=120) == 0, run.said(learner)
+        assert learner.wait(timeout=240) == 0, run.said(learner)
         yield run
 
 
@@ -89,7 +89,7 @@ def test_a_detached_run_collects_up_to_the_bound_and_goes_on_where_it_was(
         wait_until_sync(lambda: run.counters().admitted == bound)
         assert run.counters().trained == 2 * step
         second = run.attach()
-        assert second.wait(timeout=120) == 0, run.said(second)
+        assert second.wait(timeout=240) == 0, run.said(second)
         assert f"Goes on from step {step}" in run.said(second)
         assert run.counters().trained == 12
         assert_same_weights(alone, run)
@@ -109,7 +109,7 @@ def test_a_learner_that_stands_by_takes_over_from_a_dead_one(redis_server: str, 
         assert not follower.is_running()
         wait_until_sync(lambda: "The lease is free: this learner has it now." in run.said(second))
         asyncio.run(set_paused(run, False))
-        assert second.wait(timeout=120) == 0, run.said(second)
+        assert second.wait(timeout=240) == 0, run.said(second)
         assert run.counters().trained == 12
         assert_same_weights(alone, run, atol=1e-5)
 
@@ -126,7 +126,7 @@ def test_a_dead_process_ends_the_learner_and_two_processes_learn_what_one_learns
         assert f"rank 1 (pid {follower.pid}) was killed by SIGKILL" in run.said(first)
         assert not run.redis.exists(run.keys.lease)
         second = run.attach("--nproc", "2")
-        assert second.wait(timeout=120) == 0, run.said(second)
+        assert second.wait(timeout=240) == 0, run.said(second)
         assert_same_weights(alone, run, atol=1e-5)
         assert gradient_norms(run) == pytest.approx(gradient_norms(alone), rel=1e-4)
 

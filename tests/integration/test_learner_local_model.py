@@ -18,7 +18,7 @@ def test_a_llama_with_a_bpe_tokenizer_is_trained_from_its_own_weights(redis_serv
     write_llama(folder)
     settings = (f"pretrain={folder}", "warm_start=null", "max_steps=2", "sequence_length=1024", "save_steps=1")
     with a_run(redis_server, tmp_path, "llama-run", settings) as run:
-        assert run.start().wait(timeout=120) == 0, run.complaint()
+        assert run.start().wait(timeout=240) == 0, run.complaint()
         assert run.counters().trained == 4
         newest = run.config.output_dir / "checkpoints" / "step-000002"
         start, trained = load_file(folder / "model.safetensors"), run.weights(2)

@@ -22,7 +22,7 @@ from tests.waiting import wait_until_sync
 def undisturbed(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that nobody disturbs."""
     with a_run(redis_server, tmp_path_factory.mktemp("undisturbed"), "undisturbed") as run:
-        assert run.start().wait(timeout=120) == 0
+        assert run.start().wait(timeout=240) == 0
         yield run
 
 
@@ -74,7 +74,7 @@ def test_a_killed_learners_successor_ends_with_the_same_weights(
         wait_until_sync(lambda: run.published() >= version, timeout_s=60)
         victim.kill()
         victim.wait()
-        assert run.start().wait(timeout=120) == 0
+        assert run.start().wait(timeout=240) == 0
         counters = run.counters()
         assert (counters.admitted, counters.trained, counters.in_flight) == (12, 12, 0)
         for name, tensor in undisturbed.weights(6).items():
@@ -94,7 +94,7 @@ def test_sigterm_leaves_a_checkpoint_and_a_later_learner_goes_on(
             next((run.config.output_dir / "checkpoints").glob("step-00000[2-6]/learner.json")).read_text()
         )
         assert run.counters().trained == 2 * state["step"]
-        assert run.start().wait(timeout=120) == 0
+        assert run.start().wait(timeout=240) == 0
         assert run.counters().trained == 12
         for name, tensor in undisturbed.weights(6).items():
             assert torch.equal(tensor, run.weights(6)[name]), name
