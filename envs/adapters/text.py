@@ -3,7 +3,7 @@
 import random
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -28,8 +28,12 @@ class TextEnv(gymnasium.Env[str, str]):
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
     """The numbers and booleans among what an env says beside its observation."""
-    told = ((key, value) for key, value in info.items() if isinstance(value, bool | int | float | np.number))
-    return {str(key): float(cast(float, value)) for key, value in told}
+    told: dict[str, float] = {}
+    for key, value in info.items():
+        number: object = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
+        if isinstance(number, bool | int | float):
+            told[str(key)] = float(number)
+    return told
 
 
 class OwnRandomness:
