@@ -17,6 +17,7 @@ from trainer.run import LearnerRun, LearnerRunConfig
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
 CRITIC = ("adv_estimator=gae", "reward_normalization.method=identity", "zero_variance=train")
 REFERENCE = ("add_token_level_kl=true", "init_kl_coef=0.1", "target_kl=0.01")
+RUNNING = ("reward_normalization={method: null, norm_mean_type: running, norm_std_type: running}",)
 GROUPS = [make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(3)]
 
 
@@ -49,7 +50,9 @@ def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize("overrides", [(), CRITIC, (*CRITIC, *REFERENCE), ("actor_train.strategy_args.zero_stage=3",)])
+@pytest.mark.parametrize(
+    "overrides", [RUNNING, CRITIC, (*CRITIC, *REFERENCE), ("actor_train.strategy_args.zero_stage=3",)]
+)
 def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
     run = run_of(tmp_path, overrides)
     trainer = begun(run, ranks)

@@ -1,0 +1,63 @@
+"""One rank of a data-parallel learner: trains two steps with each of several algorithms and writes weights and gauges."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.fakes import make_group
+from tests.integration.learner_rank import SMOOTH
+from trainer.config import LearnerConfig, ModelArgs, StrategyArgs
+from trainer.engines.deepspeed import DeepSpeedEngine
+from trainer.engines.processes import process_group, ranks_of_environment
+from trainer.models.policy import load_critic, load_policy
+from trainer.step import BatchTrainer, Models
+
+FILTER = {"agg_type": "turn", "ratio_low": 0.5, "ratio_high": 2.0}
+ALGORITHMS: dict[str, dict[str, object]] = {
+    "gspo": {"ratio_type": "sequence", "pg_clip": 0.05, "loss_agg_mode": "seq-mean-token-mean"},
+    "decoupled": {
+        "old_logprobs": "recompute",
+        "train_infer_correction": {"is_weight": {"upper_bound": 1.5}, "filters": [FILTER], "m2_threshold": 0.5},
+        "reward_normalization": {"norm_mean_type": "running", "norm_std_type": "batch"},
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+    },
+    "ppo of turns": {"adv_estimator": "gae", "gae_level": "turn", "whiten_advantages": True, "zero_variance": "train"},
+}
+
+
+def main(model: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = ranks_of_environment("cpu")
+    groups = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
+    training = SMOOTH.model_copy(update={"learning_rate": 1e-2, "max_tokens_per_microbatch": 30, "num_minibatches": 2})
+    with process_group(ranks):
+        for name, settings in ALGORITHMS.items():
+            tree = settings | {"actor_train": {"training_args": training.model_dump(mode="json")}}
+            config = LearnerConfig.model_validate_json(json.dumps(tree))
+            critic = load_critic(model, ModelArgs(), seed=1) if config.adv_estimator == "gae" else None
+            models = Models(
+                DeepSpeedEngine(load_policy(model, ModelArgs(), seed=1), training, StrategyArgs(), ranks),
+                None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
+                load_policy(model, ModelArgs(), seed=2) if config.needs_reference else None,
+            )
+            batches = BatchTrainer(config, models, ranks)
+            gauges = [batches.train(groups, step) for step in range(2)][-1]
+            engines = {"policy": models.policy, "critic": models.critic}
+            weights = {
+                f"{who}.{key}": tensor.clone()
+                for who, engine in engines.items()
+                if engine is not None
+                for key, tensor in engine.tensors()
+            }
+            if ranks.rank == 0:
+                save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
+                found = {key: gauge.value for key, gauge in gauges.items()}
+                (out / f"{name}-of-{ranks.world_size}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
