@@ -51,7 +51,7 @@ class RayCluster:
             *(f"--dashboard-port={ports['dashboard']}", f"--ray-client-server-port={ports['client']}"),
             f"--num-cpus={num_cpus}",
         )
-        wait_until_sync(self._dashboard_answers, timeout_s=90, every_s=0.2)
+        wait_until_sync(self._dashboard_answers, timeout_s=180, every_s=0.2)
 
     def join(self, num_cpus: int) -> None:
         """Start a second node."""
@@ -91,7 +91,7 @@ class RayCluster:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=180,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
