@@ -43,6 +43,7 @@ def _async(found: dict[str, Any]) -> Figure:
         names = [f"{row['max_staleness']:g}" for row in rows]
         bars = ax.bar(names, [row["trajectories_per_s"] for row in rows], color=[THEIRS] + [OURS] * (len(rows) - 1))
         ax.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows])
+        ax.margins(y=0.25)
         ax.axhline(each["ideal"], color=LIMIT, linestyle="--", label="the slower side alone")
         _label(ax, f"{each['distribution']} latency", "max_staleness", "trajectories/s")
     return figure
@@ -55,6 +56,7 @@ def _redundancy(found: dict[str, Any]) -> Figure:
         labels = [f"{row['groups']}x{row['members']}" for row in rows]
         bars = ax.bar(labels, [row["batch_s"]["median"] for row in rows], color=[THEIRS] + [OURS] * (len(rows) - 1))
         ax.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows])
+        ax.margins(y=0.1)
         _label(ax, f"{name} latency", "groups x episodes started", "s to collect the batch")
     return figure
 
@@ -104,4 +106,4 @@ def _label(ax: Axes, title: str, x: str, y: str) -> None:
     ax.set_ylabel(y)
     ax.spines[["top", "right"]].set_visible(False)
     if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False)
+        ax.legend(frameon=False, loc="upper left")
