@@ -38,6 +38,7 @@ BUILT_IN = {
     "math": "envs.dataset:MathEnv",
     "qa": "envs.dataset:QAEnv",
     "code": "envs.dataset:CodeEnv",
+    "tools": "envs.tools:ToolEnv",
     "gymnasium": "envs.adapters.gymnasium_env:GymnasiumEnv",
     "textarena": "envs.adapters.textarena:TextArenaEnv",
     "reasoning_gym": "envs.adapters.reasoning_gym:ReasoningGymEnv",

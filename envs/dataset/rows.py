@@ -48,7 +48,7 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
     Raises:
         ValueError: it can't be read, has not these columns, or no row of the split.
     """
-    table = _read(path)
+    table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):
         if column not in table.column_names:
             raise ValueError(f"{key}: {path} has no column {column!r}; it has {', '.join(table.column_names)}")
@@ -61,7 +61,12 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
     return Rows(path, table, places)
 
 
-def _read(path: Path) -> Any:
+def read_table(path: Path) -> Any:
+    """A `datasets.Dataset` of what lies at `path`.
+
+    Raises:
+        ValueError: it can't be read.
+    """
     datasets = require("datasets", "data")
     if path.is_dir():
         try:

@@ -16,6 +16,7 @@ ENVS = [
     ("sokoban", {}),
     ("sokoban", {"num_boxes": 2, "dim_room": [6, 8], "observation_format": "grid_coord", "render_mode": "rgb_array"}),
     ("webshop", {"num_products": 100}),
+    ("tools", {"env_type": "frozen_lake", "tools": [{"tool_id": "python_code"}]}),
 ]
 
 
