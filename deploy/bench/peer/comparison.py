@@ -37,7 +37,8 @@ class PeerBench:
 
     def measure(self, setting: Setting, seed: int, side: str) -> SideRun:
         """One run of one side, its snapshots rated."""
-        folder = self._options.folder / f"{setting.name}-{seed}" / side
+        name = f"{TRL}-together" if side == TRL and self._options.together else side
+        folder = self._options.folder / f"{setting.name}-{seed}" / name
         config = self.config(setting, seed, folder.resolve() / "run")
         if self._options.fresh or not (folder / DONE).exists():
             shutil.rmtree(folder, ignore_errors=True)
