@@ -200,7 +200,7 @@ class AlgorithmConfig(ConditionalConfig):
         estimator = info.data.get("adv_estimator")
         split = value.norm_mean_type or value.norm_std_type
         if estimator in BASELINES and (value.method not in (None, "identity") or split):
-            raise ValueError(f"adv_estimator {estimator} compares rewards its own way: leave method and norm_* out")
+            raise ValueError(f"adv_estimator {estimator} compares rewards its own way: set method=null, without norm_*")
         if estimator in COMPARING and value.method == "identity":
             raise ValueError(
                 f"adv_estimator {estimator} compares rewards: take method mean or mean_std, or adv_estimator reinforce"

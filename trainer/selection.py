@@ -27,16 +27,16 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
     """
     if config.zero_variance == "train":
         return True
-    (group,) = shaped([group], config)
-    rewards = [trajectory.reward for trajectory in group.trajectories]
-    if config.difficulty_mask and rewards:
-        mean = statistics.fmean(rewards)
+    if config.difficulty_mask and group.trajectories:
+        mean = statistics.fmean(trajectory.reward for trajectory in group.trajectories)
         if not config.difficulty_low_threshold < mean < config.difficulty_high_threshold:
             return False
     if config.group_filter_cls is not None and not _filter(config.group_filter_cls)(group):
         return False
     if not config.compares_siblings:
         return True
+    (group,) = shaped([group], config)
+    rewards = [trajectory.reward for trajectory in group.trajectories]
     if config.adv_estimator == "step_reinforce":
         return _turns_differ(group, config, by_state=config.reward_normalization.grouping == "state")
     of_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0
