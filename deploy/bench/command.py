@@ -212,7 +212,7 @@ def bench_peer(
     smollm2: Annotated[Path, typer.Option(metavar="DIR", help="The model of setting c.")] = Path("models/smollm2"),
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Success over wall time, as PNG.")] = None,
     together: Annotated[
-        bool, typer.Option("--together", help="TRL's turns wait for the whole batch, as in its examples.")
+        bool, typer.Option("--together", help="TRL's turns wait for the whole batch, instead of taking who is ready.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
     json: JsonFile = None,

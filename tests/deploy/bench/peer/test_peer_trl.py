@@ -1,5 +1,6 @@
 """TRL itself, where `offbeat bench peer` has made its venv."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ GUEST = python_of(default_folder())
 @pytest.mark.skipif(GUEST is None, reason="TRL's venv is not there: `offbeat bench peer` makes it")
 def test_trl_trains_the_policy_and_its_snapshots_can_be_rated(folder: Path, tmp_path: Path) -> None:
     assert GUEST is not None
-    setting = SETTINGS["a"]
+    setting = replace(SETTINGS["a"], eval_tasks=16)
     config = offbeat_config(setting, 1, 2, folder, tmp_path / "run")
     job = train_job(setting, config, tmp_path, threads=1, max_seconds=60.0, together=False)
     run_trl(GUEST, job, tmp_path, 240.0)
