@@ -56,7 +56,11 @@ class ClusterWiring(Wiring):
         """See `Wiring.load`."""
         cluster = Cluster.of_ray()
         config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
-        app, problems = choose_app(config, self._deployed_offers(), lambda app: self._is_free(app, config.exp_name))
+        going_on = self._going_on(config.exp_name)
+        if config.actor_infer.app is None and going_on is not None:
+            app, problems = going_on.actor_infer.app, []
+        else:
+            app, problems = choose_app(config, self._deployed_offers(), lambda app: self._is_free(app, config.exp_name))
         problems += cluster_problems(config, cluster, self._redis_url)
         if problems:
             raise ConfigError(problems)
@@ -70,6 +74,13 @@ class ClusterWiring(Wiring):
             message = f"the run samples from {app} of the deploy file: change num_replicas there, and `serve deploy` it"
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
         super().validate_change(record, values)
+
+    def _going_on(self, run_id: str) -> RunConfig | None:
+        """The run of that name, if it goes on: sent again, it has the application that was chosen for it."""
+        config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
+        if config is None or state is None or RunState(state.decode()).over:
+            return None
+        return RunConfig.model_validate_json(config)
 
     def _deployed_offers(self) -> dict[str, Offer]:
         deployed = serve.status().applications

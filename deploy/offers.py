@@ -44,6 +44,8 @@ def choose_app(
         )
         return next(fitting, None), []
     offer = offers.get(named)
+    if offer is None and not is_free(named):
+        return named, []  # a run's own: who creates the run is told which one has it
     if offer is None:
         there = ", ".join(sorted(offers)) or "none"
         return None, [

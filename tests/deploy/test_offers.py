@@ -78,6 +78,10 @@ def test_a_named_application_that_is_not_there_is_refused_with_those_that_are():
     assert "there is none" in refusals(run_config("actor_infer.app=c"), {})
 
 
+def test_another_runs_own_application_is_left_to_the_claim_to_refuse():
+    assert chosen(run_config("actor_infer.app=generation-other"), {}, busy=("generation-other",)) == "generation-other"
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
