@@ -4,8 +4,10 @@ import importlib
 from typing import Any
 
 
-def require(module: str, extra: str) -> Any:
+def require(module: str, extra: str, how: str = "") -> Any:
     """The module, or an error that names the extra which brings it.
+
+    how: the command that installs it, where no extra can.
 
     Raises:
         ValueError: it is not installed.
@@ -14,4 +16,5 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = getattr(error, "name", None) or module
-        raise ValueError(f"{missing} is not installed: uv pip install 'offbeat[{extra}]'") from error
+        told = how or f"uv pip install 'offbeat[{extra}]'"
+        raise ValueError(f"{missing} is not installed: {told}") from error

@@ -10,6 +10,9 @@ from envs.config import Config
 from envs.extras import require
 
 
+INSTALL = "uv pip install 'offbeat[data,textarena,reasoning-gym]' and uv pip install --no-deps gem-llm (its pins clash with Hydra's)"
+
+
 class GemConfig(Config):
     """`env_config` of a tag with `env_type: gem`."""
 
@@ -29,7 +32,7 @@ class GemEnv(TextEnv):
     def __init__(self, config: GemConfig) -> None:
         """Raises ValueError where there is no such env."""
         super().__init__()
-        self.config, library = config, require("gem", "gem")
+        self.config, library = config, require("gem", "", INSTALL)
         self._randomness = OwnRandomness()
         try:
             self._env: Any = library.make(config.id, **config.kwargs)

@@ -102,10 +102,13 @@ def test_what_there_is_not_is_named(module: str, env_type: str, env_config: dict
         registry.make(env_type, env_config)
 
 
-def test_a_library_that_is_missing_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_library_that_is_missing_names_what_brings_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "gem", None)
-    with pytest.raises(ValueError, match=r"gem is not installed: uv pip install 'offbeat\[gem\]'"):
+    with pytest.raises(ValueError, match=r"gem is not installed: .* --no-deps gem-llm"):
         registry.make("gem", {"id": "x"})
+    monkeypatch.setitem(__import__("sys").modules, "textarena", None)
+    with pytest.raises(ValueError, match=r"textarena is not installed: uv pip install 'offbeat\[textarena\]'"):
+        registry.make("textarena", {"id": "x"})
 
 
 def test_global_generators_are_an_envs_own_within_and_untouched_outside():
