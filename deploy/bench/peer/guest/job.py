@@ -23,7 +23,7 @@ class Play:
     env_threads: int
     """0: step on the main thread, for envs that answer at once."""
     together: bool = False
-    """Whether each turn waits for all running episodes, as one `generate` call a turn does, instead of taking who is ready."""
+    """Whether each turn waits for all running episodes, as one `generate` call a turn does, or takes who is ready."""
 
 
 @dataclass(frozen=True, slots=True)
