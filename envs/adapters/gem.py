@@ -9,7 +9,9 @@ from envs.adapters.text import OwnRandomness, TextEnv, numbers_of
 from envs.config import Config
 from envs.extras import require
 
-INSTALL = "uv pip install --no-deps gem-llm (its pins clash with Hydra's), beside 'offbeat[data,textarena,reasoning-gym]'"
+INSTALL = (
+    "uv pip install --no-deps gem-llm (its pins clash with Hydra's), beside 'offbeat[data,textarena,reasoning-gym]'"
+)
 
 
 class GemConfig(Config):
