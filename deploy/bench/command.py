@@ -132,7 +132,7 @@ def bench_scale(
         concurrency=tuple(concurrency or scale.Options().concurrency), answer_s=answer_s, rounds=rounds
     )
     if quick:
-        options = scale.Options(concurrency=(16, 64), answer_s=0.01, window_s=0.5, rounds=1)
+        options = scale.Options(concurrency=(16, 64), answer_s=0.01, window_s=1.0, rounds=1)
     _run("scale", scale.run, options, json)
 
 

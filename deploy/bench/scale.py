@@ -28,6 +28,9 @@ WARM_UP = 64
 FLAT = 0.2
 """What the issue allows between the cheapest and the dearest setting."""
 
+_NUMBERS = itertools.count()
+"""Of runs: no two settings share one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -100,7 +103,7 @@ class _Setting:
     def _config(self) -> RunConfig:
         lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
         return self._ground.run_config(
-            f"bench-{self._count}-{self._options.rounds}",
+            f"bench-{next(_NUMBERS)}-{self._count}",
             custom_envs={TAG: lake},
             train_env_manager=manager(self._count // GROUP_SIZE, GROUP_SIZE),
             rollout=RolloutConfig(max_env_num_per_worker=self._count),
