@@ -1,7 +1,7 @@
 """Every estimator and every loss learns: a small policy plays a game of two turns and is trained on what it sampled.
 
-A turn shows one of four words and pays half for naming the next one in the alphabet; the game is played with the policy's own
-logits, so whatever had the wrong sign anywhere between a reward and a weight would not get better.
+A turn shows one of four words and pays half for naming the next one in the alphabet; the game is played with the policy's
+own logits, so whatever had the wrong sign anywhere between a reward and a weight would not get better.
 """
 
 import json
@@ -108,5 +108,4 @@ def test_an_algorithm_learns(name: str, folder: Path):
         groups = play(policy, step, draw)
         rewards.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
         batches.train(groups, step)
-    assert rewards[0] < 0.3
-    assert sum(rewards[-4:]) / 4 > 0.6
+    assert sum(rewards[-4:]) / 4 > 3 * rewards[0]
