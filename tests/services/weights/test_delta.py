@@ -1,5 +1,6 @@
 """Versions that hold only what changed since their anchor."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 from safetensors.torch import load_file
 
 from services.codec import decode_manifest, encode_manifest
@@ -17,6 +19,8 @@ from services.schema import Manifest
 from services.weights.config import WeightsConfig
 from services.weights.delta import DeltaTransport, applied, difference, pack, unpack
 from services.weights.publisher import RedisWeightPublisher
+from services.weights.service import WeightBroker
+from services.weights.subscriber import RedisWeightSubscriber
 from services.weights.transports import Stored, belongs_to, make_transport
 
 RUN = "delta-test"
@@ -177,3 +181,21 @@ def test_a_manifest_keeps_its_anchor_on_the_way(config: WeightsConfig) -> None:
 def test_anchors_need_a_transport_of_files() -> None:
     with pytest.raises(ValueError, match="anchor_every 4 needs transport shm or fs"):
         WeightsConfig(transport="nccl", anchor_every=4)
+
+
+async def test_the_broker_collects_no_anchor_that_an_announced_version_needs(
+    config: WeightsConfig, redis_url: str
+) -> None:
+    with Redis.from_url(redis_url) as redis:
+        redis.set(RunKeys(RUN).epoch, 1)
+        publisher = RedisWeightPublisher(redis, RUN, config.model_copy(update={"keep_versions": 1}), 1, Path())
+        for version, tensors in enumerate((weights(), stepped(weights(), 0))):
+            publisher.publish(version, version, tensors.items())
+        publisher.close()
+    async with AsyncRedis.from_url(redis_url) as redis:
+        broker = WeightBroker(redis, RUN, config, Path(), clock=lambda: time.time() + 3600)
+        assert await broker.collect() == 0
+        newest = await RedisWeightSubscriber(redis, RUN, config, Path()).newest()
+    assert newest is not None
+    assert newest.version == 1
+    assert newest.anchor is not None
