@@ -16,8 +16,11 @@ pytestmark = pytest.mark.timeout(600)
 LOCAL = Path(__file__).parents[2] / "deploy" / "local.yaml"
 MY_ENVS = '''
 import time
+from pathlib import Path
+
 import gymnasium
 
+FAST = Path(__file__).with_name("fast")
 COLORS = ("red", "green", "blue")
 
 
@@ -33,7 +36,7 @@ class Echo(gymnasium.Env):
         return self.word, {}
 
     def step(self, action):
-        time.sleep(0.4)
+        time.sleep(0.0 if FAST.exists() else 2.0)
         hit = action.strip() == self.word
         return "it", float(hit), True, False, {"success": hit}
 '''
@@ -52,7 +55,7 @@ sequence_length: 64
 actor_infer: {{app: {app}, generating_args: {{max_new_tokens: 2}}}}
 rollout: {{num_workers: 2, cpus_per_worker: 0.5}}
 """
-STEPS = 30
+STEPS = 40
 GROUPS_PER_STEP = 4
 OURS = ("EnvWorker", "LearnerHost", "Warden", "trainer.cli", "ServeReplica", "ServeController", "redis-server")
 
@@ -108,6 +111,7 @@ def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing
 
     (control,) = cluster.living("ServeReplica:control")
     control.kill()
+    (cluster.folder / "fast").touch()
     wait_until_sync(lambda: cluster.run("one").get("state") == "finished", timeout_s=240, every_s=0.2)
     view = cluster.run("one")
     counters = view["counters"]
