@@ -129,6 +129,7 @@ def begin(folder: Path, tmp_path: Path, redis_url: str):
         settings = worker_settings(
             folder,
             run_id=run_id,
+            generation_app=app_name(run_id),
             redis_url=redis_url,
             output_dir=tmp_path,
             rollout=rollout,
