@@ -93,7 +93,8 @@ async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrenc
         nonlocal tokens
         for request in waiting:
             began = time.monotonic()
-            tokens += await call(request)
+            count = await call(request)  # not `tokens += await ...`, which would add to what it was before
+            tokens += count
             latencies.append(time.monotonic() - began)
 
     began = time.monotonic()

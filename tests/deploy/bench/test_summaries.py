@@ -1,5 +1,6 @@
 """What the benchmarks compute from what they measured."""
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 from deploy.bench.asynchrony import Alone, Point, Setting, reward_until, summary
-from deploy.bench.generation import Load, quantile
+from deploy.bench.generation import Load, Prompts, quantile, under_load
 from deploy.bench.generation import summary as generation_summary
 from deploy.bench.latency import Latency
 from deploy.bench.outcome import Spread, cell, write_json
 from deploy.bench.redundancy import with_ratios
+from services.schema import GenerateRequest
 
 
 def setting(bound: float, rate: float, rewards: tuple[float, ...], step_s: float) -> Setting:
@@ -59,6 +61,24 @@ def test_a_latency_without_a_mean_takes_no_time() -> None:
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 50.0), (0.99, 99.0), (1.0, 100.0)])
 def test_a_quantile_is_the_value_that_so_many_do_not_exceed(share: float, expected: float) -> None:
     assert quantile([float(i) for i in range(100, 0, -1)], share) == expected
+
+
+async def test_tokens_of_requests_that_run_at_the_same_time_all_count() -> None:
+    running = most = 0
+
+    async def call(_: GenerateRequest) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 3
+
+    requests = Prompts(vocab_size=10, tokens=3, seed=0).take(20)
+    load = await under_load(call, requests, concurrency=5)
+    wall_s = load.p50_s * 4  # four requests after one another by each of the five
+    assert most == 5
+    assert load.tokens_per_s == pytest.approx(60 / wall_s, rel=0.5)
 
 
 def test_the_service_is_compared_with_the_bare_engine_where_both_are_at_their_best() -> None:
