@@ -9,6 +9,7 @@ engine under the same load) is measured in the same call, on the same bytes.
 
 import asyncio
 import itertools
+import math
 import random
 import shutil
 import time
@@ -175,14 +176,24 @@ class _Setting:
             hosts = [stack.enter_context(self._host(config, i)) for i in range(self._replicas)]
             publisher.publish(0, 0, weights)
             self._wait_served(config, 0)
-            self._seen(hosts)
-            time.sleep(self._options.pause_between_s * 2)
-            step_s = [seen.step_s for seen in self._seen(hosts)]
+            step_s = self._step_s(hosts)
             times = [self._round(config, publisher, weights, version + 1) for version in range(self._options.rounds)]
             seen = self._seen(hosts)
         publisher.close()
         copies = _copies(weights, num_bytes, self._options.rounds)
         return self._row(num_bytes, times, max(step_s), seen, copies)
+
+    def _step_s(self, hosts: Sequence[Servant]) -> list[float]:
+        """A step of each engine, once whole requests have been answered under version 0."""
+        self._seen(hosts)
+        deadline = time.monotonic() + SERVED_TIMEOUT_S
+        while True:
+            time.sleep(2 * self._options.pause_between_s)
+            step_s = [seen.step_s for seen in self._seen(hosts)]
+            if not any(map(math.isnan, step_s)):
+                return step_s
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no request was answered within {SERVED_TIMEOUT_S:.0f} s")
 
     def _config(self) -> RunConfig:
         name = f"bench-{self._size}-{self._replicas}"
