@@ -45,7 +45,7 @@ async def read_change(request: Request) -> ChangeBody:
     try:
         return ChangeBody.model_validate(tree)
     except ValidationError as error:
-        problems = [_problem(str(each["loc"][0]), each["type"], each["msg"]) for each in error.errors()]
+        problems = [_problem(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in error.errors()]
         raise InvalidRunError(problems) from error
 
 
