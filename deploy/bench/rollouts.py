@@ -72,7 +72,12 @@ class Rollouts:
         self._process = context.Process(target=_main, args=(theirs, *self._arguments), daemon=False)
         self._process.start()
         theirs.close()
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:  # Ctrl-C while it starts: `with` would not end it
+            self._process.kill()
+            self._process.join()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

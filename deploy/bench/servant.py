@@ -34,7 +34,12 @@ class Servant:
     def __enter__(self) -> Self:
         self._process.start()
         self._theirs.close()
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:  # Ctrl-C while it starts: `with` would not end it
+            self._process.kill()
+            self._process.join()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
