@@ -114,7 +114,9 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
     try:
         text = json.dumps(tree)
         if NUL in text:
-            raise ConfigError([Problem("", "a text in it holds a NUL character, which no path and no name may")], source)
+            raise ConfigError(
+                [Problem("", "a text in it holds a NUL character, which no path and no name may")], source
+            )
         return RunConfig.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError(problems_of(error, RunConfig), source) from error

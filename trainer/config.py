@@ -128,7 +128,8 @@ class LearnerConfig(AlgorithmConfig):
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories of one step; a multiple of `train_env_manager.group_size`."""
     max_staleness: float = Field(default=1.0, ge=0)
-    """Versions that a consumed group may lag behind; ROLL's `async_generation_ratio`. 0 is synchronous."""
+    """Versions that a consumed group may lag behind; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction admits
+    that part of a batch ahead; a group's lag is a whole number, so it is held against the next one."""
     track_with: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     actor_train: ActorTrainConfig = ActorTrainConfig()
     critic: CriticConfig = CriticConfig()

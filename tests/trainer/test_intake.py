@@ -12,15 +12,17 @@ from trainer.intake import Intake, Taken
 
 
 def take(
-    groups: list[Group], step: int = 0, *, train_stale: bool = False, **config: str
+    groups: list[Group], step: int = 0, *, bound: float = 1.0, train_stale: bool = False, **config: str
 ) -> tuple[Taken | None, FakeLearnerBuffer]:
     buffer = FakeLearnerBuffer(stream=list(groups))
-    intake = Intake(buffer, AlgorithmConfig.model_validate(config), 2, 1.0, train_stale, 11)
+    intake = Intake(buffer, AlgorithmConfig.model_validate(config), 2, bound, train_stale, 11)
     return intake.take(step, stopped=lambda: not buffer.stream[buffer._delivered :]), buffer
 
 
-def test_a_group_at_the_bound_is_trained_and_one_beyond_it_dropped() -> None:
-    taken, buffer = take([make_group(0, version=2), make_group(1, version=3), make_group(2, version=4)], step=4)
+@pytest.mark.parametrize("bound", [1.0, 0.5])
+def test_a_group_at_the_bound_is_trained_and_one_beyond_it_dropped(bound: float) -> None:
+    groups = [make_group(0, version=2), make_group(1, version=3), make_group(2, version=4)]
+    taken, buffer = take(groups, step=4, bound=bound)
     assert taken is not None
     assert [group.number for group in taken.groups] == [1, 2]
     assert buffer.dropped == [(0, "stale")]

@@ -62,6 +62,16 @@ async def test_a_group_tells_the_learner_what_it_was_sampled_at(run: Run, redis:
     assert [group.temperature for group in taken if group] == [None, 0.25]
 
 
+async def test_a_fraction_lets_the_part_of_a_batch_that_ran_ahead_be_consumed_a_version_later(run: Run, redis: Redis):
+    ask(redis, max_staleness=0.5)
+    run.learner.adopt(0)
+    await run.buffer.claim("w", 4)
+    publish(redis, 1)
+    assert len((await run.buffer.heartbeat("w")).cancelled) == 0
+    publish(redis, 2)
+    assert len((await run.buffer.heartbeat("w")).cancelled) == 4
+
+
 async def test_a_lower_bound_gives_up_groups_that_no_step_can_consume_any_more(run: Run, redis: Redis):
     await run.buffer.claim("w", 4)
     publish(redis, 1)
