@@ -6,6 +6,7 @@ for good: the folder holds what the file holds, not what was released.
 """
 
 # pyright: basic
+import importlib
 import importlib.util
 import json
 import os
@@ -89,12 +90,11 @@ def _convert(source: Path, folder: Path) -> int:
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    field = GGUFReader(source).get_field("tokenizer.ggml.pre")
+    field = importlib.import_module("gguf").GGUFReader(source).get_field("tokenizer.ggml.pre")
     if field is not None and field.contents() == DIGITS_APART:
         digits = pre_tokenizers.Digits(individual_digits=True)
         pieces = pre_tokenizers.ByteLevel(add_prefix_space=False)
