@@ -26,13 +26,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from deploy.config import RunConfig
+from deploy.guard import guarded
 from deploy.history import command_started
 from deploy.learner_host import LearnerHost, ask_to_stop, read_status
 from deploy.names import CONTROL_APP, NAMESPACE
 from deploy.preparation import LOGS, prepare_buffer, prepare_folder, run_spec
 from deploy.processes import (
     adopt_orphans,
-    dying_with_this_thread,
     end_descendants,
     remove_left_behind,
     shared_memory_held,
@@ -172,7 +172,7 @@ class LocalMesh:
         _link(logs / "ray", self._ray_temp / "session_latest" / "logs")
         with (logs / RAY_LOG).open("ab") as log:
             self._ray = subprocess.Popen(
-                dying_with_this_thread([sys.executable, "-m", "deploy.ray_head"]),
+                guarded([sys.executable, "-m", "deploy.ray_head"]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
