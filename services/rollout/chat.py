@@ -113,7 +113,7 @@ def load_chat_format(folder: Path) -> ChatFormat:
     Raises:
         RolloutError: there is no tokenizer or no chat template in it, or the template can't be used.
     """
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
         raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
     backend = cast(Tokenizer, tokenizer.backend_tokenizer)
@@ -127,7 +127,7 @@ def load_chat_format(folder: Path) -> ChatFormat:
     return ChatFormat(render, backend, () if eos is None else (int(eos),))
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """The tokenizer as its tokenizer.json has it; transformers' own class alone where there is no such file.
 
     `AutoTokenizer` imports torch and takes some architectures' own tokenizer whatever tokenizer.json says.

@@ -1,0 +1,95 @@
+"""From a tree of calls to what the learner trains on.
+
+Invariants: each sampled token that the agent had is trained in exactly one segment, and in no other one is it more than
+context; a segment is, token by token, what the engine saw; tokens of answers that never reached the agent are never trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from services.gateway.tree import TokenTree
+from services.schema import Segment, Turn, VersionSpan
+
+
+class Reward(NamedTuple):
+    """A reward that came when `after` answers had been recorded."""
+
+    after: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The trained part of an episode."""
+
+    segments: tuple[Segment, ...]
+    turns: tuple[Turn, ...]
+    """One for each trained answer, in the order in which they were sampled."""
+    metrics: Mapping[str, float]
+    """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (sampled, never delivered),
+    `unverified_messages` (assistant messages in prompts that the policy is not known to have said)."""
+
+
+def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
+    """Cut the tree into one segment for each branch.
+
+    A reward belongs to the last trained answer before it, or to the first one behind it. Without any trained answer rewards
+    are lost: the caller must look.
+    """
+    nodes = tree.nodes
+    parents = {node.prompt.parent for node in nodes if node.delivered}
+    leaves = [n for n, node in enumerate(nodes) if node.delivered and n not in parents]
+    places: dict[int, tuple[int, int, int]] = {}
+    segments: list[Segment] = []
+    for leaf in leaves:
+        own = [n for n in tree.path(leaf) if n not in places]
+        for number in own:
+            start = len(nodes[number].prompt.tokens)
+            places[number] = (len(segments), start, start + nodes[number].kept)
+        segments.append(_segment(tree, leaf, own))
+    trained = sorted(places)
+    values = _values(trained, rewards)
+    turns = tuple(Turn(*places[n], values[n], _digest(nodes[n].prompt.anchor)) for n in trained)
+    masked = [node for node in nodes if not node.delivered]
+    metrics = {
+        "agent_calls": float(len(nodes)),
+        "branches": float(len(segments)),
+        "masked_answers": float(len(masked)),
+        "masked_tokens": float(sum(len(node.completion.token_ids) for node in masked)),
+        "unverified_messages": float(sum(node.prompt.unverified for node in nodes)),
+    }
+    return Captured(tuple(segments), turns, metrics)
+
+
+def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
+    """The leaf's sequence, in which the answers `own` are trained."""
+    tokens = np.array(tree.nodes[leaf].tokens, dtype=np.int32)
+    mask = np.zeros(len(tokens), dtype=np.bool_)
+    logprobs = np.zeros(len(tokens), dtype=np.float32)
+    spans: list[VersionSpan] = []
+    for number in sorted(own):
+        node = tree.nodes[number]
+        start, end = len(node.prompt.tokens), len(node.tokens)
+        mask[start:end] = True
+        logprobs[start:end] = node.completion.logprobs[: node.kept]
+        for span in node.completion.versions:
+            if span.start < node.kept:
+                spans.append(VersionSpan(start + span.start, start + min(span.end, node.kept), span.version))
+    return Segment(tokens, mask, logprobs, tuple(spans))
+
+
+def _values(trained: Sequence[int], rewards: Sequence[Reward]) -> dict[int, float]:
+    values = dict.fromkeys(trained, 0.0)
+    for after, value in rewards:
+        before = [n for n in trained if n < after]
+        if trained:
+            values[before[-1] if before else trained[0]] += value
+    return values
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest() if text else ""

@@ -1,0 +1,74 @@
+"""What an agent says and is told, whichever API it speaks.
+
+Invariant: two assistant messages are the same when their words are, up to space around them, and their tool calls are, up
+to how JSON is spaced: agents and their frameworks change both on the way.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a function that the agent offered."""
+
+    name: str
+    arguments: str
+    """JSON in one form: sorted keys, no space."""
+    call_id: str = field(default="", compare=False)
+
+    def parsed(self) -> Any:
+        """The arguments as an object."""
+        return json.loads(self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+    """`reasoning_content`, for templates that show it."""
+
+    def says_the_same_as(self, other: "ChatMessage") -> bool:
+        """Whether an assistant message that came back is one that was sent."""
+        return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.parsed()},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message
+
+
+Tools = tuple[Mapping[str, Any], ...]
+"""Functions in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+def one_form(arguments: str | Mapping[str, Any]) -> str:
+    """Arguments of a call in one form.
+
+    Raises:
+        ValueError: they are no JSON object.
+    """
+    value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the arguments of a tool call are a {type(value).__name__}, not an object")
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

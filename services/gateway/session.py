@@ -1,0 +1,213 @@
+"""One episode's key, and what can be asked with it.
+
+Invariants: every answer was sampled as the run samples, whatever the agent asked for; an answer is recorded before it is
+given; a session that was closed answers nothing.
+"""
+
+import asyncio
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from services.gateway.capture import Captured, Reward, capture
+from services.gateway.messages import ChatMessage, Tools
+from services.gateway.template import ChatTemplate
+from services.gateway.tree import Prompt, TokenTree
+from services.schema import Completion, FinishReason
+
+Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]
+"""(prompt, most new tokens) -> completion."""
+
+NO_LIMIT = 1 << 30
+MOST_SIBLINGS = 16
+
+
+class RefusedError(Exception):
+    """A call that can't be answered: the agent's mistake.
+
+    kind: a short name for machines, OpenAI's where it has one.
+    """
+
+    def __init__(self, message: str, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long answers and conversations may be."""
+
+    sequence_length: int
+    """Prompt and answer, tokens."""
+    max_new_tokens: int
+    """Of an answer."""
+    max_calls: int = 1024
+    """Answers of an episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One call, translated from whichever API."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    tools: Tools = ()
+    prompt: str | tuple[int, ...] | None = None
+    """Bare text or token ids instead of messages."""
+    max_tokens: int | None = None
+    num_answers: int = 1
+    stop: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Parameters that ask for another way of sampling than the run's: not followed, and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer."""
+
+    node: int
+    message: ChatMessage
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    token_texts: tuple[str, ...]
+    finish_reason: str
+    """`stop`, `length` or `tool_calls`."""
+    stop_word: str
+    prompt_tokens: int
+
+
+@dataclass
+class EpisodeSession:
+    """The calls of one episode."""
+
+    template: ChatTemplate
+    sample: Sample
+    bounds: Bounds
+    model: str = "policy"
+    """The name under which the policy is offered; any name is answered."""
+    key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
+    ignored_parameters: int = 0
+    ran_out: bool = False
+    """Whether a call found no room below `sequence_length`."""
+    failure: Exception | None = None
+    """What sampling failed with; the episode can't be captured then."""
+
+    def __post_init__(self) -> None:
+        self.tree = TokenTree(self.template)
+        self.failed = asyncio.Event()
+        self.closed = False
+        self._rewards: list[Reward] = []
+        self._asked = 0
+
+    async def answer(self, ask: Ask) -> list[Reply]:
+        """Sample `num_answers` answers to one call and record them, undelivered.
+
+        Raises:
+            RefusedError: the call can't be answered.
+            Exception: sampling failed; `failed` is set.
+        """
+        self._admit(ask)
+        prompt = self._plan(ask)
+        room = self.bounds.sequence_length - len(prompt.tokens)
+        if room < 1:
+            self.ran_out = True
+            raise RefusedError(
+                f"this model's maximum context length is {self.bounds.sequence_length} tokens; the messages have "
+                f"{len(prompt.tokens)} tokens and leave no room for an answer",
+                "context_length_exceeded",
+            )
+        most = min(room, self.bounds.max_new_tokens, ask.max_tokens or NO_LIMIT)
+        self.ignored_parameters += len(ask.ignored)
+        tasks = [asyncio.ensure_future(self.sample(prompt.tokens, most)) for _ in range(ask.num_answers)]
+        try:
+            completions = await asyncio.gather(*tasks)
+            for completion in completions:
+                _check(completion)
+        except Exception as error:
+            self.failure = self.failure or error
+            self.failed.set()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+        return [self._keep(prompt, completion, ask) for completion in completions]
+
+    def deliver(self, replies: list[Reply]) -> None:
+        """The agent has these."""
+        if not self.closed:
+            for reply in replies:
+                self.tree.nodes[reply.node].delivered = True
+
+    def reward(self, value: float) -> None:
+        """A reward for what was said so far."""
+        self._rewards.append(Reward(len(self.tree.nodes), value))
+
+    def close(self) -> Captured:
+        """Answer no more; what was captured."""
+        self.closed = True
+        captured = capture(self.tree, self._rewards)
+        counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
+        return Captured(captured.segments, captured.turns, counts)
+
+    def _admit(self, ask: Ask) -> None:
+        if self.closed:
+            raise RefusedError("the episode of this key is over", "episode_over")
+        if not 1 <= ask.num_answers <= MOST_SIBLINGS:
+            raise RefusedError(f"n is {ask.num_answers}; 1 to {MOST_SIBLINGS} answers can be asked for in one call")
+        if ask.max_tokens is not None and ask.max_tokens < 1:
+            raise RefusedError(f"max_tokens is {ask.max_tokens}; it must be 1 or more")
+        self._asked += ask.num_answers
+        if self._asked > self.bounds.max_calls:
+            raise RefusedError(f"an episode may ask for {self.bounds.max_calls} answers (max_calls)", "too_many_calls")
+
+    def _plan(self, ask: Ask) -> Prompt:
+        if ask.prompt is None:
+            return self.tree.plan_chat(ask.messages, ask.tools)
+        prompt = self.tree.plan_text(ask.prompt) if isinstance(ask.prompt, str) else self.tree.plan_tokens(ask.prompt)
+        if not prompt.tokens:
+            raise RefusedError("the prompt is empty")
+        return prompt
+
+    def _keep(self, prompt: Prompt, completion: Completion, ask: Ask) -> Reply:
+        kept, text, stop_word = self._until_stop(completion, ask.stop)
+        message = self.template.message_of(text, tools=bool(ask.tools))
+        message = _with_call_ids(message, len(self.tree.nodes))
+        node = self.tree.record(prompt, message, completion, kept)
+        cut = completion.finish_reason is FinishReason.LENGTH and not stop_word
+        reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
+        ids = completion.token_ids[:kept]
+        texts = tuple(self.template.token_text(token) for token in ids)
+        return Reply(
+            node, message, ids, completion.logprobs[:kept], texts, reason, stop_word, prompt_tokens=len(prompt.tokens)
+        )
+
+    def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
+        """(tokens that are kept, their text for the agent, the stop word that ended it)."""
+        ids = completion.token_ids
+        text = self.template.text_of(ids)
+        found = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]
+        if not found:
+            return len(ids), text, ""
+        at, word = min(found)
+        whole = at + len(word)
+        kept = next(n for n in range(1, len(ids) + 1) if len(self.template.text_of(ids[:n])) >= whole)
+        return kept, text[:at], word
+
+
+def _with_call_ids(message: ChatMessage, number: int) -> ChatMessage:
+    """Calls named by answer and place, so that a history that comes back tells which answer it holds."""
+    calls = tuple(replace(call, call_id=f"call{number:04d}{i:04d}") for i, call in enumerate(message.tool_calls))
+    return replace(message, tool_calls=calls)
+
+
+def _check(completion: Completion) -> None:
+    """Raises ValueError where logprobs or versions do not belong to the tokens one by one."""
+    count, covered = len(completion.token_ids), 0
+    for span in completion.versions:
+        if span.start != covered or span.end <= span.start:
+            raise ValueError(f"version spans {completion.versions} of {count} tokens")
+        covered = span.end
+    if not count or covered != count or len(completion.logprobs) != count:
+        raise ValueError(f"{count} tokens, {len(completion.logprobs)} logprobs, versions for {covered}")
+    if not all(map(math.isfinite, completion.logprobs)):
+        raise ValueError("a logprob that is not finite")

@@ -1,0 +1,189 @@
+"""The policy's chat template for any conversation: roles, tools, tool results; and its answers taken apart again.
+
+Unlike `services.rollout.chat`, which knows system, observation and answer alone and never renders, this renders each call:
+agents send whatever they like. Whether a template is append-only is found out call by call (`services.gateway.tree`).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+
+from services.errors import RolloutError
+from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
+from services.rollout.chat import load_tokenizer
+
+RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
+"""(messages, tools, whether the generation prompt follows) -> text."""
+
+CACHED_TEXTS = 4_096
+NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
+"""Stand for a call while the template is taken apart."""
+
+
+class UnusableError(Exception):
+    """The template can't render what the agent sent; the message says why."""
+
+
+class ToolFormat(NamedTuple):
+    """How the template writes a call: a JSON object between two marks."""
+
+    opening: str
+    closing: str
+    name_key: str
+    arguments_key: str
+
+
+class ChatTemplate:
+    """Renders conversations, and turns tokens into messages."""
+
+    def __init__(self, render: RenderAny, tokenizer: Tokenizer, extra_stop_ids: Sequence[int] = ()) -> None:
+        """extra_stop_ids: tokens that end an answer beside the one that the template puts there.
+
+        Raises:
+            RolloutError: the template does not end an answer by a special token.
+        """
+        self._render = render
+        self._tokenizer = tokenizer
+        self.end_id, self.end_text = _end_of_turn(render, tokenizer)
+        self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
+        self.tools = _tool_format(render, tokenizer, self.end_text)
+        self.encode = lru_cache(CACHED_TEXTS)(self._encode)
+
+    def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
+        """The conversation as text, with the generation prompt if `prompt`.
+
+        Raises:
+            UnusableError: the template refuses it, or knows no tools and there are some.
+        """
+        if tools and self.tools is None:
+            raise UnusableError(
+                "the policy's chat template writes no tool calls as JSON: call without `tools`, or give the model a template "
+                "that does"
+            )
+        try:
+            return self._render([message.for_template() for message in messages], tools, prompt)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Words of sampled tokens, without special ones."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """One token, special ones by their names."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def message_of(self, text: str, *, tools: bool) -> ChatMessage:
+        """What the policy said; calls that are no JSON of the right form stay words."""
+        if not tools or self.tools is None:
+            return ChatMessage("assistant", text)
+        words, calls = _take_out_calls(text, self.tools)
+        return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def load_chat_template(folder: Path) -> ChatTemplate:
+    """The template of a Hugging Face folder.
+
+    Raises:
+        RolloutError: there is no tokenizer or no chat template in it, or where an answer ends can't be told.
+    """
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.chat_template is None:
+        raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
+    backend = cast(Tokenizer, tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+
+    def render(messages: Sequence[dict[str, Any]], tools: Sequence[Any], prompt: bool) -> str:
+        return cast(
+            str,
+            tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+            ),
+        )
+
+    eos = tokenizer.eos_token_id
+    return ChatTemplate(render, backend, () if eos is None else (int(eos),))
+
+
+def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
+    """The special token behind an answer."""
+    text = render(
+        [{"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}, {"role": "user", "content": VALUE}],
+        (),
+        True,
+    )
+    _, _, behind = text.partition(NAME)
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if token.special and behind.startswith(token.content):
+            return token_id, token.content
+    raise RolloutError(
+        f"the chat template puts {behind[:20]!r} after an answer, which is no special token of the tokenizer: where an answer "
+        "ends could not be told"
+    )
+
+
+def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str) -> ToolFormat | None:
+    """How calls are written; None where the template writes none, or in a form that is not JSON."""
+    user = {"role": "user", "content": KEY}
+    call = {"id": "offbeat0", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}
+    offered = {"type": "function", "function": {"name": NAME, "description": "", "parameters": {"type": "object"}}}
+    try:
+        before = render([user], [offered], True)
+        after = render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], [offered], False)
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return None
+    if not after.startswith(before) or NAME not in before:
+        return None
+    written = after.removeprefix(before).partition(end_text)[0]
+    start = written.find("{")
+    try:
+        found, length = json.JSONDecoder().raw_decode(written[start:]) if start >= 0 else (None, 0)
+    except ValueError:
+        return None
+    if not isinstance(found, dict):
+        return None
+    keys = {value if isinstance(value, str) else "arguments": key for key, value in found.items()}
+    arguments_key = next((key for key, value in found.items() if value == {KEY: VALUE}), None)
+    opening, closing = written[:start].strip(), written[start + length :].strip()
+    if NAME not in keys or arguments_key is None or not _survives(tokenizer, opening + closing):
+        return None
+    return ToolFormat(opening, closing, keys[NAME], arguments_key)
+
+
+def _survives(tokenizer: Tokenizer, mark: str) -> bool:
+    """Whether a mark is still there in an answer's text, which has no special tokens."""
+    ids = tokenizer.encode(mark, add_special_tokens=False).ids
+    return tokenizer.decode(ids, skip_special_tokens=True).strip() == mark
+
+
+def _take_out_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, ...]]:
+    """(words beside the calls, calls)."""
+    words: list[str] = []
+    calls: list[ToolCall] = []
+    at = 0
+    while (start := text.find(tools.opening or "{", at)) >= 0:
+        body = start + len(tools.opening)
+        body += len(text[body:]) - len(text[body:].lstrip())
+        try:
+            found, length = json.JSONDecoder().raw_decode(text[body:])
+            call = ToolCall(str(found[tools.name_key]), one_form(found[tools.arguments_key]))
+        except (ValueError, KeyError, TypeError):
+            words.append(text[at : start + 1])
+            at = start + 1
+            continue
+        words.append(text[at:start])
+        at = body + length
+        rest = text[at:].lstrip()
+        if tools.closing and rest.startswith(tools.closing):
+            at = len(text) - len(rest) + len(tools.closing)
+        calls.append(call)
+    return "".join([*words, text[at:]]), tuple(calls)
