@@ -1,12 +1,13 @@
 """What the learner can be told; the keys that ROLL has keep ROLL's names and stand at the root of a run's YAML."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from envs.config import Config
 from trainer.algorithm_config import AlgorithmConfig
+from trainer.conditions import SET, ConditionalConfig, OnlyWith
 
 
 class TinyPolicyConfig(Config):
@@ -53,13 +54,19 @@ class WarmStartConfig(Config):
     """Learning rate at the end over the peak; linear over the second half."""
 
 
-class ModelArgs(Config):
+class ModelArgs(ConditionalConfig):
     """ROLL's `model_args`."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """`auto`: packed causal attention that pads inside the attention alone."""
     disable_gradient_checkpointing: bool = True
+    lora_target: str | None = Field(default=None, min_length=1)
+    """Linear layers of the policy that get a low-rank adapter (LoRA): the ends of their names with commas between
+    (`q_proj,v_proj`), or `all-linear`. Everything else stays as it is. None trains all weights."""
+    lora_rank: Annotated[int, OnlyWith(lora_target=SET)] = Field(default=8, ge=1)
+    lora_alpha: Annotated[float | None, OnlyWith(lora_target=SET)] = Field(default=None, gt=0)
+    """The adapter's product counts alpha / rank times; None takes twice the rank."""
 
 
 class TrainingArgs(Config):
@@ -74,6 +81,8 @@ class TrainingArgs(Config):
     adam_epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    max_skipped_steps: int = Field(default=5, ge=1)
+    """Steps in a row whose gradient is not finite (each leaves the weights alone) after which the run is failed."""
     max_tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Token budget of one forward and backward pass."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -112,7 +121,8 @@ class CriticConfig(Config):
 class LearnerConfig(AlgorithmConfig):
     """All that the learner reads of a run."""
 
-    seed: int = 42
+    seed: int = Field(default=42, ge=0, lt=2**31)
+    """Of tasks, weights and sampling. Each engine adds its rank to it, and numpy takes 32 bits."""
     output_dir: Path = Path("runs/offbeat")
     pretrain: str = "tiny"
     """A local Hugging Face folder, or `tiny` for the built-in policy of `tiny`."""

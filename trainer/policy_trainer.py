@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from services.rollout.chat import load_chat_format
 from services.schema import Group
+from trainer.config import ModelArgs
 from trainer.engines.deepspeed import DeepSpeedEngine
+from trainer.engines.frozen import FrozenModel, WithoutAdapters
 from trainer.engines.processes import Ranks, gather
 from trainer.models.export import copy_model_files, export_weights
-from trainer.models.policy import load_critic, load_policy
+from trainer.models.policy import PackedPolicy, load_critic, load_policy
 from trainer.run import LearnerRun
 from trainer.step import BatchTrainer, Gauges, Models
 from trainer.warm_start import Progress, demonstrator, warm_start
@@ -73,9 +75,9 @@ class PolicyTrainer:
         self._config = run.config
         self._train = run.config.actor_train
         self._ranks = ranks
-        policy = load_policy(run.model_folder, self._train.model_args, run.config.seed, run.config.temperature)
-        self.vocab_size = int(policy.model.config.get_text_config().vocab_size)
-        self._policy = self._engine(policy)
+        self._model = self._load(run.model_folder, self._train.model_args)
+        self.vocab_size = int(self._model.model.config.get_text_config().vocab_size)
+        self._policy = self._engine(self._model)
         self._critic: DeepSpeedEngine | None = None
         self._steps: BatchTrainer | None = None
 
@@ -88,8 +90,9 @@ class PolicyTrainer:
         """See `Trainer.begin`."""
         warm = self._config.warm_start
         if warm is not None:
+            engine = self._whole()
             loss = warm_start(
-                self._policy,
+                engine,
                 warm,
                 demonstrator(warm, self._config.custom_envs[warm.tag]),
                 load_chat_format(self._run.model_folder),
@@ -100,8 +103,11 @@ class PolicyTrainer:
             )
             if loss is None:
                 return False
-            if self._has_companions:
-                self._keep_start()
+            if self._has_companions or self._adapts:
+                self._keep_start(engine)
+            if self._adapts:
+                self._model = self._load(self._run.output_dir / START, self._train.model_args)
+                self._policy = self._engine(self._model)
         self._build_companions()
         return True
 
@@ -133,7 +139,7 @@ class PolicyTrainer:
 
     def save(self, folder: Path) -> None:
         """See `Trainer.save`."""
-        self._export(folder)
+        self._export(folder, self._policy)
         self._policy.save(folder / "state" / "policy")
         if self._critic is not None:
             self._critic.save(folder / "state" / "critic")
@@ -160,31 +166,47 @@ class PolicyTrainer:
         reference = None
         if self._config.adv_estimator == "gae":
             self._critic = self._engine(load_critic(folder, args, seed))
-        if self._config.needs_reference:
-            reference = load_policy(folder, args, seed, self._config.temperature).eval().to(self._ranks.device)
+        if self._config.needs_reference and self._adapts:
+            reference = WithoutAdapters(self._policy, self._model)
+        elif self._config.needs_reference:
+            reference = FrozenModel(self._load(folder, args), self._ranks.device)
         self._steps = BatchTrainer(self._config, Models(self._policy, self._critic, reference), self._ranks)
+
+    @property
+    def _adapts(self) -> bool:
+        return self._train.model_args.lora_target is not None
+
+    def _whole(self) -> DeepSpeedEngine:
+        """The engine that warms up: it trains all weights, those too that adapters leave alone."""
+        if not self._adapts:
+            return self._policy
+        everything = self._train.model_args.model_copy(update={"lora_target": None})
+        return self._engine(self._load(self._run.model_folder, everything))
+
+    def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
+        return load_policy(folder, args, self._config.seed, self._config.temperature)
 
     def _engine(self, module: nn.Module) -> DeepSpeedEngine:
         return DeepSpeedEngine(module, self._train.training_args, self._train.strategy_args, self._ranks)
 
-    def _keep_start(self) -> None:
+    def _keep_start(self, engine: DeepSpeedEngine) -> None:
         aside, kept = self._run.output_dir / f".{START}", self._run.output_dir / START
         if self._ranks.rank == 0:
             for old in (aside, kept):
                 shutil.rmtree(old, ignore_errors=True)
             aside.mkdir(parents=True)
-        self._export(aside)
+        self._export(aside, engine)
         if self._ranks.rank == 0:
             aside.rename(kept)
         gather(self._ranks, b"")  # all may read it from here on
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, folder: Path, engine: DeepSpeedEngine) -> None:
         """Write a Hugging Face folder; rank 0 writes, the others help it gather."""
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
-            export_weights(folder, self.tensors())
+            export_weights(folder, engine.tensors())
         else:
-            for _ in self.tensors():
+            for _ in engine.tensors():
                 pass
 
     def _rng_file(self, folder: Path) -> Path:

@@ -18,6 +18,7 @@ from trainer.algorithms.normalization import RunningMoments
 from trainer.batch import Batch, MicroBatch, microbatches, minibatches, pack
 from trainer.config import LearnerConfig
 from trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
+from trainer.engines.frozen import Judge
 from trainer.engines.processes import Ranks, gather
 from trainer.engines.schedule import scheduled_rate
 from trainer.gauges import batch_gauges, with_effective_sample_size
@@ -37,8 +38,7 @@ class Models:
 
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
-    reference: torch.nn.Module | None = None
-    """Frozen; takes a `PackedInput`, gives `Sampled`."""
+    reference: Judge | None = None
 
 
 class BatchTrainer:
@@ -101,7 +101,7 @@ class BatchTrainer:
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=whole(policy.infer(inputs)) if self._config.old_logprobs == "recompute" else None,
-            ref_logprobs=whole(_infer(reference, inputs, self._ranks.device)) if reference else None,
+            ref_logprobs=whole(reference.infer(inputs)) if reference else None,
             values=values,
             version=step,
             num_minibatches=self._args.num_minibatches,
@@ -172,8 +172,3 @@ class BatchTrainer:
 
 def _input(micro: MicroBatch) -> PackedInput:
     return PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures)
-
-
-@torch.no_grad()
-def _infer(module: torch.nn.Module, inputs: Sequence[PackedInput], device: torch.device) -> list[Tensor]:
-    return [module(x.to(device)).logprobs for x in inputs]

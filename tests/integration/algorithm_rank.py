@@ -11,6 +11,7 @@ from tests.fakes import make_group
 from tests.integration.learner_rank import SMOOTH
 from trainer.config import LearnerConfig, ModelArgs, StrategyArgs
 from trainer.engines.deepspeed import DeepSpeedEngine
+from trainer.engines.frozen import FrozenModel
 from trainer.engines.processes import process_group, ranks_of_environment
 from trainer.models.policy import load_critic, load_policy
 from trainer.step import BatchTrainer, Models
@@ -42,7 +43,7 @@ def main(model: Path, out: Path) -> None:
             models = Models(
                 DeepSpeedEngine(load_policy(model, ModelArgs(), seed=1), training, StrategyArgs(), ranks),
                 None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
-                load_policy(model, ModelArgs(), seed=2) if config.needs_reference else None,
+                FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks.device) if config.needs_reference else None,
             )
             batches = BatchTrainer(config, models, ranks)
             gauges = [batches.train(groups, step) for step in range(2)][-1]

@@ -50,9 +50,11 @@ def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize(
-    "overrides", [RUNNING, CRITIC, (*CRITIC, *REFERENCE), ("actor_train.strategy_args.zero_stage=3",)]
-)
+LORA = ("actor_train.model_args.lora_target=all-linear", *REFERENCE)
+STAGE_3 = ("actor_train.strategy_args.zero_stage=3",)
+
+
+@pytest.mark.parametrize("overrides", [RUNNING, CRITIC, (*CRITIC, *REFERENCE), STAGE_3, LORA, (*LORA, *STAGE_3)])
 def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
     run = run_of(tmp_path, overrides)
     trainer = begun(run, ranks)
@@ -81,6 +83,21 @@ def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) 
 
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert not torch.equal(start["model.norm.weight"], weights(trainer)["model.norm.weight"])
+
+
+def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_path: Path, ranks: Ranks) -> None:
+    run = run_of(tmp_path, (*LORA, *STAGE_3, "use_kl_loss=true", "kl_loss_coef=0.1"))
+    trainer = begun(run, ranks)
+    from safetensors.torch import load_file
+
+    start = load_file(tmp_path / "start" / "model.safetensors")
+    assert_equal(weights(trainer), start)
+    gauges = [trainer.train(GROUPS, step) for step in range(2)]
+    assert gauges[0]["actor/kl_loss"].value == pytest.approx(0.0, abs=1e-9)
+    assert gauges[1]["actor/kl_loss"].value > 1e-6
+    found = weights(trainer)
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
+    assert changed == {name for name in found if "_proj.weight" in name}
 
 
 def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:

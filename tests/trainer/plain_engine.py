@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.models.adapters import whole_weights
 from trainer.models.packing import PackedInput
 
 
@@ -20,7 +21,8 @@ class PlainEngine:
     def __init__(self, module: nn.Module) -> None:
         torch.set_num_threads(1)
         self.module = module
-        self.optimizer = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.95), eps=1e-3)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), eps=1e-3)
         self.resets = 0
         self.rates: list[float] = []
         self.seen: list[list[PackedInput]] = []
@@ -48,8 +50,8 @@ class PlainEngine:
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter."""
-        return ((name.removeprefix("model."), p.detach()) for name, p in self.module.named_parameters())
+        """Every weight, adapters merged."""
+        return ((whole.name.removeprefix("model."), whole.tensor()) for whole in whole_weights(self.module))
 
     def reset_optimizer(self) -> None:
         """Counts."""

@@ -12,6 +12,7 @@ from tests.trainer.plain_engine import PlainEngine
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.config import ModelArgs, TinyPolicyConfig
 from trainer.correction_config import ImportanceWeight, MismatchFilter, TrainInferCorrection
+from trainer.engines.frozen import FrozenModel
 from trainer.engines.processes import Ranks
 from trainer.models.policy import load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
@@ -35,7 +36,8 @@ def test_a_recipe_moves_the_policy_by_finite_steps(recipe: Path, folder: Path):
     config = load_run(recipe)
     policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
     critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.adv_estimator == "gae" else None
-    reference = load_policy(folder, ModelArgs(), seed=2) if config.needs_reference else None
+    frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=2), ALONE.device)
+    reference = frozen if config.needs_reference else None
     batches = BatchTrainer(config, Models(policy, critic, reference), ALONE)
     before = [tensor.clone() for _, tensor in policy.tensors()]
     groups = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(4)]

@@ -13,6 +13,7 @@ from services.schema import Group, Trajectory
 from tests.fakes import make_group
 from tests.trainer.plain_engine import PlainEngine
 from trainer.config import LearnerConfig, ModelArgs, TinyPolicyConfig
+from trainer.engines.frozen import FrozenModel
 from trainer.engines.processes import Ranks
 from trainer.models.policy import PackedPolicy, load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
@@ -47,7 +48,7 @@ def trainer(
 ) -> tuple[BatchTrainer, PlainEngine, PlainEngine | None]:
     policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
     head = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if critic else None
-    frozen = load_policy(folder, ModelArgs(), seed=1) if reference else None
+    frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=1), ALONE.device) if reference else None
     return BatchTrainer(settings, Models(policy, head, frozen), ALONE), policy, head
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from trainer.config import StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from trainer.engines.processes import Ranks
+from trainer.models.adapters import whole_weights
 from trainer.models.packing import PackedInput
 
 WRAPPER = "model."
@@ -127,15 +129,11 @@ class DeepSpeedEngine:
             yield _Pass(index if mine else None, batch[index if mine else first].to(self.device))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.tensors`. Under ZeRO-3 one parameter is gathered at a time."""
+        """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""
         gathered = _deepspeed().zero.GatheredParameters if self._engine.zero_optimization_stage() == 3 else None
-        for name, parameter in self._engine.module.named_parameters():
-            short = name.removeprefix(WRAPPER)
-            if gathered is None:
-                yield short, parameter.detach()
-                continue
-            with gathered([parameter]):
-                yield short, parameter.detach()
+        for whole in whole_weights(self._engine.module):
+            with gathered(whole.parts) if gathered else nullcontext():
+                yield whole.name.removeprefix(WRAPPER), whole.tensor()
 
     def reset_optimizer(self) -> None:
         """See `TrainEngine.reset_optimizer`."""
@@ -163,9 +161,10 @@ def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.o
         "weight_decay": training.weight_decay,
         "fused": True,
     }
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if clips:
-        return ClippingAdamW(module.parameters(), training.max_grad_norm, **settings)
-    return torch.optim.AdamW(module.parameters(), **settings)
+        return ClippingAdamW(trained, training.max_grad_norm, **settings)
+    return torch.optim.AdamW(trained, **settings)
 
 
 def engine_config(zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:

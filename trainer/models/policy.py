@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from trainer.config import ModelArgs
+from trainer.models.adapters import add_adapters
 from trainer.models.attention import PACKED_ATTENTION
 from trainer.models.logprobs import token_logprobs
 from trainer.models.packing import PackedInput, Packing
@@ -83,8 +84,15 @@ def has_weights(folder: Path) -> bool:
 
 
 def load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0) -> PackedPolicy:
-    """Load a Hugging Face folder; one without weights gets fresh ones, drawn from `seed`."""
-    return PackedPolicy(_load(AutoModelForCausalLM, folder, args, seed), temperature)
+    """Load a Hugging Face folder; one without weights gets fresh ones, drawn from `seed`. With adapters if `args` names any.
+
+    Raises:
+        ValueError: see `add_adapters`.
+    """
+    model = _load(AutoModelForCausalLM, folder, args, seed)
+    if args.lora_target is not None:
+        add_adapters(model, args, seed)
+    return PackedPolicy(model, temperature)
 
 
 def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
