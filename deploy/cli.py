@@ -49,7 +49,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     from deploy.train import train as run_train
 
     loaded = _load(config, overrides)
-    raise typer.Exit(run_train(loaded, config))
+    raise typer.Exit(run_train(loaded, config, overrides or []))
 
 
 @config_app.command("validate")
@@ -73,6 +73,32 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
     from deploy.report_command import remake_report
 
     raise typer.Exit(remake_report(run_dir))
+
+
+@app.command()
+def audit(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON, each group's life included.")
+    ] = False,
+    group: Annotated[
+        int | None, typer.Option(metavar="N", help="Tell the life of one group.", show_default=False)
+    ] = None,
+) -> None:
+    """Prove that no group of a run was lost and none trained twice, or say which and where.
+
+    Exit codes: 0 proven, 1 not, 2 there is nothing to audit.
+    """
+    from rich.console import Console
+
+    from deploy.audit_command import AuditError, audit_run
+
+    try:
+        code = audit_run(run, console=Console(highlight=False, soft_wrap=True), as_json=as_json, group=group)
+    except AuditError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+    raise typer.Exit(code)
 
 
 @learner_app.command("attach")

@@ -30,6 +30,7 @@ from services.keys import RunKeys
 from services.rollout import app as rollout_app
 from services.rollout.config import WorkerSettings
 from services.weights import app as weights_app
+from services.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class LearnerHostActor:
 
     def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int) -> None:
         self._run_id = run_id
+        self._output_dir = output_dir
         self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads)
 
     def start(self) -> None:
@@ -55,7 +57,7 @@ class LearnerHostActor:
         from services.weights.transports import cleanup
 
         self._host.end(grace_s)
-        cleanup(self._run_id)
+        cleanup(self._run_id, WeightsConfig(), self._output_dir)
 
 
 class ManagedLearner:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import run_folder
+from trainer.cli import REDIS_VARIABLE, attach, end_process
 
-VARIABLE = "OFFBEAT_REDIS"
 RUNS = Path("runs")
 """Where runs lie unless their configuration says otherwise."""
 
@@ -38,7 +38,7 @@ def find_target(run: str, redis_url: str | None) -> Target:
     if endpoints is None:
         raise UnknownRedisError(
             f"no run in {run} or {RUNS / run} goes on on this host: name the Redis that holds it with --redis URL or "
-            f"{VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder"
+            f"{REDIS_VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder"
         )
     return Target(run_id, endpoints.redis_url)
 
@@ -50,11 +50,10 @@ def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -
         UnknownRedisError: see `find_target`.
     """
     target = find_target(run, redis_url)
-    from trainer.cli import attach, end_process
 
     again = ["offbeat", "learner", "attach", run]
     # What comes from the environment need not be typed again, nor shown: the URL may hold a password
-    again += [] if redis_url in (None, os.environ.get(VARIABLE)) else ["--redis", redis_url]
+    again += [] if redis_url in (None, os.environ.get(REDIS_VARIABLE)) else ["--redis", redis_url]
     again += [] if num_processes is None else ["--nproc", str(num_processes)]
     end_process(attach(target.run_id, target.redis_url, num_processes=num_processes, again=shlex.join(again)))
 

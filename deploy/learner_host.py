@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from deploy.processes import dying_with_this_thread
 from services.keys import RunKeys
+from trainer.cli import REDIS_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +91,9 @@ def ask_to_stop(redis: Redis, run_id: str, *, now: bool) -> None:
         redis.hset(learner_key(run_id), "stop", "kill" if now else "term")
 
 
-def learner_command(run_id: str, redis_url: str) -> list[str]:
+def learner_command(run_id: str) -> list[str]:
     """The learner's command line."""
-    return [sys.executable, "-m", "trainer.cli", run_id, "--redis", redis_url]
+    return [sys.executable, "-m", "trainer.cli", run_id]
 
 
 class LearnerHost:
@@ -104,7 +105,7 @@ class LearnerHost:
         self._run_id = run_id
         self._redis_url = redis_url
         self._output_dir = output_dir
-        self._command = list(command or learner_command(run_id, redis_url))
+        self._command = list(command or learner_command(run_id))
         self._threads = threads
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -158,14 +159,14 @@ class LearnerHost:
     def _spawn(self) -> subprocess.Popen[bytes]:
         log = self._output_dir / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
+        told = {REDIS_VARIABLE: self._redis_url, "OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as out:
             return subprocess.Popen(
                 dying_with_this_thread(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**os.environ, **told},
                 # A session of its own: Ctrl-C in the terminal goes to the command line, which ends the learner in order.
                 start_new_session=True,
             )

@@ -39,6 +39,13 @@ def holds_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS)
 
 
+def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
+    """Step and place of the checkpoint that was written last; None before the first one."""
+    written = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
+    newest = max(written, key=lambda path: path.stat().st_mtime, default=None)
+    return (int(newest.name[5:]), newest) if newest else None
+
+
 def move_aside(folder: Path) -> Path:
     """Rename the folder to the first free one of `<folder>.1`, `<folder>.2`, ...; returns where it lies now."""
     number = 1

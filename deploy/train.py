@@ -7,10 +7,11 @@ started; the exit code says how it went (0 finished, 1 failed, 130 stopped).
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from services.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 
+RESUME = "resume_from_checkpoint"
 POLL_S = 0.5
 UNREACHABLE_S = 60.0
 """A control service that does not answer for so long is gone for good."""
@@ -44,14 +46,17 @@ class RunFailedError(Exception):
     """The run failed for good; the message says why and which log tells more."""
 
 
-def train(config: RunConfig, config_path: Path) -> int:
-    """Run `config` on this machine; does not return, because threads of Ray may never end: exits with the code."""
+def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
+    """Run `config` on this machine; does not return, because threads of Ray may never end: exits with the code.
+
+    config_path, overrides: what `config` was read from, for the command that goes on with it.
+    """
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
     try:
         aside = run_folder.claim(config.output_dir, resume=resume)
         with run_folder.locked(config.output_dir):
-            code = _train(config, config_path, aside)
+            code = _train(config, resume_command(config_path, overrides), aside)
     except run_folder.FolderInUseError as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         code = FAILED
@@ -60,14 +65,20 @@ def train(config: RunConfig, config_path: Path) -> int:
     os._exit(code)
 
 
-def _train(config: RunConfig, config_path: Path, aside: Path | None) -> int:
+def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
+    """The command line that goes on with a run, as a shell reads it."""
+    kept = (each for each in overrides if each.lstrip("+~").partition("=")[0] != RESUME)
+    return shlex.join(["offbeat", "train", str(config_path), *kept, f"{RESUME}=true"])
+
+
+def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     configure_logging("offbeat", config.output_dir / LOGS)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     (config.output_dir / run_folder.CONFIG).write_text(dump_yaml(config))
     with open_view(config.exp_name) as view:
         if aside is not None:
             view.say(f"An earlier run lay there; it is in {_shown(aside)} now.")
-        command = TrainCommand(config, view, f"offbeat train {config_path} resume_from_checkpoint=true")
+        command = TrainCommand(config, view, resume)
         try:
             return asyncio.run(command.run())
         except Exception as error:
@@ -186,10 +197,10 @@ class TrainCommand:
         return FAILED
 
     async def _end_stopped(self) -> int:
-        step = await self._mesh.end_learner()
+        published = await self._mesh.end_learner()
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
-        self._view.say(f"Stopped at step {step} of {self._config.max_steps}." if step >= 0 else "Stopped.")
+        self._view.say(stopped_at(self._config, published))
         self._say_how_to_resume()
         return INTERRUPTED
 
@@ -206,6 +217,16 @@ class TrainCommand:
             self._mesh.kill()
             os._exit(INTERRUPTED)
         self._interrupted.set()
+
+
+def stopped_at(config: RunConfig, published: int) -> str:
+    """What a stopped run goes on from. published: the step that its weights had come to."""
+    newest = run_folder.newest_checkpoint(config.output_dir)
+    if newest is None:
+        return "Stopped before the first checkpoint."
+    step, path = newest
+    again = f" What came after it, up to step {published}, is trained again." if published > step else ""
+    return f"Stopped at step {step} of {config.max_steps}; {_shown(path)} holds it.{again}"
 
 
 def _has_trained(view: RunView) -> bool:

@@ -1,4 +1,6 @@
-"""The learner's process: `python -m trainer.cli RUN --redis URL`, which the mesh starts and `offbeat learner attach` calls.
+"""The learner's process: `python -m trainer.cli RUN`, which the mesh starts and `offbeat learner attach` calls.
+
+The URL of the run's Redis comes through the environment: a command line, for everyone to read, would show its password.
 
 Exit codes: 0 trained to the end, detached or stopped in order; 1 failed, the last line says how, and the same command
 may succeed later; 2 would fail in the same way again (its configuration, checkpoint or this host can't be used); 3 another
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REDIS_VARIABLE = "OFFBEAT_REDIS"
+"""Environment variable: URL of the run's Redis."""
 DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
 PING_PATIENCE_S = 5.0
 
@@ -54,7 +58,8 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, aga
         except (ControlError, WeightsError) as error:
             return _fail(UNUSABLE, str(error))
         _prepare_process(run)
-        return _train(run, redis, redis_url, num_processes, again, started)
+        os.environ[REDIS_VARIABLE] = redis_url  # for the other ranks
+        return _train(run, redis, num_processes, again, started)
 
 
 _RESUME = "start it again with resume_from_checkpoint=true, then attach"
@@ -95,16 +100,14 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
             )
 
 
-def _train(
-    run: "LearnerRun", redis: "Redis", redis_url: str, num_processes: int | None, again: str, started: float
-) -> int:
+def _train(run: "LearnerRun", redis: "Redis", num_processes: int | None, again: str, started: float) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
     from trainer.checkpoint import CheckpointError
     from trainer.process import LearnerProcess
     from trainer.view import SilentView, open_view
 
-    follower = [sys.executable, "-m", "trainer.cli", run.run_id, "--redis", redis_url]
+    follower = [sys.executable, "-m", "trainer.cli", run.run_id]
     number = num_processes or run.config.actor_train.num_processes
     view = open_view(run.config.max_steps) if _is_leader() else SilentView()
     view.say(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
@@ -179,12 +182,15 @@ def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(prog="trainer.cli", description="Train a run that the mesh plays.")
     parser.add_argument("run", help="the run's id")
-    parser.add_argument("--redis", required=True, help="URL of the run's Redis")
+    parser.add_argument("--redis", help=f"URL of the run's Redis; default: {REDIS_VARIABLE}")
     parser.add_argument("--nproc", type=int, help="data-parallel processes; default: actor_train.num_processes")
     arguments = parser.parse_args()
     if arguments.nproc is not None and arguments.nproc < 1:
         parser.error(f"--nproc {arguments.nproc}: at least 1")
-    end_process(attach(arguments.run, arguments.redis, num_processes=arguments.nproc))
+    redis_url = arguments.redis or os.environ.get(REDIS_VARIABLE)
+    if not redis_url:
+        parser.error(f"name the Redis that holds the run: {REDIS_VARIABLE}, or --redis URL")
+    end_process(attach(arguments.run, redis_url, num_processes=arguments.nproc))
 
 
 if __name__ == "__main__":

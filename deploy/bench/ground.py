@@ -22,6 +22,7 @@ from services.buffer.redis_server import EmbeddedRedis
 from services.buffer.watch import configure_buffer
 from services.keys import RunKeys
 from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig, WorkerSettings
+from services.weights.config import WeightsConfig
 from services.weights.transports import cleanup
 
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
@@ -82,7 +83,7 @@ def ground() -> Iterator[Ground]:
                 yield Ground(folder, server.url, redis, server.pid)
             finally:
                 for run in folder.iterdir():
-                    cleanup(run.name)
+                    cleanup(run.name, WeightsConfig(), run)
 
 
 def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:

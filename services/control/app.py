@@ -7,6 +7,7 @@ of come in by import string.
 import asyncio
 import importlib
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class ControlDeployment:
         settings = self._settings
         redis = connect_async(settings.redis_url)
         wiring = import_object(settings.wiring)(redis, settings.redis_url, settings.working_dir)
-        store = RunStore(redis)
+        store = RunStore(redis, orphaned_after_s=math.inf)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
         self._reconciler = reconciler = Reconciler(
             store, wiring.build_mesh, reconcile_s=settings.reconcile_s, own_log=logs

@@ -6,6 +6,7 @@ not over, and so does a thing that runs claim; whatever a control replica knows,
 
 import fnmatch
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -35,8 +36,8 @@ from services.settings import Change, Settings, decode_change, encode_change, se
 from services.telemetry import MetricRecord, decode_record
 from services.weights.reports import decode_report
 
-ORPHANED_AFTER_S = 10.0
-"""A run that no reconciler has looked at for so long runs nowhere."""
+ORPHANED_AFTER_S = 30.0
+"""A run that no reconciler has looked at for so long runs nowhere, as far as who is no reconciler can tell."""
 OF_ONE_ATTEMPT = ("restarts", "components", "learner", "doing")
 """What is known of the processes that run a run; void when it is started again."""
 HISTORY_KEPT = 1000
@@ -48,6 +49,8 @@ class RunStore:
 
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
+    orphaned_after_s: float = ORPHANED_AFTER_S
+    """See `ORPHANED_AFTER_S`; infinite for who looks after all runs itself: however long it was away, they go on."""
 
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
         """Record a run that shall go on; creating the same run again changes nothing.
@@ -73,7 +76,7 @@ class RunStore:
                     if old.config == spec.config:
                         return old, False
                     raise RunExistsError(
-                        f"run {spec.run_id!r} is {old.state}: stop it first, or name this one otherwise"
+                        f"run {spec.run_id!r} is {old.state}: stop it first, or name this one otherwise{self._hint()}"
                     )
                 await self._refuse_busy(spec)
                 record = self._new(spec, old if spec.resume else None)
@@ -108,7 +111,12 @@ class RunStore:
                 )
 
     def _goes_on(self, record: RunRecord) -> bool:
-        return not record.state.over and self.clock() - record.beat < ORPHANED_AFTER_S
+        return not record.state.over and self.clock() - record.beat < self.orphaned_after_s
+
+    def _hint(self) -> str:
+        if math.isinf(self.orphaned_after_s):
+            return ""
+        return f" (if it was killed: it is taken for dead once it has been silent for {self.orphaned_after_s:.0f} s)"
 
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()

@@ -33,12 +33,13 @@ class FilesystemTransport:
 
     name = "fs"
 
-    def __init__(self, run_id: str, url: str, *, dtype: str = "as_trained") -> None:
+    def __init__(self, owner: str, url: str, *, dtype: str = "as_trained") -> None:
+        """owner: see `owner_of`."""
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise WeightsError(f"weights.url {url!r} cannot be used: {error}") from error
-        self._run_id = run_id
+        self._owner = owner
         self._root = str(root).rstrip("/")
         self._host = HostCopies(dtype)
 
@@ -49,7 +50,7 @@ class FilesystemTransport:
         return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
 
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
-        name = file_name(self._run_id, version, epoch, suffix)
+        name = file_name(self._owner, version, epoch, suffix)
         location = f"{self._root}/{name}"
         with tempfile.TemporaryDirectory(prefix="offbeat-stage-") as folder:
             local = Path(folder) / name
@@ -96,7 +97,7 @@ class FilesystemTransport:
         return [
             StoredFile(entry["name"], _modified_at(entry))
             for entry in entries
-            if belongs_to(self._run_id, Path(entry["name"]).name)
+            if belongs_to(self._owner, Path(entry["name"]).name)
         ]
 
     def close(self) -> None:
@@ -104,8 +105,8 @@ class FilesystemTransport:
 
     def _own(self, location: str) -> str:
         folder, _, name = location.rpartition("/")
-        if folder != self._root or not belongs_to(self._run_id, name):
-            raise WeightsError(f"{location} is no weight file of run {self._run_id!r} in {self._root}")
+        if folder != self._root or not belongs_to(self._owner, name):
+            raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._root}")
         return location
 
 

@@ -1,7 +1,8 @@
 """Moves the bytes of weight versions; what is stored is whole, or it is not there.
 
-A version is one safetensors file. Its name says run, version and epoch and ends in a random token, so that no file is
-ever written twice: a version that is announced again after its bytes were lost gets a new file.
+A version is one safetensors file. Its name says run, folder, version and epoch and ends in a random token, so that no file
+is ever written twice: a version that is announced again after its bytes were lost gets a new file. Runs of one name in
+several folders, which may go on at the same time, leave each other's files alone.
 """
 
 import hashlib
@@ -98,15 +99,20 @@ def digest_of(stream: BufferedReader) -> str:
     return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
 
 
-def file_name(run_id: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
+def owner_of(run_id: str, output_dir: Path) -> str:
+    """Whose a file is: a run's, by its name and its folder, which no two runs use at a time."""
+    return f"{run_id}-{hashlib.blake2b(str(output_dir.resolve()).encode(), digest_size=4).hexdigest()}"
+
+
+def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
     """A name that was never used before."""
-    return f"offbeat-{run_id}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
+    return f"offbeat-{owner}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
 
 
-def belongs_to(run_id: str, name: str) -> bool:
+def belongs_to(owner: str, name: str) -> bool:
     """Whether a file of this name holds weights of the run (of this one, not of one whose name starts alike)."""
     return bool(
-        re.fullmatch(rf"offbeat-{re.escape(run_id)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference)(\.part)?", name)
+        re.fullmatch(rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference)(\.part)?", name)
     )
 
 
@@ -178,10 +184,11 @@ class SharedMemoryTransport:
 
     name = "shm"
 
-    def __init__(self, run_id: str, folder: Path = Path("/dev/shm"), *, dtype: str = "as_trained") -> None:
+    def __init__(self, owner: str, folder: Path = Path("/dev/shm"), *, dtype: str = "as_trained") -> None:
+        """owner: see `owner_of`."""
         if not folder.is_dir():
             raise WeightsError(f"transport `shm` needs {folder}; use `weights.transport=fs` here")
-        self._run_id = run_id
+        self._owner = owner
         self._folder = folder
         self._host = HostCopies(dtype)
 
@@ -192,7 +199,7 @@ class SharedMemoryTransport:
         return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
 
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
-        path = self._folder / file_name(self._run_id, version, epoch, suffix)
+        path = self._folder / file_name(self._owner, version, epoch, suffix)
         digest, num_bytes = write(path)
         return Stored(str(path), digest, num_bytes)
 
@@ -211,7 +218,7 @@ class SharedMemoryTransport:
     def stored(self) -> list[StoredFile]:
         found: list[StoredFile] = []
         for path in self._folder.iterdir():
-            if belongs_to(self._run_id, path.name):
+            if belongs_to(self._owner, path.name):
                 try:
                     found.append(StoredFile(str(path), path.stat().st_mtime))
                 except FileNotFoundError:  # deleted while we looked
@@ -223,8 +230,8 @@ class SharedMemoryTransport:
 
     def _own(self, location: str) -> Path:
         path = Path(location)
-        if path.parent != self._folder or not belongs_to(self._run_id, path.name):
-            raise WeightsError(f"{location} is no weight file of run {self._run_id!r} in {self._folder}")
+        if path.parent != self._folder or not belongs_to(self._owner, path.name):
+            raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._folder}")
         return path
 
 
@@ -240,12 +247,13 @@ def make_transport(
     """
     match config.transport:
         case "shm":
-            return _with_anchors(SharedMemoryTransport(run_id, dtype=config.dtype), config)
+            return _with_anchors(SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype), config)
         case "fs":
             from services.weights.filesystem import FilesystemTransport
 
             url = config.url or str(output_dir.resolve() / "weights")
-            return _with_anchors(FilesystemTransport(run_id, url, dtype=config.dtype), config)
+            owner = owner_of(run_id, output_dir)
+            return _with_anchors(FilesystemTransport(owner, url, dtype=config.dtype), config)
         case "ipc" | "nccl":
             import torch
 
@@ -278,8 +286,6 @@ def remove_all(transport: Transport) -> int:
     return len(stored)
 
 
-def cleanup(run_id: str, config: WeightsConfig | None = None, output_dir: Path = Path()) -> int:
-    """Remove all bytes of a run that has ended, whoever left them; returns how many files went. Without a configuration:
-    its shared memory."""
-    config = config or WeightsConfig()
+def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
+    """Remove all bytes of a run that has ended, whoever left them; returns how many files went."""
     return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from deploy.learner_host import LOG, LearnerHost, LearnerStatus, alive_key, ask_to_stop, learner_key, read_status
+from deploy.learner_host import (
+    LOG,
+    LearnerHost,
+    LearnerStatus,
+    alive_key,
+    ask_to_stop,
+    learner_command,
+    learner_key,
+    read_status,
+)
 from tests.waiting import wait_until_sync
 
 FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
@@ -143,3 +152,12 @@ def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis
     redis.delete(alive_key("r"))  # what its expiry does in a few seconds
     status = read_status(redis, "r")
     assert (status.started, status.alive, status.how_it_ended) == (True, False, "its host is gone")
+
+
+def test_the_password_of_redis_is_on_no_command_line(redis_url: str, tmp_path: Path):
+    tells = "import os, sys; print(os.environ['OFFBEAT_REDIS'] == sys.argv[1], 'up')"
+    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-u", "-c", tells, redis_url])
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    assert (tmp_path / LOG).read_text() == "True up\n"
+    assert learner_command("r")[1:] == ["-m", "trainer.cli", "r"]

@@ -115,3 +115,8 @@ def test_a_document_over_the_wire_is_read_as_yaml_or_as_a_tree():
 def test_a_hostile_or_broken_document_is_refused(text: str):
     with pytest.raises(ConfigError):
         load_document(text)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**64])
+def test_a_seed_that_numpy_or_torch_would_choke_on_is_refused(seed: int):
+    assert "seed" in refused(f"seed={seed}")

@@ -109,7 +109,7 @@ def mesh(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     finally:
         serve.shutdown()
         ray.shutdown()
-        cleanup(RUN)
+        cleanup(RUN, WEIGHTS, output_dir)
         keys = list(server.scan_iter(match=RunKeys(RUN).prefix + "*"))
         if keys:
             server.delete(*keys)

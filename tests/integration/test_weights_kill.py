@@ -17,17 +17,17 @@ from services.keys import RunKeys
 from services.weights.config import WeightsConfig
 from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
 from services.weights.subscriber import RedisWeightSubscriber
-from services.weights.transports import SharedMemoryTransport, cleanup
+from services.weights.transports import SharedMemoryTransport, cleanup, owner_of
 
 RUN = f"kill-{os.getpid()}"
 LEARNER = Path(__file__).with_name("weights_learner.py")
 
 
 @pytest.fixture
-def server(redis_url: str) -> Iterator[redis.Redis]:
+def server(redis_url: str, tmp_path: Path) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_url) as client:
         yield client
-    cleanup(RUN)
+    cleanup(RUN, WeightsConfig(), tmp_path)
 
 
 async def test_a_learner_killed_while_publishing_leaves_whole_weights_and_its_successor_goes_on(
@@ -39,7 +39,7 @@ async def test_a_learner_killed_while_publishing_leaves_whole_weights_and_its_su
         for epoch in (1, 2, 3):
             server.set(RunKeys(RUN).epoch, epoch)
             first = max(0, served - 5)
-            learner = start_learner(redis_url, epoch, first)
+            learner = start_learner(redis_url, tmp_path, epoch, first)
             try:
                 goal = served + 30
                 while served < goal:
@@ -51,16 +51,16 @@ async def test_a_learner_killed_while_publishing_leaves_whole_weights_and_its_su
                 learner.kill()
                 learner.wait()
             served = max(served, await newest_whole(subscriber))
-        files = SharedMemoryTransport(RUN).stored()
+        files = SharedMemoryTransport(owner_of(RUN, tmp_path)).stored()
         broker = WeightBroker(
             connection, RUN, WeightsConfig(), tmp_path, clock=lambda: time.time() + UNANNOUNCED_AFTER_S + 1
         )
         assert await broker.collect() == len(files) - 2
-    assert len(SharedMemoryTransport(RUN).stored()) == 2
+    assert len(SharedMemoryTransport(owner_of(RUN, tmp_path)).stored()) == 2
 
 
-def start_learner(redis_url: str, epoch: int, first: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(LEARNER), redis_url, RUN, str(epoch), str(first)]
+def start_learner(redis_url: str, folder: Path, epoch: int, first: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(LEARNER), redis_url, RUN, str(folder), str(epoch), str(first)]
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.getcwd()})
 
 

@@ -1,4 +1,4 @@
-"""A learner that publishes as fast as it can, from a version on, until it is killed: `redis_url run_id epoch first`."""
+"""A learner that publishes without end, from a version on, until it is killed: `redis_url run_id folder epoch first`."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,9 @@ from services.weights.publisher import RedisWeightPublisher
 
 
 def main() -> None:
-    url, run_id, epoch, first = sys.argv[1:]
+    url, run_id, folder, epoch, first = sys.argv[1:]
     server = redis.Redis.from_url(url)
-    publisher = RedisWeightPublisher(server, run_id, WeightsConfig(), int(epoch), Path("unused"))
+    publisher = RedisWeightPublisher(server, run_id, WeightsConfig(), int(epoch), Path(folder))
     version = int(first)
     while True:
         publisher.publish(version, version, [("w", torch.full((100_000,), float(version)))])

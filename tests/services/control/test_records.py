@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -93,6 +94,17 @@ async def test_a_run_that_is_looked_after_is_not_taken_for_an_orphan(store: RunS
         await store.create(OTHER)
     _, new = await store.create(OTHER, takeover=True)
     assert new
+
+
+async def test_who_looks_after_all_runs_takes_none_for_an_orphan_however_long_it_was_away(store: RunStore):
+    await store.create(replace(SPEC, claims={"app": "generation-local"}))
+    clock_of(store).now += 100 * ORPHANED_AFTER_S
+    control = replace(store, orphaned_after_s=math.inf)
+    with pytest.raises(BusyError, match="'generation-local' is in use by run 'lake'"):
+        await control.create(replace(OTHER, run_id="other", claims={"app": "generation-local"}))
+    with pytest.raises(RunExistsError):
+        await control.create(OTHER)
+    assert await control.create(replace(SPEC, claims={"app": "generation-local"})) == (await store.load("lake"), False)
 
 
 async def test_a_run_that_is_over_is_forgotten_whole_by_the_next_of_its_name(store: RunStore):

@@ -16,9 +16,10 @@ from services.weights.config import WeightsConfig
 from services.weights.publisher import RedisWeightPublisher
 from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
 from services.weights.subscriber import RedisWeightSubscriber
-from services.weights.transports import file_name
+from services.weights.transports import file_name, owner_of
 
 RUN = "broker"
+OWNER = owner_of(RUN, Path("unused"))
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ async def test_old_files_that_no_manifest_names_are_collected(
 ) -> None:
     publish(redis_url, config, 2)
     announced = files(tmp_path)
-    dead, fresh, foreign = tmp_path / file_name(RUN, 9, 1), tmp_path / file_name(RUN, 10, 1), tmp_path / "foreign"
+    dead, fresh, foreign = tmp_path / file_name(OWNER, 9, 1), tmp_path / file_name(OWNER, 10, 1), tmp_path / "foreign"
     for path in (dead, fresh, foreign, *announced):
         path.touch()
         os.utime(path, (0, 0))

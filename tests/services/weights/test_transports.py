@@ -15,6 +15,7 @@ from services.weights.transports import (
     SharedMemoryTransport,
     Transport,
     belongs_to,
+    cleanup,
     file_name,
     make_transport,
     remove_all,
@@ -101,6 +102,25 @@ def test_a_file_belongs_to_one_run_alone() -> None:
     assert belongs_to("a.b", file_name("a.b", 10, 2))
     assert not belongs_to("axb", file_name("a.b", 10, 2))
     assert not belongs_to("a", file_name("a-v1-e1", 1, 1))
+
+
+def test_two_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_path: Path) -> None:
+    config = WeightsConfig(transport="fs", url=str(tmp_path / "bucket"))
+    one, other = (make_transport(config, "own", tmp_path / folder) for folder in ("one", "other"))
+    mine, others = (each.stage(1, 1, {"x": torch.ones(1)}) for each in (one, other))
+    assert [file.location for file in one.stored()] == [mine.location]
+    with pytest.raises(WeightsError, match="no weight file"):
+        one.delete(others.location)
+    assert cleanup("own", config, tmp_path / "one") == 1
+    assert [file.location for file in other.stored()] == [others.location]
+
+
+def test_what_a_killed_command_left_is_found_by_the_next_one_of_its_folder(tmp_path: Path) -> None:
+    config = WeightsConfig(transport="fs", url=str(tmp_path / "bucket"))
+    make_transport(config, "own", tmp_path / "runs/own").stage(1, 1, {"x": torch.ones(1)})
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    assert cleanup("own", config, tmp_path / "link/own") == 1
 
 
 def test_a_transport_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from deploy.loading import load_run
+from deploy.train import resume_command, stopped_at
+
+QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
+
+
+def test_the_command_that_goes_on_keeps_what_the_run_was_started_with():
+    said = resume_command(Path("my runs/a.yaml"), ["seed=2", "+x={a: 'b c'}"])
+    assert shlex.split(said) == [
+        *("offbeat", "train", "my runs/a.yaml"),
+        *("seed=2", "+x={a: 'b c'}", "resume_from_checkpoint=true"),
+    ]
+
+
+@pytest.mark.parametrize("given", ["resume_from_checkpoint=true", "++resume_from_checkpoint=/a/step-000005"])
+def test_the_command_that_goes_on_says_so_once(given: str):
+    assert (
+        resume_command(Path("a.yaml"), [given, "seed=2"]) == "offbeat train a.yaml seed=2 resume_from_checkpoint=true"
+    )
+
+
+def test_a_stopped_run_names_the_step_of_its_checkpoint_and_not_of_its_weights(tmp_path: Path):
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=24"])
+    assert stopped_at(config, 2) == "Stopped before the first checkpoint."
+    for age, step in enumerate((7, 20)):  # step 20 is of an earlier attempt that was not gone on with
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (1000 - age, 1000 - age))
+    (tmp_path / "checkpoints" / ".writing-step-000009").mkdir()
+    held = f"Stopped at step 7 of 24; {tmp_path}/checkpoints/step-000007 holds it."
+    assert stopped_at(config, 7) == held
+    assert stopped_at(config, 9) == f"{held} What came after it, up to step 9, is trained again."
