@@ -61,6 +61,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         total_groups=config.max_steps * groups_per_step,
         max_attempts=config.buffer.max_attempts,
         worker_timeout_s=config.buffer.worker_timeout_s,
+        stale_policy=config.buffer.stale_policy,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from services.buffer.client import Boundary, Counters
 from services.schema import Group, Manifest, Segment, StopReason, Trajectory, Turn, VersionSpan
 from services.telemetry import MetricRecord, Partial
+from trainer.algorithms.aggregation import Silent
 
 
 def make_trajectory(
@@ -182,6 +183,7 @@ class FakeTrainer:
     kl_coef: float = 0.5
     rates: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """(steps trained before, learning rate) of each `steer`."""
+    silent: list[Silent] = field(default_factory=list[Silent])
     gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
 
     def begin(self, progress: Callable[[int, int], None], stopped: Callable[[], bool]) -> bool:
@@ -191,7 +193,8 @@ class FakeTrainer:
     def steer(self, learning_rate: float) -> None:
         self.rates.append((len(self.history), learning_rate))
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, Partial]:
+    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> dict[str, Partial]:
+        self.silent.append(silent)
         self.moments.pass_by(
             f"train {step}", lambda: self.history.append((step, tuple(group.number for group in groups)))
         )

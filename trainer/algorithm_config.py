@@ -89,8 +89,8 @@ class AlgorithmConfig(ConditionalConfig):
     # --- Which of them are learnt from
     zero_variance: Literal["mask", "refill", "train"] = "mask"
     """A group without signal: one that is compared within itself and whose members all have the same reward, or that a
-    filter below refuses. `mask` consumes it without computing on it, `refill` drops it and takes another (DAPO's dynamic
-    sampling), `train` computes on it like on any other."""
+    filter below refuses. `mask` consumes it without computing on it, yet counts it in the policy loss's denominators;
+    `refill` drops it and takes another (DAPO's dynamic sampling); `train` computes on it like on any other."""
     group_filter_cls: Annotated[str | None, OnlyWith(zero_variance=("mask", "refill"))] = None
     """`module:Class`, made without arguments; called with a `services.schema.Group`, it says whether to learn from it."""
     difficulty_mask: Annotated[bool, OnlyWith(zero_variance=("mask", "refill"))] = False

@@ -32,6 +32,8 @@ class Taken:
     """Count towards the step, in stream order."""
     signal: list[Group] = field(default_factory=list[Group])
     """Those of them that are computed on."""
+    masked: list[Group] = field(default_factory=list[Group])
+    """The others."""
     stale: int = 0
     """Trained though they exceed `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
@@ -83,8 +85,7 @@ class Intake:
             return
         taken.stale += late
         taken.groups.append(group)
-        if signal:
-            taken.signal.append(group)
+        (taken.signal if signal else taken.masked).append(group)
 
     def _drop(self, group: Group, reason: str, taken: Taken) -> None:
         self.buffer.drop(group, reason)

@@ -22,6 +22,7 @@ from trainer.intake import Intake, Taken
 from trainer.policy_trainer import Trainer
 from trainer.reporting import Reporter, step_values
 from trainer.run import FINISHED, LearnerRun
+from trainer.selection import silent_part
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Learner:
             return False
         self._seconds["wait"] = time.monotonic() - began
         with self._timed("train"):
-            gauges = parts.trainer.train(taken.signal, step)
+            gauges = parts.trainer.train(taken.signal, step, silent_part(taken.masked, self._config))
         self._step = step + 1
         self._remember(taken)
         self._publish()

@@ -23,6 +23,7 @@ from torch import Tensor
 from services.codec import decode_trajectory, encode_trajectory
 from services.errors import MeshError
 from services.schema import Group
+from trainer.algorithms.aggregation import Silent
 from trainer.engines.processes import Ranks, broadcast
 from trainer.policy_trainer import Trainer
 from trainer.step import Gauges
@@ -65,10 +66,10 @@ class LeadingTrainer:
         self._say("steer", learning_rate)
         self._trainer.steer(learning_rate)
 
-    def train(self, groups: Sequence[Group], step: int) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
         """See `Trainer.train`."""
-        self._say("train", [_pack_group(group) for group in groups], step)
-        return self._trainer.train(groups, step)
+        self._say("train", [_pack_group(group) for group in groups], step, silent)
+        return self._trainer.train(groups, step, silent)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`; must be used up."""
@@ -104,7 +105,7 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
             case "steer":
                 trainer.steer(arguments[0])
             case "train":
-                trainer.train([_unpack_group(each) for each in arguments[0]], arguments[1])
+                trainer.train([_unpack_group(each) for each in arguments[0]], arguments[1], Silent(*arguments[2]))
             case "tensors":
                 for _ in trainer.tensors():
                     pass

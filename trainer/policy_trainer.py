@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from services.rollout.chat import load_chat_format
 from services.schema import Group
+from trainer.algorithms.aggregation import Silent
 from trainer.config import ModelArgs
 from trainer.engines.deepspeed import DeepSpeedEngine
 from trainer.engines.frozen import FrozenModel, WithoutAdapters
@@ -49,8 +50,11 @@ class Trainer(Protocol):
         """From now on, the peak of the policy's schedule."""
         ...
 
-    def train(self, groups: Sequence[Group], step: int) -> Gauges:
-        """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone."""
+    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
+        """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone.
+
+        silent: how much of the batch carries none.
+        """
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -129,9 +133,9 @@ class PolicyTrainer:
         """See `Trainer.steer`."""
         self._batches.learning_rate = learning_rate
 
-    def train(self, groups: Sequence[Group], step: int) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
         """See `Trainer.train`."""
-        return self._batches.train(groups, step)
+        return self._batches.train(groups, step, silent)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`."""

@@ -147,7 +147,7 @@ class LearnerProcess:
         self._reporter.doing("resume", step=0)
         publisher = RedisWeightPublisher(self._redis, run.run_id, run.config.weights, epoch, run.output_dir)
         try:
-            buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch)
+            buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch, order=run.config.buffer.order)
             learner = self._learner(trainer, vocab_size, publisher, buffer, ranks)
             checkpoint = self._checkpoint()
             resumed_step = 0

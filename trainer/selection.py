@@ -14,8 +14,9 @@ from torch import Tensor
 from services.schema import Group
 from trainer.algorithm_checks import load_filter
 from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithms.aggregation import Silent
 from trainer.algorithms.normalization import has_signal
-from trainer.batch import Batch
+from trainer.batch import Batch, pack
 from trainer.shaping import shaped
 
 
@@ -82,6 +83,13 @@ def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
     if config.error_max_len_clip:
         trained &= (batch.episode_reward > 0) | (batch.lengths <= config.error_max_len_threshold)
     return trained
+
+
+def silent_part(masked: Sequence[Group], config: AlgorithmConfig) -> Silent:
+    """How much of a batch is without signal: a policy loss would be zero there, yet its denominators count that part."""
+    batch = pack(shaped(masked, config))
+    trained = trained_episodes(batch, config)
+    return Silent(int(trained[batch.trajectory].sum()), int(trained.sum()))
 
 
 def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:

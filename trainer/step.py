@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.schema import Group
 from services.telemetry import MetricRecord, Partial, decode_record, encode_record, merge_all
+from trainer.algorithms.aggregation import NOBODY_SILENT, Silent
 from trainer.algorithms.kl import KLController
 from trainer.algorithms.normalization import RunningMoments
 from trainer.batch import Batch, MicroBatch, microbatches, minibatches, pack
@@ -54,15 +55,18 @@ class BatchTrainer:
         self.learning_rate = self._args.learning_rate
         """Peak of the policy's schedule."""
 
-    def train(self, groups: Sequence[Group], step: int) -> Gauges:
-        """Train optimizer batch `step` (0-based); groups without a sampled token leave everything alone."""
+    def train(self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT) -> Gauges:
+        """Train optimizer batch `step` (0-based); groups without a sampled token leave everything alone.
+
+        silent: what else the batch is of, though it has nothing to say (`trainer.selection.silent_part`).
+        """
         chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
         batch = pack(chosen)
         if not batch.num_sampled:
             return {}
         for number, tag in enumerate(batch.tags):
             self._running.update(tag, batch.episode_reward[batch.tag == number])
-        targets, values = self._targets(batch, step)
+        targets, values = self._targets(batch, step, silent)
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):
             for part in minibatches(batch, self._args.num_minibatches):
@@ -83,7 +87,7 @@ class BatchTrainer:
     def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
         return microbatches(batch, part, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
 
-    def _targets(self, batch: Batch, step: int) -> tuple[Targets, Tensor | None]:
+    def _targets(self, batch: Batch, step: int, silent: Silent) -> tuple[Targets, Tensor | None]:
         """Targets of the batch, and what the critic says of it."""
         micro = self._micro_batches(batch, range(batch.num_sequences))
         inputs = [_input(each) for each in micro]
@@ -106,6 +110,7 @@ class BatchTrainer:
             version=step,
             num_minibatches=self._args.num_minibatches,
             running=self._running,
+            silent=silent,
         )
         return targets, values
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.advantages import Estimate, estimate, token_rewards, whitened_rewards
 from trainer.algorithm_config import AlgorithmConfig
-from trainer.algorithms.aggregation import token_weights
+from trainer.algorithms.aggregation import NOBODY_SILENT, Silent, token_weights
 from trainer.algorithms.gpg import informative_share_inverse
 from trainer.algorithms.kl import KL_PENALTIES
 from trainer.algorithms.m2po import second_moment_mask
@@ -75,12 +75,14 @@ def prepare(
     version: int | None = None,
     num_minibatches: int = 1,
     running: RunningMoments | None = None,
+    silent: Silent = NOBODY_SILENT,
 ) -> Targets:
     """Rewards to advantages, and what else is fixed before the first optimizer step.
 
     old_logprobs: the learner's own at the start of the step, or None for the engine's; ref_logprobs, values: [M] or None;
     version: the weights that the learner holds at the start of the step; num_minibatches: optimizer steps per pass; running:
-    the statistics that `norm_mean_type: running` compares with.
+    the statistics that `norm_mean_type: running` compares with; silent: what the policy loss's denominators
+    count beside the batch.
 
     Raises:
         ValueError: `old_logprobs`, `ref_logprobs`, `values`, `version` or `running` is missing though the configuration
@@ -101,7 +103,7 @@ def prepare(
     share = steps / batch.num_sampled if batch.num_sampled else 0.0
     return Targets(
         advantages=found.advantages,
-        weights=_weights(config, batch, trained) * steps,
+        weights=_weights(config, batch, trained, silent) * steps,
         old_logprobs=old,
         behavior_logprobs=batch.behavior_logprobs,
         turn=batch.turn,
@@ -110,7 +112,7 @@ def prepare(
         returns=found.returns,
         old_values=values,
         critic_weights=_critic_weights(found, share, steps),
-        pg_weights=_pg_weights(config, batch),
+        pg_weights=_pg_weights(config, batch, silent),
         trusted=_trusted(config, old - batch.behavior_logprobs),
         proximal=proximal_share(batch.versions, version or 0) if config.old_logprobs == "loglinear" else None,
         fresh=None if version is None else batch.sampled_by(version),
@@ -130,12 +132,12 @@ def _check(
         raise ValueError("a KL penalty needs the reference's logprobs")
 
 
-def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor) -> Tensor:
+def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: Silent) -> Tensor:
     length = config.loss_agg_length or config.sequence_length
     if bool(trained.all()):
-        return token_weights(batch.trajectory, config.loss_agg_mode, length)
+        return token_weights(batch.trajectory, config.loss_agg_mode, length, silent)
     weights = torch.zeros(batch.num_sampled)
-    weights[trained] = token_weights(batch.trajectory[trained], config.loss_agg_mode, length)
+    weights[trained] = token_weights(batch.trajectory[trained], config.loss_agg_mode, length, silent)
     return weights
 
 
@@ -147,12 +149,12 @@ def _critic_weights(found: Estimate, token_share: float, steps: int) -> Tensor |
     return found.critic_share * steps
 
 
-def _pg_weights(config: AlgorithmConfig, batch: Batch) -> Tensor | None:
+def _pg_weights(config: AlgorithmConfig, batch: Batch, silent: Silent) -> Tensor | None:
     of_episode = episode_weights(batch, config)
     weights = None if of_episode is None else of_episode[batch.trajectory]
     if config.pg_variant != "gpg":
         return weights
-    scale = informative_share_inverse(batch.episode_reward, batch.group)
+    scale = informative_share_inverse(batch.episode_reward, batch.group, silent.sequences)
     return torch.full((batch.num_sampled,), scale) if weights is None else weights * scale
 
 

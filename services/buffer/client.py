@@ -48,7 +48,7 @@ class BufferLimits:
     """Groups that the whole run trains (`max_steps * groups_per_step`); admission never goes past it."""
     max_attempts: int
     worker_timeout_s: float
-    stale_policy: Literal["drop", "train"] = "drop"
+    stale_policy: Literal["drop", "train"]
     """Under `drop`, groups still being played that no step can consume within the bound are dropped as `expired`."""
 
 
@@ -197,8 +197,8 @@ class LearnerBuffer(Protocol):
     learner holds the run."""
 
     def take(self, timeout_s: float) -> Group | None:
-        """The next group in stream order, or None when none came in time. After (re)connecting, groups that were delivered
-        and not acknowledged come first, in their old order."""
+        """The next group in stream order, or in order of admission if the run wants that; None when none came in time. After
+        (re)connecting, groups that were delivered and not acknowledged come first, in their old order."""
         ...
 
     def adopt(self, step: int) -> Boundary:

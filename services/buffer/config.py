@@ -18,9 +18,16 @@ class RedisConfig(Config):
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
-class BufferConfig(Config):
-    """Admission, retries and what becomes of stale groups."""
+Order = Literal["completion", "admission"]
 
+
+class BufferConfig(Config):
+    """Admission, retries, the order of groups, and what becomes of stale ones."""
+
+    order: Order = "completion"
+    """In which order the learner gets groups: as they are completed, or as they were admitted. By completion nobody waits,
+    but short episodes overtake long ones, which then exceed `max_staleness` more often; by admission a batch waits for its
+    slowest episode, and what is trained on is as long as what was sampled."""
     stale_policy: Literal["drop", "train"] = "drop"
     """What a group is that exceeds `max_staleness` when it is consumed: dropped and replaced, or trained with the
     off-policy correction. Both are counted."""

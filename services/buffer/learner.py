@@ -4,6 +4,7 @@ A group is delivered again until it is acknowledged or dropped, in stream order;
 acknowledges what that contains and gets the rest as it got it the first time.
 """
 
+import heapq
 import logging
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, cast
 from redis import Redis
 
 from services.buffer.client import Boundary, Counters, Snapshot
+from services.buffer.config import Order
 from services.buffer.scripts import LONGEST_BLOCK_S, BufferKeys, BufferScripts, errors_translated, group_id_of
 from services.buffer.watch import snapshot_from
 from services.codec import decode_trajectory
@@ -32,29 +34,40 @@ class RedisLearnerBuffer:
     FencedError when a newer learner holds the run.
     """
 
-    def __init__(self, redis: Redis, run_id: str, epoch: int) -> None:
+    def __init__(self, redis: Redis, run_id: str, epoch: int, *, order: Order = "completion") -> None:
         self._redis = redis
         self._run_id = run_id
         self._epoch = epoch
         self._keys = BufferKeys(run_id)
         self._run = BufferScripts(redis, run_id)
         self._last = "0-0"
+        self._by_admission = order == "admission"
+        self._ahead: list[tuple[int, Group]] = []
+        """Taken out of the stream while groups with lower numbers are being played: a heap by number."""
 
     def take(self, timeout_s: float) -> Group | None:
         """See `LearnerBuffer.take`. Groups that can't be read are dropped as `corrupt`, their blobs kept in quarantine."""
         deadline = time.monotonic() + timeout_s
         while True:
-            row = self._run("take", self._epoch, self._last)
-            if row is None:
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return None
-                self._wait(self._keys.stream, self._last, remaining_s)
+            position = self._newest_ring() if self._ahead else ""
+            reply = self._run("take", self._epoch, self._last)
+            if not isinstance(reply, int):
+                self._last = reply[0].decode()
+                group = self._read(reply)
+                if group is not None and not self._by_admission:
+                    return group
+                if group is not None:
+                    heapq.heappush(self._ahead, (group.number, group))
                 continue
-            self._last = row[0].decode()
-            group = self._read(row)
-            if group is not None:
-                return group
+            if self._ahead and (reply < 0 or self._ahead[0][0] < reply):
+                return heapq.heappop(self._ahead)[1]
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            if self._ahead:  # the one that is waited for may also end without entering the stream
+                self._wait(self._keys.doorbell, position, remaining_s)
+            else:
+                self._wait(self._keys.stream, self._last, remaining_s)
 
     def drop(self, group: Group, reason: str) -> None:
         """See `LearnerBuffer.drop`."""

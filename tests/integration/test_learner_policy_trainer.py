@@ -10,6 +10,7 @@ from torch import Tensor
 from deploy import preparation
 from deploy.loading import load_run
 from tests.fakes import make_group
+from trainer.algorithms.aggregation import Silent
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.policy_trainer import PolicyTrainer
 from trainer.run import LearnerRun, LearnerRunConfig
@@ -59,15 +60,15 @@ def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, ov
     run = run_of(tmp_path, overrides)
     trainer = begun(run, ranks)
     for step in range(2):
-        trainer.train(GROUPS, step)
+        trainer.train(GROUPS, step, Silent())
     folder = tmp_path / "saved"
     folder.mkdir()
     trainer.save(folder)
     kl_coef = trainer.kl_coef
-    expected = trainer.train(GROUPS, 2)
+    expected = trainer.train(GROUPS, 2, Silent())
     again = PolicyTrainer(run, ranks)
     again.load(folder, kl_coef)
-    found = again.train(GROUPS, 2)
+    found = again.train(GROUPS, 2, Silent())
     assert_equal(weights(trainer), weights(again))
     assert again.kl_coef == trainer.kl_coef
     assert found == expected
@@ -76,7 +77,7 @@ def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, ov
 def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, REFERENCE)
     trainer = begun(run, ranks)
-    gauges = [trainer.train(GROUPS, step) for step in range(2)]
+    gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
     assert gauges[0]["actor/kl_coef"].value != 0.1
     assert (tmp_path / "start" / "model.safetensors").is_file()
     from safetensors.torch import load_file
@@ -92,7 +93,7 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_pa
 
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert_equal(weights(trainer), start)
-    gauges = [trainer.train(GROUPS, step) for step in range(2)]
+    gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
     assert gauges[0]["actor/kl_loss"].value == pytest.approx(0.0, abs=1e-9)
     assert gauges[1]["actor/kl_loss"].value > 1e-6
     found = weights(trainer)

@@ -72,7 +72,7 @@ class Run:
         self.settings = settings
         self.redis = server
         self.keys = RunKeys(run_id)
-        configure_buffer(server, run_id, BufferLimits(GROUP_SIZE, 0, 4, 1e6, 6, total_groups, 3, 2.0))
+        configure_buffer(server, run_id, BufferLimits(GROUP_SIZE, 0, 4, 1e6, 6, total_groups, 3, 2.0, "drop"))
         self.learner = RedisLearnerBuffer(server, run_id, int(server.incr(self.keys.epoch)))  # type: ignore[arg-type]
         self.groups: list[Group] = []
 

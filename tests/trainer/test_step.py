@@ -3,20 +3,23 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from services.schema import Group, Trajectory
+from services.schema import Group, StopReason, Trajectory
 from tests.fakes import make_group
 from tests.trainer.plain_engine import PlainEngine
+from trainer.algorithms.aggregation import Silent
 from trainer.config import LearnerConfig, ModelArgs, TinyPolicyConfig
 from trainer.engines.frozen import FrozenModel
 from trainer.engines.processes import Ranks
 from trainer.models.policy import PackedPolicy, load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
+from trainer.selection import silent_part
 from trainer.step import BatchTrainer, Models
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -210,6 +213,36 @@ def test_shaped_rewards_are_what_is_trained_on(folder: Path) -> None:
     tokens = sum(t.num_sampled for g in GROUPS for t in g.trajectories)
     plain = sum(t.reward for g in GROUPS for t in g.trajectories)
     assert batches.train(GROUPS, 0)["critic/rewards/mean"].value == pytest.approx((plain - 0.5 * tokens) / 12, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss_agg_mode": "seq-mean-token-sum"},
+        {"loss_agg_mode": "seq-mean-token-mean"},
+        {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        {"pg_variant": "gpg"},
+        {"max_len_mask": True},
+    ],
+)
+def test_groups_without_signal_that_are_masked_leave_the_gradient_as_if_they_were_trained(
+    folder: Path, settings: dict[str, object]
+) -> None:
+    varied = [make_group(n, rewards=(0.0, 0.1, 0.1, 0.05)) for n in range(3)]
+    cut = make_group(8, rewards=(0.0,) * 5)
+    members = tuple(replace(each, stop_reason=StopReason.MAX_LENGTH) for each in cut.trajectories)
+    flat = [make_group(7, rewards=(1.0,) * 4), replace(cut, trajectories=members)]
+
+    def gradient(groups: Sequence[Group], zero_variance: str, silent: Silent) -> Tensor:
+        chosen = config(entropy_loss_coef=0.0, zero_variance=zero_variance, **settings)
+        batches, engine, _ = trainer(folder, chosen)
+        batches.train(groups, 0, silent)
+        return torch.cat([p.grad.flatten() for p in engine.module.parameters() if p.grad is not None])
+
+    masked = gradient(varied, "mask", silent_part(flat, config(**settings)))
+    assert 0 < masked.norm() < 0.99  # not clipped
+    torch.testing.assert_close(masked, gradient([*varied, *flat], "train", Silent()))
 
 
 def test_nothing_to_learn_from_leaves_everything_alone(folder: Path) -> None:

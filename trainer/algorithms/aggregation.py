@@ -4,7 +4,7 @@ Because the denominators are the whole batch's, sums over micro-batches, mini-ba
 loss of the batch.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,22 @@ from torch import Tensor
 Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-def token_weights(sequence: Tensor, mode: Mode, length: int = 1) -> Tensor:
+class Silent(NamedTuple):
+    """What counts in a batch's denominators though nothing is computed on it: its losses are zero."""
+
+    tokens: int = 0
+    sequences: int = 0
+
+
+NOBODY_SILENT = Silent()
+
+
+def token_weights(sequence: Tensor, mode: Mode, length: int = 1, silent: Silent = NOBODY_SILENT) -> Tensor:
     """Weights w with loss = sum(w * token_loss).
 
     token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length), with a
     length that is the same for all batches (Dr. GRPO, arXiv:2503.20783). seq-mean-token-mean: 1 / (S * its tokens) (GRPO,
-    arXiv:2402.03300). S counts sequences that have a token.
+    arXiv:2402.03300). S counts sequences that have a token. M and S count the silent ones too.
 
     sequence: [M] int64, which sequence each token is of -> [M] float32
     """
@@ -25,9 +35,9 @@ def token_weights(sequence: Tensor, mode: Mode, length: int = 1) -> Tensor:
     if not num_tokens:
         return torch.zeros(0, device=sequence.device)
     if mode == "token-mean":
-        return torch.full((num_tokens,), 1.0 / num_tokens, device=sequence.device)
+        return torch.full((num_tokens,), 1.0 / (num_tokens + silent.tokens), device=sequence.device)
     _, inverse, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
-    per_sequence = torch.full((len(counts),), 1.0 / len(counts), device=sequence.device)
+    per_sequence = torch.full((len(counts),), 1.0 / (len(counts) + silent.sequences), device=sequence.device)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / counts
     if mode == "seq-mean-token-sum-norm":

@@ -7,6 +7,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from services.buffer.client import BufferLimits, SubmitResult
+from services.buffer.config import Order
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.buffer.scripts import BufferKeys
@@ -28,6 +29,7 @@ def limits(**changes: object) -> BufferLimits:
         "total_groups": 100,
         "max_attempts": 3,
         "worker_timeout_s": 60.0,
+        "stale_policy": "drop",
     }
     return BufferLimits(**(values | changes))  # type: ignore[arg-type]
 
@@ -94,9 +96,9 @@ class Run:
         """The buffer of another worker process."""
         return AsyncRolloutBuffer(self.async_redis, RUN)
 
-    def next_learner(self) -> RedisLearnerBuffer:
+    def next_learner(self, order: Order = "completion") -> RedisLearnerBuffer:
         """The learner that replaces the present one."""
-        self.learner = RedisLearnerBuffer(self.redis, RUN, next_epoch(self.redis))
+        self.learner = RedisLearnerBuffer(self.redis, RUN, next_epoch(self.redis), order=order)
         return self.learner
 
     async def submit(self, task: EpisodeTask, worker: str = "w", *, version: int | None = None) -> SubmitResult:

@@ -29,6 +29,45 @@ async def test_groups_come_in_the_order_of_their_completion(run: Run):
     assert [g.number for g in take_all(run.learner)] == [2, 0, 3, 1]
 
 
+async def test_in_order_of_admission_a_group_waits_for_those_before_it_that_are_still_played(run: Run):
+    tasks = await run.buffer.claim("w", 8)
+    learner = run.next_learner(order="admission")
+    seen: list[list[int]] = []
+    for number in (2, 0, 3, 1):
+        for task in tasks:
+            if task.number == number:
+                await run.submit(task)
+        seen.append([group.number for group in take_all(learner)])
+    assert seen == [[], [0], [], [1, 2, 3]]
+
+
+async def test_in_order_of_admission_nobody_waits_for_a_group_that_failed(run: Run):
+    tasks = await run.buffer.claim("w", 8)
+    learner = run.next_learner(order="admission")
+    for task in tasks:
+        if task.number == 1:
+            await run.submit(task)
+    taken: list[Group | None] = []
+    waiting = threading.Thread(target=lambda: taken.append(learner.take(30)))
+    waiting.start()
+    for _ in range(3):
+        await run.buffer.fail("w", next(task for task in tasks if task.number == 0), "crash")
+        tasks = [*await run.buffer.claim("w", 8), *tasks]
+    waiting.join(5)
+    assert [group and group.number for group in taken] == [1]
+
+
+async def test_in_order_of_admission_a_learner_that_restarts_gets_the_same_order(run: Run):
+    tasks = await run.buffer.claim("w", 8)
+    for number in (3, 1, 0, 2):
+        for task in tasks:
+            if task.number == number:
+                await run.submit(task)
+    first = run.next_learner(order="admission")
+    assert [group.number for group in (first.take(0), first.take(0)) if group] == [0, 1]
+    assert [group.number for group in take_all(run.next_learner(order="admission"))] == [0, 1, 2, 3]
+
+
 async def test_a_learner_that_restarts_gets_the_same_groups_in_the_same_order(run: Run):
     await run.complete_groups(3)
     first = take_all(run.learner)
