@@ -76,9 +76,11 @@ def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
         start, end = len(node.prompt.tokens), len(node.tokens)
         mask[start:end] = True
         logprobs[start:end] = node.completion.logprobs[: node.kept]
-        for span in node.completion.versions:
-            if span.start < node.kept:
-                spans.append(VersionSpan(start + span.start, start + min(span.end, node.kept), span.version))
+        spans += [
+            VersionSpan(start + span.start, start + min(span.end, node.kept), span.version)
+            for span in node.completion.versions
+            if span.start < node.kept
+        ]
     return Segment(tokens, mask, logprobs, tuple(spans))
 
 

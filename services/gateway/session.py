@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from services.gateway.capture import Captured, Reward, capture
 from services.gateway.messages import ChatMessage, Tools
@@ -76,6 +77,23 @@ class Reply:
     prompt_tokens: int
 
 
+class EpisodeEnv(Protocol):
+    """The env of an episode, for agents that play it over HTTP."""
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What the agent is told: observation, system prompt, seed, tag, ..."""
+        ...
+
+    async def step(self, action: str) -> dict[str, Any]:
+        """The env's reply: observation, reward, whether it is over, metrics.
+
+        Raises:
+            RefusedError: the episode is over already.
+        """
+        ...
+
+
 @dataclass
 class EpisodeSession:
     """The calls of one episode."""
@@ -86,6 +104,9 @@ class EpisodeSession:
     model: str = "policy"
     """The name under which the policy is offered; any name is answered."""
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
+    env: EpisodeEnv | None = None
+    conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict[str, tuple[ChatMessage, ...]])
+    """Conversations that the agent may go on from by the id of their last response."""
     ignored_parameters: int = 0
     ran_out: bool = False
     """Whether a call found no room below `sequence_length`."""

@@ -62,8 +62,8 @@ class ChatTemplate:
         """
         if tools and self.tools is None:
             raise UnusableError(
-                "the policy's chat template writes no tool calls as JSON: call without `tools`, or give the model a template "
-                "that does"
+                "the policy's chat template writes no tool calls as JSON: call without `tools`, or give the model a "
+                "template that does"
             )
         try:
             return self._render([message.for_template() for message in messages], tools, prompt)
@@ -126,8 +126,8 @@ def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
         if token.special and behind.startswith(token.content):
             return token_id, token.content
     raise RolloutError(
-        f"the chat template puts {behind[:20]!r} after an answer, which is no special token of the tokenizer: where an answer "
-        "ends could not be told"
+        f"the chat template puts {behind[:20]!r} after an answer, which is no special token of the tokenizer: where an "
+        "answer ends could not be told"
     )
 
 

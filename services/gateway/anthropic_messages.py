@@ -1,0 +1,126 @@
+"""Anthropic's `/v1/messages`, to and from `Ask` and `Reply`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
+from services.gateway.reading import (
+    Body,
+    list_of,
+    need_messages,
+    not_followed,
+    number,
+    refuse_unless,
+    stop_words,
+    words,
+)
+from services.gateway.session import Ask, RefusedError, Reply
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def read_messages(body: Body) -> Ask:
+    """A request. Raises RefusedError."""
+    system = words(body.get("system"), "system")
+    messages = [ChatMessage("system", system)] if system else []
+    for place, message in enumerate(list_of(body, "messages")):
+        messages += _read(message, f"messages[{place}]")
+    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    return Ask(
+        need_messages(tuple(messages)),
+        () if choice == "none" else _tools(body.get("tools")),
+        max_tokens=number(body, "max_tokens"),
+        stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
+        ignored=not_followed(body, ("tool_choice",) if choice in ("any", "tool") else ()),
+    )
+
+
+def _tools(value: Any) -> Tools:
+    tools: list[dict[str, Any]] = []
+    for tool in value or ():
+        fine = isinstance(tool, Mapping) and "name" in tool and isinstance(tool.get("input_schema"), Mapping)
+        refuse_unless(fine, f"tools: only tools with an input_schema can be offered, not {tool!r}")
+        function = {
+            "name": tool["name"],
+            "description": tool.get("description") or "",
+            "parameters": tool["input_schema"],
+        }
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
+
+
+def _read(message: Any, where: str) -> list[ChatMessage]:
+    """One of Anthropic's messages: results of tools in it are messages of their own, before its words."""
+    refuse_unless(isinstance(message, Mapping), f"{where} is no message")
+    role, content = str(message.get("role")), message.get("content")
+    refuse_unless(role in ("user", "assistant", "system"), f"{where}: role {role!r} is not known")
+    if not isinstance(content, list):
+        return [ChatMessage(role, words(content, f"{where}.content"))]
+    results = [part for part in content if isinstance(part, Mapping) and part.get("type") == "tool_result"]
+    calls = [part for part in content if isinstance(part, Mapping) and part.get("type") == "tool_use"]
+    rest = [part for part in content if part not in results and part not in calls]
+    read = [
+        ChatMessage("tool", words(part.get("content"), f"{where}.content"), tool_call_id=str(part.get("tool_use_id")))
+        for part in results
+    ]
+    if rest or calls or not read:
+        read.append(ChatMessage(role, words(rest, f"{where}.content"), tuple(_call(part, where) for part in calls)))
+    return read
+
+
+def _call(part: Body, where: str) -> ToolCall:
+    try:
+        return ToolCall(str(part["name"]), one_form(part["input"]), str(part.get("id") or ""))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefusedError(f"{where}: {part!r} is no use of a tool: {error}") from error
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def write_message(reply: Reply, answer_id: str, model: str) -> dict[str, Any]:
+    """A message."""
+    content: list[dict[str, Any]] = []
+    if reply.message.content or not reply.message.tool_calls:
+        content.append({"type": "text", "text": reply.message.content, "citations": None})
+    content += [
+        {"type": "tool_use", "id": call.call_id, "name": call.name, "input": call.parsed()}
+        for call in reply.message.tool_calls
+    ]
+    return {
+        "id": answer_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": "stop_sequence" if reply.stop_word else STOP_REASONS[reply.finish_reason],
+        "stop_sequence": reply.stop_word or None,
+        "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.token_ids)},
+    }
+
+
+def stream_message(reply: Reply, answer_id: str, model: str) -> Iterator[str]:
+    """The same as server-sent events."""
+    whole = write_message(reply, answer_id, model)
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
+    begun["usage"] = {**whole["usage"], "output_tokens": 0}
+    yield _event("message_start", message=begun)
+    for place, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty, delta = (
+                {**block, "input": {}},
+                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
+            )
+        yield _event("content_block_start", index=place, content_block=empty)
+        yield _event("content_block_delta", index=place, delta=delta)
+        yield _event("content_block_stop", index=place)
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    yield _event("message_delta", delta=end, usage=whole["usage"])
+    yield _event("message_stop")
+
+
+def _event(kind: str, **data: Any) -> str:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n"

@@ -1,0 +1,210 @@
+"""The HTTP surface: every API's routes over the sessions that are open.
+
+Invariants: a key opens its own episode and no other; an answer counts as delivered only when its caller was still there to
+take it; a caller that leaves while its answer is sampled takes the sampling with it.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from services.gateway import anthropic_messages, openai_chat, openai_responses
+from services.gateway.session import Ask, EpisodeEnv, EpisodeSession, RefusedError, Reply
+from services.gateway.template import UnusableError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Sessions = dict[str, EpisodeSession]
+"""By key."""
+Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response]]
+CLIENT_LEFT = 499
+
+
+class CallerLeftError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def build(sessions: Sessions) -> FastAPI:
+    """The application; sessions may be opened and closed while it serves."""
+    app = FastAPI(title="Offbeat gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    for path, handler in (
+        ("/v1/chat/completions", _chat),
+        ("/v1/completions", _completion),
+        ("/v1/responses", _response),
+        ("/v1/messages", _message),
+        ("/env/step", _step),
+    ):
+        app.add_api_route(path, _guarded(sessions, handler), methods=["POST"])
+    for path, handler in (("/v1/models", _models), ("/env", _task)):
+        app.add_api_route(path, _guarded(sessions, handler), methods=["GET"])
+    return app
+
+
+def _guarded(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Find the caller's session; whatever goes wrong is an answer in the form of the caller's API."""
+
+    async def call(request: Request) -> Response:
+        session = sessions.get(_key(request))
+        if session is None:
+            return _refusal(request, 401, "no episode is open under this key", "authentication_error")
+        try:
+            return await handler(request, session, await _body(request))
+        except RefusedError as error:
+            return _refusal(request, 400, str(error), error.kind)
+        except UnusableError as error:
+            return _refusal(request, 400, str(error), "invalid_request_error")
+        except CallerLeftError:
+            return Response(status_code=CLIENT_LEFT)
+        except Exception as error:
+            log.info("a call of an agent failed", exc_info=True)
+            return _refusal(request, 500, f"the policy can't be sampled: {error}", "api_error")
+
+    return call
+
+
+def _key(request: Request) -> str:
+    header = request.headers.get("authorization", "")
+    return header.removeprefix("Bearer ").strip() or request.headers.get("x-api-key", "")
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    if request.method == "GET":
+        return {}
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise RefusedError(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RefusedError("the body is no JSON object")
+    return body
+
+
+def _refusal(request: Request, status: int, message: str, kind: str) -> Response:
+    """`x-should-retry`: both clients would otherwise ask a failed episode again and again."""
+    if request.url.path == "/v1/messages":
+        body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        body = {"error": {"message": message, "type": kind, "code": kind, "param": None}}
+    return JSONResponse(body, status, {"x-should-retry": "false"})
+
+
+async def _while_waited_for(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work for as long as the caller is there. Raises CallerLeftError."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            raise CallerLeftError
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _answer(request: Request, session: EpisodeSession, ask: Ask) -> list[Reply]:
+    return await _while_waited_for(request, session.answer(ask))
+
+
+def _send(
+    body: dict[str, Any], session: EpisodeSession, replies: list[Reply], whole: Callable[[], Any], stream: Iterator[str]
+) -> Response:
+    """The answer whole, or in events; delivered when the last of it is taken."""
+    if not body.get("stream"):
+        session.deliver(replies)
+        return JSONResponse(whole())
+
+    async def events():
+        for event in stream:
+            yield event
+        session.deliver(replies)
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def _chat(request: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
+    replies = await _answer(request, session, openai_chat.read_chat(body))
+    about = (body, replies, f"chatcmpl-{uuid.uuid4().hex}", session.model)
+    return _send(body, session, replies, lambda: openai_chat.write_chat(*about), openai_chat.stream_chat(*about))
+
+
+async def _completion(request: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
+    replies = await _answer(request, session, openai_chat.read_completion(body))
+    about = (body, replies, f"cmpl-{uuid.uuid4().hex}", session.model)
+    return _send(
+        body, session, replies, lambda: openai_chat.write_completion(*about), openai_chat.stream_completion(*about)
+    )
+
+
+async def _message(request: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
+    replies = await _answer(request, session, anthropic_messages.read_messages(body))
+    about = (replies[0], f"msg_{uuid.uuid4().hex}", session.model)
+    return _send(
+        body,
+        session,
+        replies,
+        lambda: anthropic_messages.write_message(*about),
+        anthropic_messages.stream_message(*about),
+    )
+
+
+async def _response(request: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
+    before = body.get("previous_response_id")
+    earlier = session.conversations.get(str(before)) if before else ()
+    if earlier is None:
+        raise RefusedError(f"previous_response_id {before!r} is not known in this episode")
+    ask = openai_responses.read_responses(body, earlier)
+    replies = await _answer(request, session, ask)
+    answer_id = f"resp_{uuid.uuid4().hex}"
+    session.conversations[answer_id] = (*openai_responses.without_instructions(body, ask), replies[0].message)
+    about = (body, replies[0], answer_id, session.model)
+    return _send(
+        body,
+        session,
+        replies,
+        lambda: openai_responses.write_response(*about),
+        openai_responses.stream_response(*about),
+    )
+
+
+async def _models(_: Request, session: EpisodeSession, __: dict[str, Any]) -> Response:
+    model = {
+        "id": session.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "offbeat",
+        "type": "model",
+        "display_name": session.model,
+        "created_at": "1970-01-01T00:00:00Z",
+        "max_model_len": session.bounds.sequence_length,
+    }
+    page = {"object": "list", "data": [model], "has_more": False, "first_id": session.model, "last_id": session.model}
+    return JSONResponse(page)
+
+
+async def _task(_: Request, session: EpisodeSession, __: dict[str, Any]) -> Response:
+    return JSONResponse(_env_of(session).task)
+
+
+async def _step(_: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
+    action = body.get("action")
+    if not isinstance(action, str):
+        raise RefusedError(f"action is {action!r}: a text is needed")
+    return JSONResponse(await _env_of(session).step(action))
+
+
+def _env_of(session: EpisodeSession) -> EpisodeEnv:
+    if session.env is None:
+        raise RefusedError("this episode has no env", "no_env")
+    return session.env

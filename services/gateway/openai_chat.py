@@ -1,0 +1,198 @@
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`, to and from `Ask` and `Reply`."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
+from services.gateway.reading import (
+    Body,
+    list_of,
+    need_messages,
+    not_followed,
+    number,
+    refuse_unless,
+    stop_words,
+    words,
+)
+from services.gateway.session import Ask, RefusedError, Reply
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+def read_chat(body: Body) -> Ask:
+    """A chat completion request. Raises RefusedError."""
+    messages = tuple(_message(message, i) for i, message in enumerate(list_of(body, "messages")))
+    choice = body.get("tool_choice")
+    forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
+    shape = body.get("response_format") or {}
+    shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
+    return Ask(
+        need_messages(messages),
+        () if choice == "none" else read_tools(body.get("tools")),
+        max_tokens=number(body, "max_completion_tokens", "max_tokens"),
+        num_answers=number(body, "n") or 1,
+        stop=stop_words(body.get("stop"), "stop"),
+        ignored=not_followed(body, (*forced, *shaped)),
+    )
+
+
+def read_tools(value: Any) -> Tools:
+    """Functions on offer. Raises RefusedError where one is another kind of tool."""
+    if not value:
+        return ()
+    refuse_unless(isinstance(value, list), "tools: a list is needed")
+    for tool in value:
+        fine = (
+            isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
+        )
+        refuse_unless(fine, f"tools: only functions can be offered, not {tool!r}")
+    return tuple(value)
+
+
+def read_completion(body: Body) -> Ask:
+    """A bare-text request. Raises RefusedError."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and all(isinstance(token, int) and token >= 0 for token in prompt):
+        prompt = tuple(prompt)
+    refuse_unless(isinstance(prompt, str | tuple), "prompt: one text or one list of token ids is needed")
+    return Ask(
+        prompt=prompt,
+        max_tokens=number(body, "max_tokens") or 16,
+        num_answers=number(body, "n") or 1,
+        stop=stop_words(body.get("stop"), "stop"),
+        ignored=not_followed(body),
+    )
+
+
+def _message(message: Any, place: int) -> ChatMessage:
+    where = f"messages[{place}]"
+    refuse_unless(isinstance(message, Mapping) and isinstance(message.get("role"), str), f"{where} has no role")
+    role = "system" if message["role"] in SYSTEM_ROLES else str(message["role"])
+    refuse_unless(role in ("system", "user", "assistant", "tool"), f"{where}: role {role!r} is not known")
+    return ChatMessage(
+        role,
+        words(message.get("content"), f"{where}.content"),
+        tuple(_call(call, where) for call in message.get("tool_calls") or ()),
+        str(message.get("tool_call_id") or ""),
+        str(message.get("reasoning_content") or ""),
+    )
+
+
+def _call(call: Any, where: str) -> ToolCall:
+    try:
+        function = call["function"]
+        return ToolCall(str(function["name"]), one_form(function["arguments"]), str(call.get("id") or ""))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefusedError(f"{where}.tool_calls: {call!r} is no call of a function: {error}") from error
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def write_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> dict[str, Any]:
+    """A chat completion."""
+    choices = [
+        {
+            "index": i,
+            "message": {
+                "role": "assistant",
+                "content": reply.message.content or (None if reply.message.tool_calls else ""),
+                **_calls(reply),
+            },
+            "logprobs": _chat_logprobs(reply) if body.get("logprobs") else None,
+            "finish_reason": reply.finish_reason,
+        }
+        for i, reply in enumerate(replies)
+    ]
+    return {**_head("chat.completion", answer_id, model), "choices": choices, "usage": usage(replies)}
+
+
+def stream_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> Iterator[str]:
+    """The same as server-sent events; an answer's words come in one piece."""
+    head = _head("chat.completion.chunk", answer_id, model)
+
+    def chunk(place: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
+        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event({**head, "choices": [choice]})
+
+    for i, reply in enumerate(replies):
+        yield chunk(i, {"role": "assistant", "content": ""})
+        if reply.message.content:
+            logprobs = _chat_logprobs(reply) if body.get("logprobs") else None
+            yield chunk(i, {"content": reply.message.content}, logprobs=logprobs)
+        for place, call in enumerate(_calls(reply).get("tool_calls", ())):
+            yield chunk(i, {"tool_calls": [{"index": place, **call}]})
+        yield chunk(i, {}, reply.finish_reason)
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield event({**head, "choices": [], "usage": usage(replies)})
+    yield "data: [DONE]\n\n"
+
+
+def write_completion(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> dict[str, Any]:
+    """A bare-text completion."""
+    choices = [
+        {
+            "index": i,
+            "text": reply.message.content,
+            "logprobs": _text_logprobs(reply) if body.get("logprobs") is not None else None,
+            "finish_reason": reply.finish_reason,
+        }
+        for i, reply in enumerate(replies)
+    ]
+    return {**_head("text_completion", answer_id, model), "choices": choices, "usage": usage(replies)}
+
+
+def stream_completion(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> Iterator[str]:
+    """The same as server-sent events."""
+    whole = write_completion(body, replies, answer_id, model)
+    counts = whole.pop("usage")
+    for choice in whole["choices"]:
+        yield event({**whole, "choices": [choice]})
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield event({**whole, "choices": [], "usage": counts})
+    yield "data: [DONE]\n\n"
+
+
+def event(data: Mapping[str, Any]) -> str:
+    """One server-sent event without a name."""
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def usage(replies: Sequence[Reply]) -> dict[str, int]:
+    """Tokens of one call; the prompt counts once."""
+    prompt, sampled = replies[0].prompt_tokens, sum(len(reply.token_ids) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _head(kind: str, answer_id: str, model: str) -> dict[str, Any]:
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _calls(reply: Reply) -> dict[str, Any]:
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in reply.message.tool_calls
+    ]
+    return {"tool_calls": calls} if calls else {}
+
+
+def _chat_logprobs(reply: Reply) -> dict[str, Any]:
+    entries = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(reply.token_texts, reply.logprobs, strict=True)
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def _text_logprobs(reply: Reply) -> dict[str, Any]:
+    starts = [sum(map(len, reply.token_texts[:i])) for i in range(len(reply.token_texts))]
+    return {
+        "tokens": list(reply.token_texts),
+        "token_logprobs": list(reply.logprobs),
+        "top_logprobs": None,
+        "text_offset": starts,
+    }

@@ -1,0 +1,166 @@
+"""OpenAI's `/v1/responses`, to and from `Ask` and `Reply`."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
+from services.gateway.openai_chat import SYSTEM_ROLES
+from services.gateway.reading import Body, need_messages, not_followed, number, refuse_unless, words
+from services.gateway.session import Ask, RefusedError, Reply
+
+
+def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> Ask:
+    """A request; `earlier` is the conversation that `previous_response_id` names. Raises RefusedError."""
+    items = body.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    refuse_unless(isinstance(items, list), "input: a text or a list of items is needed")
+    instructions = body.get("instructions")
+    system = (ChatMessage("system", words(instructions, "instructions")),) if instructions else ()
+    messages = (*system, *earlier, *_messages(items or []))
+    choice = body.get("tool_choice")
+    forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
+    shape = (body.get("text") or {}).get("format") or {}
+    shaped = ("text.format",) if shape.get("type", "text") != "text" else ()
+    return Ask(
+        need_messages(messages),
+        () if choice == "none" else _tools(body.get("tools")),
+        max_tokens=number(body, "max_output_tokens"),
+        ignored=not_followed(body, (*forced, *shaped)),
+    )
+
+
+def without_instructions(body: Body, ask: Ask) -> tuple[ChatMessage, ...]:
+    """What a later call with `previous_response_id` goes on from: instructions are not carried over."""
+    return ask.messages[1:] if body.get("instructions") else ask.messages
+
+
+def _tools(value: Any) -> Tools:
+    tools: list[dict[str, Any]] = []
+    for tool in value or ():
+        fine = isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
+        refuse_unless(fine, f"tools: only functions can be offered, not {tool!r}")
+        function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
+        tools.append({"type": "function", "function": function})
+    return tuple(tools)
+
+
+def _messages(items: Sequence[Any]) -> list[ChatMessage]:
+    """Items as messages: an assistant's words and the calls behind them are one message."""
+    messages: list[ChatMessage] = []
+    for place, item in enumerate(items):
+        where = f"input[{place}]"
+        refuse_unless(isinstance(item, Mapping), f"{where} is no item")
+        match item.get("type", "message"):
+            case "message":
+                role = str(item.get("role"))
+                refuse_unless(role in (*SYSTEM_ROLES, "user", "assistant"), f"{where}: role {role!r} is not known")
+                role = "system" if role in SYSTEM_ROLES else role
+                messages.append(ChatMessage(role, words(item.get("content"), f"{where}.content")))
+            case "function_call":
+                _add_call(messages, item, where)
+            case "function_call_output":
+                output = words(item.get("output"), f"{where}.output")
+                messages.append(ChatMessage("tool", output, tool_call_id=str(item.get("call_id") or "")))
+            case "reasoning":
+                continue
+            case other:
+                raise RefusedError(f"{where}: items of type {other!r} can't be read")
+    return messages
+
+
+def _add_call(messages: list[ChatMessage], item: Body, where: str) -> None:
+    try:
+        call = ToolCall(str(item["name"]), one_form(item["arguments"]), str(item.get("call_id") or ""))
+    except (KeyError, TypeError, ValueError) as error:
+        raise RefusedError(f"{where} is no call of a function: {error}") from error
+    if messages and messages[-1].role == "assistant":
+        last = messages.pop()
+        messages.append(ChatMessage("assistant", last.content, (*last.tool_calls, call)))
+    else:
+        messages.append(ChatMessage("assistant", "", (call,)))
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def write_response(body: Body, reply: Reply, answer_id: str, model: str) -> dict[str, Any]:
+    """A response."""
+    cut = reply.finish_reason == "length"
+    sampled = len(reply.token_ids)
+    return {
+        "id": answer_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "model": model,
+        "output": _output(reply, answer_id),
+        "parallel_tool_calls": True,
+        "previous_response_id": body.get("previous_response_id"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "temperature": None,
+        "top_p": None,
+        "usage": {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": reply.prompt_tokens + sampled,
+        },
+    }
+
+
+def stream_response(body: Body, reply: Reply, answer_id: str, model: str) -> Iterator[str]:
+    """The same as server-sent events."""
+    whole = write_response(body, reply, answer_id, model)
+    number_of = iter(range(1_000_000))
+
+    def event(kind: str, **data: Any) -> str:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': next(number_of), **data})}\n\n"
+
+    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=begun)
+    yield event("response.in_progress", response=begun)
+    for place, item in enumerate(whole["output"]):
+        empty = {**item, "content": []} if item["type"] == "message" else {**item, "arguments": ""}
+        yield event("response.output_item.added", output_index=place, item={**empty, "status": "in_progress"})
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield event("response.content_part.added", **at, content_index=0, part={**part, "text": ""})
+            yield event("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, content_index=0, part=part)
+        else:
+            arguments = item["arguments"]
+            yield event("response.function_call_arguments.delta", **at, delta=arguments)
+            yield event("response.function_call_arguments.done", **at, arguments=arguments, name=item["name"])
+        yield event("response.output_item.done", output_index=place, item=item)
+    yield event("response.incomplete" if whole["incomplete_details"] else "response.completed", response=whole)
+
+
+def _output(reply: Reply, answer_id: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    status = "incomplete" if reply.finish_reason == "length" else "completed"
+    if reply.message.content or not reply.message.tool_calls:
+        text = {"type": "output_text", "text": reply.message.content, "annotations": [], "logprobs": []}
+        message = {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "status": status}
+        items.append({**message, "content": [text]})
+    items += [
+        {
+            "id": f"fc_{call.call_id}",
+            "type": "function_call",
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        for call in reply.message.tool_calls
+    ]
+    return items
