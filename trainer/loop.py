@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from services.buffer.client import LearnerBuffer
+from services.errors import ControlError
 from services.settings import Settings, settings_at
 from services.weights.client import WeightPublisher
 from trainer.checkpoint import Checkpoint, CheckpointStore, LearnerState
 from trainer.evaluations import Evaluation, Evaluations, When
 from trainer.intake import Intake, Taken
+from trainer.journal import StepJournal
 from trainer.policy_trainer import Trainer
-from trainer.reporting import Reporter, step_values
+from trainer.reporting import Reporter, step_values, was_skipped
 from trainer.run import FINISHED, LearnerRun
 from trainer.selection import silent_part
 
@@ -41,6 +43,7 @@ class Parts:
     evaluations: Evaluations
     intake: Intake
     reporter: Reporter
+    journal: StepJournal
     stopped: Callable[[], bool]
     """Whether somebody wants the learner to end."""
 
@@ -61,6 +64,8 @@ class Learner:
         self._next_number = 0
         self._seconds: dict[str, float] = {}
         self._settings: Settings = run.config.settings
+        self._restored = 0
+        self._num_skipped = 0
 
     @property
     def step(self) -> int:
@@ -72,7 +77,8 @@ class Learner:
         state = checkpoint.state
         self._parts.trainer.load(checkpoint.path, state.kl_coef)
         self._parts.buffer.ack(state.entry_ids, state.step)
-        self._parts.buffer.restore(state.step * self._config.groups_per_step, state.next_number or None)
+        num_trained = state.step * self._config.groups_per_step
+        self._restored = self._parts.buffer.restore(num_trained, state.next_number or None)
         self._step = self._saved_step = state.step
         self._next_number = state.next_number
         self.saved_at = checkpoint.path
@@ -83,7 +89,12 @@ class Learner:
         self._checkpoint()
 
     def run(self) -> bool:
-        """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step."""
+        """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step.
+
+        Raises:
+            ControlError: so many steps in a row had a gradient that is not finite that going on makes no sense.
+        """
+        self._parts.journal.resumed(self._step, self._restored)
         self._publish()
         if self._step == 0:
             self._evaluate("before", greedy=True, num_episodes=self._config.final_val_batch_size)
@@ -113,10 +124,11 @@ class Learner:
         with self._timed("train"):
             gauges = parts.trainer.train(taken.signal, step, silent_part(taken.masked, self._config))
         self._step = step + 1
-        self._remember(taken)
+        self._remember(taken, skipped=was_skipped(gauges))
         self._publish()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
         parts.reporter.step(self._step, step_values(taken, step, gauges, seconds))
+        self._check_skips()
         return True
 
     def _boundary(self) -> bool:
@@ -135,9 +147,20 @@ class Learner:
             self._parts.reporter.doing("paused", step=self._step)
             time.sleep(PAUSE_POLL_S)
 
-    def _remember(self, taken: Taken) -> None:
+    def _remember(self, taken: Taken, *, skipped: bool) -> None:
+        bound = self._settings.max_staleness
+        self._parts.journal.trained(self._step, taken, max_staleness=bound, skipped=skipped)
+        self._num_skipped = self._num_skipped + 1 if skipped else 0
         self._entry_ids += taken.entry_ids
         self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
+
+    def _check_skips(self) -> None:
+        most = self._config.actor_train.training_args.max_skipped_steps
+        if self._num_skipped >= most:
+            raise ControlError(
+                f"the gradient of {self._num_skipped} steps in a row was not finite, up to step {self._step}: these weights "
+                "can't be trained on. Look at loss, reward and learning rate of these steps in metrics.jsonl"
+            )
 
     def _between_steps(self) -> None:
         every = self._config.eval_steps
@@ -152,6 +175,7 @@ class Learner:
 
     def _checkpoint(self) -> None:
         with self._timed("checkpoint"):
+            self._parts.journal.sync()
             state = LearnerState(
                 step=self._step,
                 lineage=self._run.lineage,

@@ -18,6 +18,7 @@ import torch
 from redis import Redis
 
 from services.buffer.learner import RedisLearnerBuffer
+from services.buffer.ledger import LedgerThread
 from services.errors import ControlError, RetryableError
 from services.lease import LearnerLease
 from services.telemetry import RedisMetrics
@@ -27,6 +28,7 @@ from trainer.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.evaluations import Evaluations, RedisEvaluationLog
 from trainer.intake import Intake
+from trainer.journal import StepJournal
 from trainer.leasing import wait_for_lease
 from trainer.loop import Learner, Parts
 from trainer.peers import LeadingTrainer, Peers, die_with_leader, follow, peers
@@ -158,7 +160,10 @@ class LearnerProcess:
                 return Ended(interrupted=self._stop.is_set())
             self._reporter.stage(self._laps.seconds)
             names = run.config.track_with
-            with TrackerThread(self._redis, run.run_id, run.output_dir, names, resumed_step):
+            with (
+                TrackerThread(self._redis, run.run_id, run.output_dir, names, resumed_step),
+                LedgerThread(self._redis, run.run_id, run.output_dir),
+            ):
                 finished = learner.run()
                 if not finished:
                     self._reporter.phase("stopped")
@@ -227,6 +232,7 @@ class LearnerProcess:
                 vocab_size=vocab_size,
             ),
             reporter=self._reporter,
+            journal=StepJournal(run.output_dir, buffer.epoch),
             stopped=self._is_over,
         )
         return Learner(run, parts, num_processes=ranks.world_size)

@@ -80,6 +80,11 @@ class Reporter:
         self._board.show(learner_step=str(step), learner_metrics=json.dumps(shown))
 
 
+def was_skipped(gauges: Mapping[str, Partial]) -> bool:
+    """Whether an optimizer step of the batch was left out because its gradient was not finite."""
+    return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
+
+
 def step_values(
     taken: Taken, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:

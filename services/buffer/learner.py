@@ -45,6 +45,11 @@ class RedisLearnerBuffer:
         self._ahead: list[tuple[int, Group]] = []
         """Taken out of the stream while groups with lower numbers are being played: a heap by number."""
 
+    @property
+    def epoch(self) -> int:
+        """Of the lease that every write carries."""
+        return self._epoch
+
     def take(self, timeout_s: float) -> Group | None:
         """See `LearnerBuffer.take`. Groups that can't be read are dropped as `corrupt`, their blobs kept in quarantine."""
         deadline = time.monotonic() + timeout_s

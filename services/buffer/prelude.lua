@@ -3,7 +3,7 @@
 -- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history: one run,
 --       one hash tag, one slot. All other keys are made from the root:
 --   limits            hash    what `configure` wrote, `paused`, and `temperature` once a change has set it
---   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next
+--   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events
 --   assembling        zset    number of each group being played -> version at its admission
 --   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
 --   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,
@@ -44,8 +44,10 @@ end
 -- Wake whoever waits for something to do.
 local function ring(event) redis.call('XADD', DOORBELL, 'MAXLEN', '~', BELL_KEPT, '*', 'e', event) end
 
+-- `i` counts without gaps, so that whoever copies the stream sees what it missed, and what a Redis that lost data took back.
 local function record(number, event, detail)
-  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail)
+  local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
+  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
 end
 
 -- True for a learner that a newer one has replaced (or whose lease this Redis never gave).

@@ -1,7 +1,7 @@
 """The learner's loop: order of its stages, and what survives a death at any moment."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.errors import FencedError
+from deploy.lineage import trace
+from services.errors import ControlError, FencedError
 from services.telemetry import Partial
 from tests.fakes import (
     CrashError,
@@ -28,6 +29,7 @@ from trainer.algorithms.aggregation import Silent
 from trainer.checkpoint import CheckpointStore
 from trainer.evaluations import Evaluations
 from trainer.intake import Intake
+from trainer.journal import StepJournal, StepLine, read_journal
 from trainer.loop import Learner, Parts
 from trainer.reporting import Reporter
 from trainer.run import LearnerRun, LearnerRunConfig
@@ -64,6 +66,7 @@ class World:
     log: DictLog = field(default_factory=DictLog)
     sink: ListSink = field(default_factory=ListSink)
     board: DictBoard = field(default_factory=DictBoard)
+    epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         numbers = itertools.count()
@@ -86,6 +89,7 @@ class World:
             evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
             intake=Intake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
             reporter=Reporter(self.sink, self.board),
+            journal=StepJournal(self.folder, next(self.epochs)),
             stopped=stopped,
         )
         learner = Learner(LearnerRun("run", "now", self.folder, self.config), parts)
@@ -224,11 +228,25 @@ def test_records_tell_what_each_step_consumed(world: World) -> None:
 def test_a_value_that_is_not_finite_is_counted_and_left_out(world: World) -> None:
     learner, trainer = world.learner()
     trainer.gauges = {"actor/total_loss": Partial("mean", float("nan")), "actor/skipped_steps": Partial("sum", 1.0)}
-    learner.run()
+    with pytest.raises(ControlError, match="5 steps in a row was not finite, up to step 5"):
+        learner.run()
     values = world.sink.of("learner")[0].values
     assert "actor/total_loss" not in values
     assert values["not_finite"].total == 1.0
     assert values["actor/skipped_steps"].total == 1.0
+    lines, _ = read_journal(world.folder)
+    assert [line.skipped for line in lines if isinstance(line, StepLine)] == [True] * 5
+
+
+def test_the_journal_holds_every_step_of_every_life_and_its_groups(world: World) -> None:
+    _run_until_it_dies(world, Moments(crash_at=15))
+    learner, trainer = world.learner()
+    assert learner.run()
+    lines, broken = read_journal(world.folder)
+    lineage = trace(lines)
+    assert (broken, lineage.findings, lineage.learners, lineage.last) == (0, [], 2, 6)
+    assert lineage.repeated > 0
+    assert [(line.step - 1, tuple(g.number for g in line.groups)) for line in lineage.steps] == trainer.history
 
 
 def evaluating(world: World, *, done: bool = True) -> None:

@@ -2,27 +2,38 @@
 
 Checked after each command: the ledger's identity, the admission bound, and that each member of a live group is in exactly
 one place. Checked at consumption: the staleness bound. Checked at the end: every group of the surviving lineage was trained
-exactly once, and nothing is left.
+exactly once, nothing is left, and the audit of the ledger that was kept meanwhile proves it.
 """
 
 import asyncio
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from redis import Redis
 
+from deploy.audit import Evidence, audit
 from services.buffer.client import SubmitResult
 from services.buffer.connection import connect_async
 from services.buffer.learner import RedisLearnerBuffer
+from services.buffer.ledger import LEDGER_FILE, LedgerFile, events_after, read_ledger
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.buffer.scripts import BufferKeys
+from services.codec import encode_manifest
 from services.errors import FencedError
-from services.schema import EpisodeKind, EpisodeTask, Group
-from tests.services.buffer.buffer_play import RUN, Run, limits, publish, trajectory_for
+from services.keys import RunKeys
+from services.lease import LearnerLease, LeaseHeldError
+from services.schema import EpisodeKind, EpisodeTask, Group, Manifest
+from services.weights.publisher import PUBLISH
+from tests.services.buffer.buffer_play import RUN, Run, limits, trajectory_for
+from trainer.intake import Taken
+from trainer.journal import StepJournal, read_journal
 
 GROUPS_PER_STEP = 2
 STEPS = 5
@@ -59,7 +70,9 @@ class Checkpoint:
 class Learner:
     """A learner's process."""
 
+    lease: LearnerLease
     buffer: RedisLearnerBuffer
+    journal: StepJournal
     now: Checkpoint
     start_up: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     undecided: Group | None = None
@@ -76,6 +89,7 @@ class Protocol(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.redis.flushall()
+        self.leases: list[LearnerLease] = []
         self.runner = asyncio.Runner()
         self.runner.get_loop()
         self.async_redis = connect_async(self.url)
@@ -85,8 +99,11 @@ class Protocol(RuleBasedStateMachine):
         self.workers = {name: Worker(self.run.other_worker()) for name in NAMES}
         self.ghosts: list[tuple[str, EpisodeTask, AsyncRolloutBuffer]] = []
         self.submitted: list[tuple[str, EpisodeTask]] = []
+        self.folder = Path(tempfile.mkdtemp())
+        self.ledger = LedgerFile(self.folder)
+        self.publisher = self.redis.register_script(PUBLISH)
         self.durable = Checkpoint()
-        self.learner = Learner(self.run.learner, self.durable)
+        self.learner = self._new_learner()
         self.zombie: Learner | None = None
         self.published = -1
         self.history: dict[int, tuple[int, ...]] = {}
@@ -191,8 +208,16 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: not self.learner.start_up and self.learner.now.step > self.published)
     @rule()
     def publish(self) -> None:
-        publish(self.redis, self.learner.now.step)
+        assert self._publish(self.learner, self.learner.now.step) == b"announced"
         self.published = self.learner.now.step
+
+    def _publish(self, learner: Learner, step: int) -> bytes:
+        keys = RunKeys(RUN)
+        epoch = learner.buffer.epoch
+        manifest = Manifest(RUN, step, step, epoch, "fs", f"/v{step}", "", 0, (), 0.0)
+        names = [keys.epoch, keys.manifests, keys.progress, keys.doorbell, keys.versions]
+        reply: list[bytes] = self.publisher(keys=names, args=[epoch, step, step, encode_manifest(manifest), 4])  # type: ignore[assignment]
+        return reply[0]
 
     def _may_take(self) -> bool:
         learner = self.learner
@@ -230,6 +255,8 @@ class Protocol(RuleBasedStateMachine):
         assert all(len(group.trajectories) == LIMITS.group_size for group in learner.batch)
         ids = tuple(group.entry_id for group in learner.batch)
         learner.now = Checkpoint(now.step + 1, (*now.lineage, numbers), (*now.consumed, *ids))
+        taken = Taken(groups=learner.batch, signal=learner.batch[:1])
+        learner.journal.trained(learner.now.step, taken, max_staleness=self.max_staleness, skipped=False)
         learner.batch = []
 
     @precondition(lambda self: not self.learner.start_up)
@@ -248,21 +275,47 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def learner_crashes(self) -> None:
         self.zombie, durable = self.learner, self.durable
-        buffer = self.run.next_learner()
-        self.learner = Learner(
-            buffer,
-            durable,
-            start_up=[
-                lambda: buffer.ack(durable.consumed, durable.step),
-                lambda: self._restores_nothing(buffer, durable),
-            ],
-        )
+        self.redis.delete(RunKeys(RUN).lease)  # what its expiry does
+        self.learner = self._new_learner()
+        buffer = self.learner.buffer
+        self.learner.start_up = [
+            lambda: buffer.ack(durable.consumed, durable.step),
+            lambda: self._restores_nothing(buffer, durable),
+        ]
+
+    def _new_learner(self) -> Learner:
+        lease = LearnerLease(self.redis, RUN, "learner", 3600.0)
+        buffer = self.run.learner = RedisLearnerBuffer(self.redis, RUN, lease.acquire())
+        journal = StepJournal(self.folder, buffer.epoch)
+        journal.resumed(self.durable.step)
+        self.leases.append(lease)
+        return Learner(lease, buffer, journal, self.durable)
+
+    @rule()
+    def a_second_learner_waits(self) -> None:
+        with pytest.raises(LeaseHeldError):
+            LearnerLease(self.redis, RUN, "second", 3600.0).acquire()
+
+    # The ledger: whoever copies it dies anywhere too
+
+    @rule(cut=st.integers(0, 40))
+    def ledger_is_copied(self, cut: int) -> None:
+        """cut: bytes of the last write that a death of the writer leaves out."""
+        self.ledger.append(events_after(self.redis, RUN, self.ledger.position))
+        if cut:
+            self.ledger.close()
+            path = self.folder / LEDGER_FILE
+            path.write_bytes(path.read_bytes()[:-cut])
+            self.ledger = LedgerFile(self.folder)
 
     @precondition(lambda self: self.zombie is not None)
-    @rule(write=st.integers(0, 4))
+    @rule(write=st.integers(0, 6))
     def a_replaced_learner_writes(self, write: int) -> None:
         zombie = self.zombie
         assert zombie is not None
+        if write > 4:
+            assert self._publish(zombie, self.published + write - 4) == b"fenced"
+            return
         group = Group("1-1", "run-0", 0, "lake", 0, 0, ())
         writes: list[Callable[[], object]] = [
             lambda: zombie.buffer.take(0),
@@ -310,6 +363,11 @@ class Protocol(RuleBasedStateMachine):
         assert {f"{root}:unit:{place.rpartition(':')[0]}" for place in places} <= live
 
     @invariant()
+    def versions_only_grow(self) -> None:
+        raw: bytes | None = self.redis.hget(RunKeys(RUN).progress, "version")  # type: ignore[assignment]
+        assert (-1 if raw is None else int(raw)) == self.published
+
+    @invariant()
     def no_group_is_trained_twice(self) -> None:
         for state in (self.learner.now, self.durable):
             numbers = [number for batch in state.lineage for number in batch]
@@ -323,9 +381,13 @@ class Protocol(RuleBasedStateMachine):
                     break
                 self._everyone_acts_once()
             self._ends_complete()
+            self._audit_proves_it()
         finally:
+            for lease in self.leases:
+                lease.release()
             self.runner.run(self.async_redis.aclose())
             self.runner.close()
+            shutil.rmtree(self.folder)
 
     def _everyone_acts_once(self) -> None:
         for name, worker in self.workers.items():
@@ -349,6 +411,27 @@ class Protocol(RuleBasedStateMachine):
             assert self.run.learner.eval_result(eval_id) is not None
             self.run.learner.forget_eval(eval_id)
         assert [self.run.keys_left(part) for part in ("unit", "blobs", "claims", "queue")] == [[]] * 4
+
+    def _audit_proves_it(self) -> None:
+        self.ledger_is_copied(cut=17)
+        self.ledger_is_copied(cut=0)
+        journal, broken = read_journal(self.folder)
+        evidence = Evidence(
+            events=read_ledger(self.folder),
+            journal=journal,
+            checkpoints={self.durable.step: ""},
+            counters=self.run.learner.counters(),
+            groups_per_step=GROUPS_PER_STEP,
+            max_steps=STEPS,
+            broken_lines=broken,
+        )
+        found = audit(evidence)
+        assert found.proven, found.findings
+        assert found.lineage.last == STEPS
+        assert [sorted(g.number for g in line.groups) for line in found.lineage.steps] == [
+            sorted(batch) for batch in self.durable.lineage
+        ]
+        assert max(found.staleness) <= self.max_staleness
 
     def _hand_in(self, name: str, buffer: AsyncRolloutBuffer, task: EpisodeTask, lag: int) -> SubmitResult:
         version = max(task.min_version, self.published - lag)

@@ -1,3 +1,4 @@
+import os
 import random
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ def test_nothing_is_lost_and_nothing_trained_twice_whatever_dies_when(redis_url:
         run_state_machine_as_test(
             machine_on(redis_url, redis),
             settings=settings(
-                max_examples=25,
+                max_examples=int(os.environ.get("OFFBEAT_PROTOCOL_EXAMPLES", "60")),
                 stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -29,7 +30,7 @@ def test_nothing_is_lost_and_nothing_trained_twice_whatever_dies_when(redis_url:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", range(5))
 def test_long_lives_full_of_deaths_end_complete(redis_url: str, seed: int, max_staleness: int):
     """The same machine, driven by a seeded walk that gets further into a run than hypothesis does."""
     walk = random.Random(seed)
@@ -56,13 +57,16 @@ def test_long_lives_full_of_deaths_end_complete(redis_url: str, seed: int, max_s
             (1, lambda: machine.learner.start_up or machine.acknowledge()),
             (1, lambda: machine.learner.start_up or machine.evaluate()),
             (1, machine.learner_crashes),
-            (1, lambda: machine.a_replaced_learner_writes(walk.randrange(5)) if machine.zombie else None),
+            (1, machine.a_second_learner_waits),
+            (1, lambda: machine.ledger_is_copied(walk.randrange(40))),
+            (1, lambda: machine.a_replaced_learner_writes(walk.randrange(7)) if machine.zombie else None),
         ]
         weights = [weight for weight, _ in actions]
         try:
             for _, action in walk.choices(actions, weights, k=120):
                 action()
                 machine.the_ledger_adds_up()
+                machine.versions_only_grow()
                 machine.each_member_is_in_one_place()
                 machine.no_group_is_trained_twice()
         finally:
