@@ -58,7 +58,8 @@ def read_completion(body: Body) -> Ask:
         prompt = prompt[0]
     if isinstance(prompt, list) and all(isinstance(token, int) and token >= 0 for token in prompt):
         prompt = tuple(prompt)
-    refuse_unless(isinstance(prompt, str | tuple), "prompt: one text or one list of token ids is needed")
+    if not isinstance(prompt, str | tuple):
+        raise RefusedError("prompt: one text or one list of token ids is needed")
     return Ask(
         prompt=prompt,
         max_tokens=number(body, "max_tokens") or 16,

@@ -15,7 +15,6 @@ from services.gateway.app import Sessions, build
 from services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
-LOOK_S = 0.01
 
 
 class _Server(uvicorn.Server):
@@ -33,28 +32,24 @@ class Gateway:
         self._sessions: Sessions = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
         self.origin = ""
         """`http://host:port`; OpenAI's base URL is that and `/v1`, Anthropic's is that alone."""
 
-    async def start(self) -> None:
-        """Serve from here on; a second call does nothing.
+    def start(self) -> None:
+        """Serve from here on, on the running loop; a second call does nothing.
 
         Raises:
             OSError: there is no port.
         """
-        async with self._starting:
-            if self._server is not None:
-                return
+        if self._server is None:
             listening = socket.create_server((HOST, 0))
             config = uvicorn.Config(
                 build(self._sessions), log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio"
             )
             self._server = server = _Server(config)
+            # calls that come before the first round of the server wait in the socket
             self._serving = asyncio.create_task(server.serve(sockets=[listening]))
             self.origin = f"http://{HOST}:{listening.getsockname()[1]}"
-            while not server.started and not self._serving.done():
-                await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         """Answer no more."""

@@ -25,7 +25,7 @@ FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": WE
 @contextlib.asynccontextmanager
 async def served(session: EpisodeSession) -> AsyncIterator[tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]]:
     gateway = Gateway()
-    await gateway.start()
+    gateway.start()
     try:
         with gateway.opened(session):
             async with (
