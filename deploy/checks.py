@@ -14,6 +14,7 @@ from deploy.prompt_check import first_prompt_problems
 from deploy.run_folder import holds_run
 from services.rollout.config import EnvManagerConfig
 from trainer.algorithm_checks import algorithm_complaints
+from trainer.learner_checks import learner_complaints
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST_NAME = 255
@@ -156,7 +157,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
         groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
         max_steps=config.max_steps,
     )
-    for path, message in complaints:
+    for path, message in (*complaints, *learner_complaints(config)):
         yield Problem(path, message)
 
 

@@ -25,6 +25,11 @@ def algorithm_complaints(
         yield Complaint("kl_loss_coef", "use_kl_loss is on with a coefficient of 0: take a positive one")
     if config.add_token_level_kl and not config.init_kl_coef:
         yield Complaint("init_kl_coef", "add_token_level_kl is on with a coefficient of 0: take a positive one")
+    if config.ref_model_sync_steps is not None and not config.needs_reference:
+        yield Complaint(
+            "ref_model_sync_steps",
+            "there is no reference to refresh: leave it out, or take use_kl_loss or add_token_level_kl",
+        )
     if config.critic_warmup >= max_steps:
         yield Complaint("critic_warmup", f"must be below max_steps ({max_steps}), or the policy never trains")
 

@@ -170,8 +170,9 @@ class AlgorithmConfig(ConditionalConfig):
     ppo_epochs: int = Field(default=1, ge=1)
     use_kl_loss: bool = False
     kl_loss_coef: Annotated[float, OnlyWith(use_kl_loss=(True,))] = Field(default=0.0, ge=0)
-    kl_loss_type: Annotated[Literal["k2", "k3", "abs"], OnlyWith(use_kl_loss=(True,))] = "k3"
-    """Estimator of the KL in the loss. k1 is not offered: its gradient has mean zero."""
+    kl_loss_type: Annotated[Literal["k2", "k3", "abs", "full"], OnlyWith(use_kl_loss=(True,))] = "k3"
+    """Estimator of the KL in the loss; `full` is no estimate, it sums over the whole vocabulary. k1 is not offered: its
+    gradient has mean zero."""
     add_token_level_kl: Annotated[bool, NotWith("take use_kl_loss", adv_estimator=TURN_WISE)] = False
     """Subtract `init_kl_coef` times the KL to the reference from each token's reward."""
     init_kl_coef: Annotated[float, OnlyWith(add_token_level_kl=(True,))] = Field(default=0.0, ge=0)
@@ -180,6 +181,10 @@ class AlgorithmConfig(ConditionalConfig):
     kl_horizon: Annotated[int, OnlyWith(target_kl=SET)] = Field(default=10_000, ge=1)
     kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs"], OnlyWith(add_token_level_kl=(True,))] = "kl"
     """Estimator of the KL in the reward."""
+    ref_model_sync_steps: int | None = Field(default=None, ge=1)
+    """Optimizer batches after which the reference moves to the policy, again and again; None keeps it at the start."""
+    ref_model_mixup_alpha: Annotated[float, OnlyWith(ref_model_sync_steps=SET)] = Field(default=1.0, gt=0, le=1)
+    """The share of the way that it moves (TR-DPO, arXiv:2404.09656)."""
     value_clip: Annotated[float | None, OnlyWith(adv_estimator=("gae",))] = Field(default=None, gt=0)
     critic_warmup: Annotated[int, OnlyWith(adv_estimator=("gae",))] = Field(default=0, ge=0)
     """Steps that train the critic alone."""
@@ -272,3 +277,12 @@ class AlgorithmConfig(ConditionalConfig):
     @property
     def needs_reference(self) -> bool:
         return (self.use_kl_loss and self.kl_loss_coef > 0) or (self.add_token_level_kl and self.init_kl_coef > 0)
+
+    @property
+    def needs_ref_logprobs(self) -> bool:
+        """Whether what the reference says of single tokens counts, not only its distributions."""
+        return self.needs_reference and not (self.kl_is_full and not self.add_token_level_kl)
+
+    @property
+    def kl_is_full(self) -> bool:
+        return self.use_kl_loss and self.kl_loss_coef > 0 and self.kl_loss_type == "full"

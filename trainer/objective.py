@@ -134,12 +134,18 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, Terms], TokenLosses]] = {
 
 
 def policy_loss(
-    config: AlgorithmConfig, logprobs: Tensor, entropy: Tensor, targets: Targets, entropy_coef: float | None = None
+    config: AlgorithmConfig,
+    logprobs: Tensor,
+    entropy: Tensor,
+    targets: Targets,
+    entropy_coef: float | None = None,
+    divergence: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Partial]]:
     """The loss of one micro-batch and gauges that merge over micro-batches and ranks.
 
     logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of the same; entropy_coef: of
-    this step, None for the configuration's.
+    this step, None for the configuration's; divergence: [m] float32, KL to the reference over the whole vocabulary, which
+    `kl_loss_type: full` needs.
     """
     entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
     old = targets.old_logprobs
@@ -156,8 +162,9 @@ def policy_loss(
     total = pg_loss
     if entropy_coef:
         total = total - entropy_coef * entropy
-    if config.use_kl_loss and targets.ref_logprobs is not None:
-        terms["actor/kl_loss"] = KL_PENALTIES[config.kl_loss_type](logprobs, targets.ref_logprobs)
+    kl = divergence if config.kl_is_full else _estimated_kl(config, logprobs, targets)
+    if kl is not None:
+        terms["actor/kl_loss"] = kl
         total = total + config.kl_loss_coef * terms["actor/kl_loss"]
     terms["actor/total_loss"] = total
     gauges = policy_gauges(
@@ -171,6 +178,12 @@ def policy_loss(
     )
     loss = (total * targets.weights).sum()
     return loss, gauges | corrected | loss_gauges(terms, targets.weights, targets.token_share)
+
+
+def _estimated_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> Tensor | None:
+    if not config.use_kl_loss or targets.ref_logprobs is None:
+        return None
+    return KL_PENALTIES[config.kl_loss_type](logprobs, targets.ref_logprobs)
 
 
 def _corrected(

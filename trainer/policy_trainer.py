@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 START = "start"
 ALGORITHM = Path("state", "algorithm.json")
+REFERENCE = Path("state", "reference.safetensors")
+"""There if the reference moves."""
 
 
 class Trainer(Protocol):
@@ -83,6 +85,8 @@ class PolicyTrainer:
         self.vocab_size = int(self._model.model.config.get_text_config().vocab_size)
         self._policy = self._engine(self._model)
         self._critic: DeepSpeedEngine | None = None
+        self._reference: FrozenModel | None = None
+        """Where it is another model than the policy."""
         self._steps: BatchTrainer | None = None
 
     @property
@@ -122,6 +126,8 @@ class PolicyTrainer:
         self._policy.load(folder / "state" / "policy")
         if self._critic is not None:
             self._critic.load(folder / "state" / "critic")
+        if self._reference is not None and (folder / REFERENCE).is_file():
+            self._reference.follow(load_file(folder / REFERENCE).items(), 1.0)
         if self._rng_file(folder).is_file():  # there is none for a rank that the checkpoint's writer did not have
             states = load_file(self._rng_file(folder))
             torch.set_rng_state(states["cpu"])
@@ -148,6 +154,8 @@ class PolicyTrainer:
         if self._critic is not None:
             self._critic.save(folder / "state" / "critic")
         if self._ranks.rank == 0:
+            if self._reference is not None and self._config.ref_model_sync_steps is not None:
+                save_file({name: tensor.cpu() for name, tensor in self._reference.tensors()}, folder / REFERENCE)
             (folder / ALGORITHM).write_text(json.dumps(self._batches.state_dict()))
         save_file({"cpu": torch.get_rng_state(), **_cuda_rng()}, self._rng_file(folder))
         gather(self._ranks, b"")  # all have written: the leader counts the files next
@@ -173,7 +181,7 @@ class PolicyTrainer:
         if self._config.needs_reference and self._adapts:
             reference = WithoutAdapters(self._policy, self._model)
         elif self._config.needs_reference:
-            reference = FrozenModel(self._load(folder, args), self._ranks.device)
+            reference = self._reference = FrozenModel(self._load(folder, args), self._ranks.device)
         self._steps = BatchTrainer(self._config, Models(self._policy, self._critic, reference), self._ranks)
 
     @property

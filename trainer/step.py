@@ -5,7 +5,7 @@ the same groups and computes a share of the micro-batches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from trainer.algorithms.normalization import RunningMoments
 from trainer.batch import Batch, MicroBatch, microbatches, minibatches, pack
 from trainer.config import LearnerConfig
 from trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
-from trainer.engines.frozen import Judge
+from trainer.engines.frozen import FrozenModel, Reference
 from trainer.engines.processes import Ranks, gather
 from trainer.engines.schedule import scheduled_rate
 from trainer.gauges import batch_gauges, with_effective_sample_size
+from trainer.models.divergence import Anchor
 from trainer.models.packing import PackedInput
 from trainer.models.policy import Sampled
 from trainer.objective import critic_loss, policy_loss
@@ -39,7 +40,7 @@ class Models:
 
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
-    reference: Judge | None = None
+    reference: Reference | None = None
 
 
 class BatchTrainer:
@@ -56,10 +57,17 @@ class BatchTrainer:
         """Peak of the policy's schedule."""
 
     def train(self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT) -> Gauges:
-        """Train optimizer batch `step` (0-based); groups without a sampled token leave everything alone.
+        """Train optimizer batch `step` (0-based); groups without a sampled token leave the weights alone.
 
         silent: what else the batch is of, though it has nothing to say (`trainer.selection.silent_part`).
         """
+        gauges = self._train(groups, step, silent)
+        every, reference = self._config.ref_model_sync_steps, self._models.reference
+        if every is not None and isinstance(reference, FrozenModel) and (step + 1) % every == 0:
+            reference.follow(self._models.policy.tensors(), self._config.ref_model_mixup_alpha)
+        return gauges
+
+    def _train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
         chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
         batch = pack(chosen)
         if not batch.num_sampled:
@@ -67,10 +75,11 @@ class BatchTrainer:
         for number, tag in enumerate(batch.tags):
             self._running.update(tag, batch.episode_reward[batch.tag == number])
         targets, values = self._targets(batch, step, silent)
+        anchor = self._anchor(batch)
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):
             for part in minibatches(batch, self._args.num_minibatches):
-                pieces += self._optimize(self._micro_batches(batch, part), targets, step)
+                pieces += self._optimize(self._micro_batches(batch, part), targets, step, anchor)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
         fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
@@ -105,7 +114,7 @@ class BatchTrainer:
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=whole(policy.infer(inputs)) if self._config.old_logprobs == "recompute" else None,
-            ref_logprobs=whole(reference.infer(inputs)) if reference else None,
+            ref_logprobs=whole(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
             values=values,
             version=step,
             num_minibatches=self._args.num_minibatches,
@@ -114,9 +123,23 @@ class BatchTrainer:
         )
         return targets, values
 
-    def _optimize(self, micro: Sequence[MicroBatch], targets: Targets, step: int) -> list[Gauges]:
+    def _anchor(self, batch: Batch) -> Anchor | None:
+        """What the reference says of the whole batch, hidden states on the CPU, if the KL over the vocabulary is wanted."""
+        reference = self._models.reference
+        if reference is None or not self._config.kl_is_full:
+            return None
+        micro = self._micro_batches(batch, range(batch.num_sequences))
+        parts = reference.anchors([_input(each) for each in micro])
+        hidden = parts[0].hidden.new_empty(batch.num_sampled, parts[0].hidden.shape[1], device="cpu")
+        for each, part in zip(micro, parts, strict=True):
+            hidden[each.index] = part.hidden.cpu()
+        return Anchor(hidden, parts[0].head)
+
+    def _optimize(
+        self, micro: Sequence[MicroBatch], targets: Targets, step: int, anchor: Anchor | None
+    ) -> list[Gauges]:
         """One optimizer step of policy and critic; the gauges of this rank's passes."""
-        inputs = [_input(each) for each in micro]
+        inputs = [_input(each, anchor) for each in micro]
         gauges: list[Gauges] = []
         device = self._ranks.device
         entropy_coef = scheduled_rate(
@@ -129,7 +152,7 @@ class BatchTrainer:
 
         def of_policy(i: int, said: Sampled) -> Tensor:
             here = targets.at(micro[i].index, device)
-            loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here, entropy_coef)
+            loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here, entropy_coef, said.divergences)
             worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
             gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
             return loss
@@ -175,5 +198,6 @@ class BatchTrainer:
         return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
 
 
-def _input(micro: MicroBatch) -> PackedInput:
-    return PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures)
+def _input(micro: MicroBatch, anchor: Anchor | None = None) -> PackedInput:
+    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures)
+    return x if anchor is None else replace(x, anchor=Anchor(anchor.hidden[micro.index], anchor.head))

@@ -128,7 +128,7 @@ def _check(
         raise ValueError("old_logprobs: recompute needs the learner's own logprobs")
     if config.old_logprobs == "loglinear" and version is None:
         raise ValueError("old_logprobs: loglinear needs the learner's version")
-    if config.needs_reference and ref_logprobs is None:
+    if config.needs_ref_logprobs and ref_logprobs is None:
         raise ValueError("a KL penalty needs the reference's logprobs")
 
 

@@ -90,7 +90,8 @@ def outcome(config: AlgorithmConfig, groups: list[Group] | None = None) -> Outco
     targets = prepare(batch, config, **inputs_of(batch, config))
     logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
     entropy = (1.0 + by_token(batch, 0.5, 4.0)).requires_grad_()
-    loss, gauges = policy_loss(config, logprobs, entropy, targets)
+    distance = (logprobs - batch.behavior_logprobs).square() if config.kl_is_full else None
+    loss, gauges = policy_loss(config, logprobs, entropy, targets, divergence=distance)
     gradient, of_entropy = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)
     of_critic = None
     if config.adv_estimator == "gae":

@@ -104,13 +104,16 @@ EFFECTS: dict[str, list[Change]] = {
     "entropy_loss_coef": [({}, {"entropy_loss_coef": 0.1})],
     "use_kl_loss": [({}, KL_LOSS)],
     "kl_loss_coef": [(KL_LOSS, {"kl_loss_coef": 0.1})],
-    "kl_loss_type": [(KL_LOSS, {"kl_loss_type": name}) for name in ("k2", "abs")],
+    "kl_loss_type": [(KL_LOSS, {"kl_loss_type": name}) for name in ("k2", "abs", "full")],
     "add_token_level_kl": [({}, KL_REWARD)],
     "init_kl_coef": [(KL_REWARD, {"init_kl_coef": 0.1})],
     "kl_penalty": [(KL_REWARD, {"kl_penalty": name}) for name in ("k2", "k3", "abs")],
     "value_clip": [(GAE, {"value_clip": 0.05})],
 }
-IN_THE_STEP = {"ppo_epochs", "critic_warmup", "target_kl", "kl_horizon", "entropy_loss_scheduler_type"}
+IN_THE_STEP = {
+    "ppo_epochs", "critic_warmup", "target_kl", "kl_horizon", "entropy_loss_scheduler_type", "ref_model_sync_steps",
+    "ref_model_mixup_alpha",
+}  # fmt: skip
 """Shown by tests/trainer/test_step.py."""
 
 
@@ -235,6 +238,7 @@ def test_every_key_has_an_effect_that_is_shown():
         ({"loss_agg_length": 5}, "loss_agg_length", "seq-mean-token-sum-norm"),
         ({"kl_loss_type": "k2"}, "kl_loss_type", "use_kl_loss"),
         ({"kl_horizon": 5}, "kl_horizon", "target_kl"),
+        ({"ref_model_mixup_alpha": 0.5}, "ref_model_mixup_alpha", "ref_model_sync_steps"),
         ({"vtrace_c_bar": 2.0}, "vtrace_c_bar", "vtrace"),
     ],
 )  # fmt: skip

@@ -164,6 +164,35 @@ def test_a_penalty_on_divergence_holds_the_policy_near_its_reference(folder: Pat
     assert divergence[1] < divergence[0] / 2
 
 
+def test_the_penalty_over_the_whole_vocabulary_does_so_too_however_the_batch_is_cut(folder: Path) -> None:
+    def after(coef: float, budget: int) -> tuple[float, Tensor]:
+        kl = {"use_kl_loss": True, "kl_loss_coef": coef, "kl_loss_type": "full"}
+        cut = training(max_tokens_per_microbatch=budget)
+        batches, engine, _ = trainer(folder, config(**kl, actor_train=cut), reference=True)
+        seen = [batches.train(GROUPS, step)["actor/kl_loss"].value for step in range(8)]
+        assert seen[0] == pytest.approx(0.0, abs=1e-6)
+        return seen[-1], weights(engine)
+
+    (free, _), (held, whole), (_, cut) = after(1e-6, 1000), after(10.0, 1000), after(10.0, 20)
+    assert held < free / 2
+    torch.testing.assert_close(whole, cut, rtol=0, atol=1e-4)
+
+
+def test_a_reference_that_is_refreshed_moves_to_the_policy(folder: Path) -> None:
+    def divergences(**settings: object) -> list[float]:
+        kl = {"use_kl_loss": True, "kl_loss_coef": 1e-6}
+        batches, _, _ = trainer(folder, config(**kl, **settings), reference=True)
+        return [batches.train(GROUPS, step)["actor/kl_loss"].value for step in range(5)]
+
+    frozen = divergences()
+    every = divergences(ref_model_sync_steps=2)
+    half = divergences(ref_model_sync_steps=2, ref_model_mixup_alpha=0.5)
+    assert every[:2] == pytest.approx(frozen[:2])
+    assert every[2] == pytest.approx(0.0, abs=1e-9) == every[4]
+    assert every[3] > 1e-6
+    assert every[2] < half[2] < frozen[2]
+
+
 def test_the_kl_coefficient_adapts_and_is_part_of_the_state(folder: Path) -> None:
     settings = config(add_token_level_kl=True, init_kl_coef=0.2, target_kl=1e-6, kl_horizon=12)
     batches, _, _ = trainer(folder, settings, reference=True)

@@ -3,7 +3,7 @@
 Invariant: every rank makes the same calls and gets the same answers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.engines.base import TrainEngine
 from trainer.models.adapters import without_adapters
+from trainer.models.divergence import Anchor
 from trainer.models.packing import PackedInput
 from trainer.models.policy import PackedPolicy, Sampled
 
@@ -20,6 +21,14 @@ class Judge(Protocol):
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         """Log-probabilities of the sampled tokens of every micro-batch: [M] float32 each."""
+        ...
+
+
+class Reference(Judge, Protocol):
+    """What the policy is kept close to."""
+
+    def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
+        """Its distributions over the whole vocabulary, for every micro-batch."""
         ...
 
 
@@ -35,6 +44,21 @@ class FrozenModel:
         """See `Judge.infer`."""
         return [self._model(x.to(self._device)).logprobs for x in batch]
 
+    def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
+        """See `Reference.anchors`."""
+        return [self._model.anchor(x.to(self._device)) for x in batch]
+
+    @torch.no_grad()
+    def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """Move towards other weights by a share of the way; they are used up."""
+        own = dict(self._model.model.named_parameters())
+        for name, tensor in tensors:
+            own[name].lerp_(tensor.to(own[name]), share)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its Hugging Face name."""
+        return ((name, parameter.detach()) for name, parameter in self._model.model.named_parameters())
+
 
 class WithoutAdapters:
     """The policy as it was before its adapters learnt anything: a reference that takes no memory."""
@@ -47,3 +71,8 @@ class WithoutAdapters:
         """See `Judge.infer`."""
         with without_adapters(self._policy):
             return self._engine.infer(batch)
+
+    def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
+        """See `Reference.anchors`. The weights must lie whole on every rank, as below ZeRO-3."""
+        with without_adapters(self._policy):
+            return [self._policy.eval().anchor(x.to(self._engine.device)) for x in batch]

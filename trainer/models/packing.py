@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.models.divergence import Anchor
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -48,13 +50,15 @@ class PackedInput:
     """What one forward pass reads, and which tokens it is asked about.
 
     tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first; temperatures: [M] float32
-    that the tokens at `positions` were sampled at, NaN where the model's own was, or None where it was for all.
+    that the tokens at `positions` were sampled at, NaN where the model's own was, or None where it was for all; anchor: what
+    a reference says at `positions`, where the KL to it over the whole vocabulary is wanted.
     """
 
     tokens: Tensor
     packing: Packing
     positions: Tensor
     temperatures: Tensor | None = None
+    anchor: Anchor | None = None
 
     @classmethod
     def of(
@@ -78,4 +82,5 @@ class PackedInput:
             self.packing.max_len,
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
-        return PackedInput(self.tokens.to(device), packing, self.positions.to(device), temperatures)
+        anchor = None if self.anchor is None else Anchor(self.anchor.hidden.to(device), self.anchor.head)
+        return PackedInput(self.tokens.to(device), packing, self.positions.to(device), temperatures, anchor)

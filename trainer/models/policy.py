@@ -14,15 +14,18 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from trainer.config import ModelArgs
 from trainer.models.adapters import add_adapters
 from trainer.models.attention import PACKED_ATTENTION
+from trainer.models.divergence import Anchor, full_kl
 from trainer.models.logprobs import token_logprobs
 from trainer.models.packing import PackedInput, Packing
 
 
 class Sampled(NamedTuple):
-    """What the policy says of sampled tokens: log-probability and entropy (nats), [M] float32 each."""
+    """What the policy says of sampled tokens: log-probability, entropy, and KL of all that it could have said there to what
+    the input's anchor says, if it has one; nats, [M] float32 each."""
 
     logprobs: Tensor
     entropies: Tensor
+    divergences: Tensor | None = None
 
 
 def _kwargs(packing: Packing) -> dict[str, Any]:
@@ -55,7 +58,26 @@ class PackedPolicy(nn.Module):
         temperature: float | Tensor = self.temperature
         if x.temperatures is not None:
             temperature = x.temperatures.nan_to_num(nan=self.temperature)
-        return Sampled(*token_logprobs(out.logits[0], x.tokens[x.positions], temperature))
+        divergences = None if x.anchor is None else full_kl(out.logits[0], x.anchor, temperature)
+        return Sampled(*token_logprobs(out.logits[0], x.tokens[x.positions], temperature), divergences)
+
+    @torch.no_grad()
+    def anchor(self, x: PackedInput) -> Anchor:
+        """What another policy is held against: this one's distributions over the whole vocabulary.
+
+        Raises:
+            ValueError: the model's logits are more than its last hidden states times its output embedding.
+        """
+        hidden = self.model.base_model(x.tokens[None], **_kwargs(x.packing)).last_hidden_state[0]
+        rows = hidden.index_select(0, x.positions - 1)
+        head = cast(nn.Linear, self.model.get_output_embeddings())
+        logits = self.model(x.tokens[None], logits_to_keep=x.positions[:1] - 1, **_kwargs(x.packing)).logits[0]
+        if not torch.allclose(rows[:1] @ head.weight.T, logits, rtol=1e-2, atol=1e-2):
+            raise ValueError(
+                f"kl_loss_type: full can't read the logits of {type(self.model).__name__}, which are more than its last "
+                "hidden states times its output embedding: take k3"
+            )
+        return Anchor(rows, head.weight.detach())
 
 
 class PackedCritic(nn.Module):

@@ -1,0 +1,66 @@
+"""KL from the policy's distribution over the whole vocabulary to a reference's, in float32, a few rows at a time.
+
+Invariant: neither distribution is ever held for all tokens in float32; of the reference, its last hidden states are kept,
+and its logits are made again wherever they are needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.models.logprobs import CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """What a reference says of tokens: logits = hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
+
+    hidden: Tensor
+    head: Tensor
+
+
+class _FullKL(torch.autograd.Function):
+    """d KL / d logits = p (log p - log q - KL) / temperature."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, hidden: Tensor, head: Tensor, temperature: float | Tensor) -> Tensor:
+        parts = [(p.exp() * (p - q)).sum(1) for p, q, _, _ in _distributions(logits, hidden, head, temperature)]
+        divergence = torch.cat(parts)
+        ctx.save_for_backward(logits, hidden, head, divergence)
+        ctx.temperature = temperature
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, hidden, head, divergence = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for p, q, rows, heat in _distributions(logits, hidden, head, ctx.temperature):
+            slope = p.exp() * (p - q - divergence[rows, None])
+            out[rows] = (slope * grads[0][rows, None]).div_(heat).to(out.dtype)
+        return out, None, None, None
+
+
+def _distributions(
+    logits: Tensor, hidden: Tensor, head: Tensor, temperature: float | Tensor
+) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
+    """Log-probabilities of policy and reference of some rows, which rows, and their temperature."""
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        heat = temperature[rows, None] if isinstance(temperature, Tensor) else temperature
+        reference = (hidden[rows] @ head.T).to(kind)
+        yield (logits[rows].to(kind) / heat).log_softmax(1), (reference / heat).log_softmax(1), rows, heat
+
+
+def full_kl(logits: Tensor, anchor: Anchor, temperature: float | Tensor = 1.0) -> Tensor:
+    """Sum over the vocabulary of p (log p - log q), p of the policy and q of the reference, both at `temperature`.
+
+    logits: [M, V]; temperature: one for all, or [M] -> [M] in nats, float32 or wider, differentiable once by `logits`.
+    """
+    if not len(logits):
+        return logits.sum(1).float()
+    return _FullKL.apply(logits, anchor.hidden, anchor.head, temperature)
