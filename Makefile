@@ -52,15 +52,23 @@ $(STAMP): pyproject.toml
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
 
-test: $(STAMP) ## run all tests
+# Unit tests share the cores; what starts whole services has the machine to itself.
+test: $(STAMP) ## run all tests, or what ARGS names
+ifeq ($(strip $(ARGS)),)
+	@failed=0; \
+	$(BIN)/python -m pytest -q -n 2 --ignore tests/integration || failed=$$?; \
+	$(BIN)/python -m pytest -q tests/integration || failed=$$?; \
+	exit $$failed
+else
 	@$(BIN)/python -m pytest -q $(ARGS)
+endif
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(MAKE) --no-print-directory test
 
 bench: $(STAMP) ## measure: each script of benchmarks/ against the bare library, ratios from one run
 	@for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
