@@ -144,6 +144,7 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     from deploy.play.recording import record, write_parquet
     from deploy.play.rollouts import play_many
     from deploy.play.setting import setting_of
+    from services.rollout.agent_episode import desk_for
 
     if temperature is not None:
         args = config.actor_infer.generating_args.model_copy(update={"temperature": temperature})
@@ -159,9 +160,14 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     chat = chat_of(folder)
     setting = setting_of(config, next(iter(config.custom_envs)))
     sample = None if folder is None else _policy_sampler(folder, chat, setting, order.seed)
+    desk = None if folder is None else desk_for(config.custom_envs, folder)
     with Progress(transient=True) as bar:
         line = bar.add_task("episodes", total=order.episodes)
-        played = asyncio.run(play_many(config, order, chat, sample, lambda done, _: bar.update(line, completed=done)))
+
+        def show(done: int, _: int) -> None:
+            bar.update(line, completed=done)
+
+        played = asyncio.run(play_many(config, order, chat, sample, show, desk))
     write_parquet(out, [record(trajectory, chat) for trajectory in played.trajectories])
     _summary(played, order)
     typer.echo(f"wrote {out}: offbeat inspect {out}")

@@ -10,6 +10,7 @@ from deploy.config import RunConfig
 from deploy.play.agents import SpokenAnswers, random_speaker
 from deploy.play.setting import setting_of, unbounded
 from envs import registry
+from services.rollout.agent_episode import AgentDesk, play_with_agent
 from services.rollout.chat import ChatFormat
 from services.rollout.env_pool import EnvPool
 from services.rollout.episode import EpisodePlan, PlayableEnv, Sample, play
@@ -65,9 +66,14 @@ def tasks_of(config: RunConfig, order: Order) -> list[Task]:
 
 
 async def play_many(
-    config: RunConfig, order: Order, chat: ChatFormat, sample: Sample | None, progress: Progress
+    config: RunConfig,
+    order: Order,
+    chat: ChatFormat,
+    sample: Sample | None,
+    progress: Progress,
+    desk: AgentDesk | None = None,
 ) -> Played:
-    """Play all episodes of the order; `sample` None plays at random."""
+    """Play all episodes of the order; `sample` None plays at random. desk: for tags that agents of their own play."""
     played, room = Played(), asyncio.Semaphore(order.concurrency)
     pool = EnvPool(config.custom_envs, min(order.concurrency, 32))
     tasks = tasks_of(config, order)
@@ -75,7 +81,7 @@ async def play_many(
     async def one(number: int, task: Task) -> None:
         async with room:
             try:
-                played.trajectories.append(await _play(config, order, number, task, chat, sample, pool))
+                played.trajectories.append(await _play(config, order, number, task, chat, sample, pool, desk))
             except EpisodeError as error:
                 played.failures[error.reason] += 1
         progress(len(played.trajectories) + played.failures.total(), order.episodes)
@@ -86,12 +92,21 @@ async def play_many(
                 group.create_task(one(number, task))
     finally:
         await pool.close()
+        if desk is not None:
+            await desk.close()
     played.trajectories.sort(key=lambda trajectory: (int(trajectory.group_id), trajectory.index))
     return played
 
 
 async def _play(
-    config: RunConfig, order: Order, number: int, task: Task, chat: ChatFormat, sample: Sample | None, pool: EnvPool
+    config: RunConfig,
+    order: Order,
+    number: int,
+    task: Task,
+    chat: ChatFormat,
+    sample: Sample | None,
+    pool: EnvPool,
+    desk: AgentDesk | None,
 ) -> Trajectory:
     setting = setting_of(config, task.tag)
     if sample is None:
@@ -104,6 +119,8 @@ async def _play(
     async def run(env: PlayableEnv, traits: EnvTraits, answers: Sample) -> Trajectory:
         try:
             async with asyncio.timeout(setting.env.episode_timeout_s):
+                if sample is not None and desk is not None and plan.env.agent_runner is not None:
+                    return await play_with_agent(plan, plan.env.agent_runner, env, traits, answers, desk)
                 return await play(plan, env, traits, answers, chat)
         except TimeoutError:
             raise EpisodeError("episode_timeout", f"not over in {setting.env.episode_timeout_s:g} s") from None

@@ -111,13 +111,14 @@ class EpisodeSession:
     ran_out: bool = False
     """Whether a call found no room below `sequence_length`."""
     failure: Exception | None = None
-    """What sampling failed with; the episode can't be captured then."""
+    """What sampling or the env failed with; the episode can't be captured then."""
 
     def __post_init__(self) -> None:
         self.tree = TokenTree(self.template)
         self.failed = asyncio.Event()
         self.closed = False
-        self._rewards: list[Reward] = []
+        self.rewards: list[Reward] = []
+        """So far."""
         self._asked = 0
 
     async def answer(self, ask: Ask) -> list[Reply]:
@@ -145,8 +146,7 @@ class EpisodeSession:
             for completion in completions:
                 _check(completion)
         except Exception as error:
-            self.failure = self.failure or error
-            self.failed.set()
+            self.fail(error)
             raise
         finally:
             for task in tasks:
@@ -159,14 +159,19 @@ class EpisodeSession:
             for reply in replies:
                 self.tree.nodes[reply.node].delivered = True
 
+    def fail(self, error: Exception) -> None:
+        """The episode can't be captured any more."""
+        self.failure = self.failure or error
+        self.failed.set()
+
     def reward(self, value: float) -> None:
         """A reward for what was said so far."""
-        self._rewards.append(Reward(len(self.tree.nodes), value))
+        self.rewards.append(Reward(len(self.tree.nodes), value))
 
     def close(self) -> Captured:
         """Answer no more; what was captured."""
         self.closed = True
-        captured = capture(self.tree, self._rewards)
+        captured = capture(self.tree, self.rewards)
         counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
         return Captured(captured.segments, captured.turns, counts)
 

@@ -9,6 +9,30 @@ from envs.config import Config
 from services.generation.config import GeneratingArgs
 
 
+class AgentRunner(Config):
+    """An agent of one's own that plays a tag: it is given an endpoint for the policy and the task (docs/agents.md)."""
+
+    path: str = ""
+    """`module:function`, called with an `AgentTask` in a process that is used again."""
+    command: tuple[str, ...] = ()
+    """Program and arguments, a process for each episode; finds `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
+    `ANTHROPIC_API_KEY` and `OFFBEAT_TASK` in its environment."""
+    num_agents: int = Field(default=8, ge=1)
+    """Of the tag at a time in each worker; other episodes wait."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """An agent that plays longer is killed with all that it started, and its episode fails."""
+    max_calls: int = Field(default=1024, ge=1)
+    """Answers that one episode may ask the policy for."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "AgentRunner":
+        if bool(self.path) == bool(self.command):
+            raise ValueError("name the agent by `path` (module:function) or by `command`, one of both")
+        if self.path and ":" not in self.path:
+            raise ValueError(f"path {self.path!r} must be `module:function`")
+        return self
+
+
 class CustomEnv(Config):
     """One tag: an env and how its turns are played."""
 
@@ -24,6 +48,9 @@ class CustomEnv(Config):
     """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the env's constructor."""
+    agent_runner: AgentRunner | None = None
+    """Who plays; None lets the policy answer each observation itself. `max_steps` then bounds the env's steps, and
+    `max_tokens_per_step` each answer of the policy."""
     execution: Literal["inline", "thread", "process"] = "thread"
     """Where reset and step run. `inline`: on the worker's loop, for envs that answer in microseconds; `thread`: for envs
     that wait; `process`: a child of its own, killed when it hangs."""

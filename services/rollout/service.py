@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from services.buffer.client import RolloutBuffer
 from services.errors import MeshError
 from services.generation.client import GenerationClient
+from services.rollout.agent_episode import desk_for, play_with_agent
 from services.rollout.batcher import TurnBatcher
 from services.rollout.chat import ChatFormat
 from services.rollout.config import WorkerSettings
@@ -85,6 +86,7 @@ class EnvWorker:
         self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads)
+        self._desk = desk_for(settings.custom_envs, settings.model_folder)
         self._reporter = Reporter(worker_id)
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._samplings = samplings(settings, self._chat.stop_ids)
@@ -146,7 +148,8 @@ class EnvWorker:
         # Envs that do not let go in time end with the process.
         await asyncio.wait(tasks, timeout=WIND_UP_S)
         await self._batcher.close()
-        await asyncio.wait([asyncio.create_task(self._envs.close())], timeout=WIND_UP_S)
+        ending = [self._envs.close(), *([self._desk.close()] if self._desk else [])]
+        await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=WIND_UP_S)
         try:
             async with asyncio.timeout(WIND_UP_S):
                 await self._buffer.release(self._worker_id)
@@ -305,6 +308,8 @@ class EnvWorker:
             self._waits.enter(task, Wait.GENERATION)
             return await sample(prompt, max_new_tokens)
 
+        if plan.env.agent_runner and self._desk:
+            return await play_with_agent(plan, plan.env.agent_runner, env, lent.traits, answer, self._desk)
         return await play(plan, env, lent.traits, answer, self._chat)
 
     def _task_of(self, task: EpisodeTask) -> Task:

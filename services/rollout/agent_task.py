@@ -1,0 +1,82 @@
+"""What a foreign agent is given: an endpoint under the policy's chat template, and the task. Standard library alone.
+
+    def play(task: AgentTask) -> float | str | dict | None
+
+It returns the episode's reward, or `{"reward": ..., "metrics": {...}}`; or a text, the answer that the env then scores; or
+None, where it has played the env by `task.step`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class EnvReply:
+    """What the env says to an action."""
+
+    observation: str
+    reward: float
+    done: bool
+    """Whether the episode is over: by the env, or because `max_steps` are made."""
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class AgentTask:
+    """One episode."""
+
+    base_url: str
+    """Of OpenAI's API."""
+    api_key: str
+    """Opens this episode alone, while it lasts; of every API, and of `env_url`."""
+    anthropic_base_url: str
+    env_url: str
+    """GET it for the task as JSON; POST `{"action": "..."}` to it and `/step` for an `EnvReply`."""
+    model: str
+    tag: str
+    seed: int
+    system_prompt: str
+    observation: str
+    """The first one."""
+    max_steps: int
+    _connection: HTTPConnection | None = field(default=None, repr=False, compare=False)
+
+    def step(self, action: str) -> EnvReply:
+        """Act in the env.
+
+        Raises:
+            RuntimeError: the env did not take it: it failed, or the episode is over.
+        """
+        address = urlsplit(self.env_url)
+        if self._connection is None:
+            self._connection = HTTPConnection(address.netloc)
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        self._connection.request("POST", f"{address.path}/step", json.dumps({"action": action}), headers)
+        answer = self._connection.getresponse()
+        body = json.loads(answer.read())
+        if answer.status != 200:
+            raise RuntimeError(body["error"]["message"])
+        return EnvReply(**body)
+
+    def environment(self) -> dict[str, str]:
+        """Variables for a command: those that both makers' clients read, and the task as JSON."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "OFFBEAT_TASK": json.dumps(self.plain()),
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {key: value for key, value in asdict(self).items() if key != "_connection"}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> "AgentTask":
+        """The task of `plain`, or of the `OFFBEAT_TASK` that a command finds in its environment."""
+        return cls(**plain)

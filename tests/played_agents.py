@@ -1,0 +1,81 @@
+"""Foreign agents: one as people write them, others that ask by the standard library alone, to start fast."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from services.rollout.agent_task import AgentTask
+
+SCRIPT = """
+import json, os
+from openai import OpenAI
+from services.rollout.agent_task import AgentTask
+
+task, client = AgentTask.of(json.loads(os.environ["OFFBEAT_TASK"])), OpenAI()
+told, done = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}], False
+while not done:
+    said = client.chat.completions.create(model=task.model, messages=told).choices[0].message.content
+    reply = task.step(said)
+    told += [{"role": "assistant", "content": said}, {"role": "user", "content": reply.observation}]
+    done = reply.done
+print("noise")
+print(json.dumps({"metrics": {"scripted": True}}))
+"""
+
+
+def plays(task: AgentTask) -> None:
+    """Answers each observation, as the policy would by itself."""
+    told = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}]
+    done = False
+    while not done:
+        said = _ask(task, told)
+        reply = task.step(said)
+        told += [{"role": "assistant", "content": said}, {"role": "user", "content": reply.observation}]
+        done = reply.done
+
+
+def answers(task: AgentTask) -> str:
+    """One answer, which the env scores."""
+    return _ask(task, _told(task))
+
+
+def rates_itself(task: AgentTask) -> float:
+    _ask(task, _told(task))
+    task.step("Left")
+    return 7.5
+
+
+def silent(_: AgentTask) -> float:
+    return 1.0
+
+
+def raises(task: AgentTask) -> None:
+    _ask(task, _told(task))
+    raise RuntimeError("lost the thread")
+
+
+def nonsense(task: AgentTask) -> Any:
+    _ask(task, _told(task))
+    return {"points": 3}
+
+
+def hangs_with_child(_: AgentTask) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    Path(os.environ["OFFBEAT_TEST_MARKER"]).write_text(json.dumps([os.getpid(), child.pid]))
+    time.sleep(1000)
+
+
+def _ask(task: AgentTask, told: list[dict[str, str]]) -> str:
+    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+    body = json.dumps({"model": task.model, "messages": told}).encode()
+    with urlopen(Request(f"{task.base_url}/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+
+def _told(task: AgentTask) -> list[dict[str, str]]:
+    return [{"role": "user", "content": task.observation}]
