@@ -156,6 +156,7 @@ def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
         group_size=config.train_env_manager.group_size,
         groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
         max_steps=config.max_steps,
+        tags=config.train_env_manager.tags or tuple(config.custom_envs),
     )
     for path, message in (*complaints, *learner_complaints(config)):
         yield Problem(path, message)

@@ -129,6 +129,11 @@ def rooted(config: RunConfig, folder: Path) -> RunConfig:
     changes: dict[str, Any] = {"output_dir": folder / config.output_dir}
     if config.pretrain != "tiny":
         changes["pretrain"] = str(folder / config.pretrain)
+    if config.teacher:
+        changes["teacher"] = {
+            name: teacher.model_copy(update={"pretrain": str(folder / teacher.pretrain)})
+            for name, teacher in config.teacher.items()
+        }
     if isinstance(config.resume_from_checkpoint, Path):
         changes["resume_from_checkpoint"] = folder / config.resume_from_checkpoint
     return config.model_copy(update=changes)

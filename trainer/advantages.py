@@ -45,13 +45,14 @@ class Estimate(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What an estimator may look at. rewards: [M] float, per token; values, logprobs (the learner's own at the start of the
-    step): [M] float, or None where the configuration has none."""
+    step), distilled (what teachers make of each token): [M] float, or None where the configuration has none."""
 
     config: AlgorithmConfig
     batch: Batch
     rewards: Tensor
     values: Tensor | None
     logprobs: Tensor | None
+    distilled: Tensor | None = None
 
 
 def _returns(sight: Sight) -> Estimate:
@@ -139,11 +140,18 @@ def _step_returns(sight: Sight) -> Estimate:
     return Estimate(normalized[batch.turn])
 
 
+def _distilled(sight: Sight) -> Estimate:
+    if sight.distilled is None:
+        raise ValueError("opd needs the teachers' logprobs")
+    return Estimate(sight.distilled)
+
+
 ESTIMATORS: dict[str, Callable[[Sight], Estimate]] = {
     "gae": _gae,
     "gigpo": _gigpo,
     "step_reinforce": _step_returns,
     "agentic_reinforce": _turn_returns,
+    "opd": _distilled,
 }
 """By the config's `adv_estimator`. The others take the discounted return of each token and differ in their rewards alone:
 `episode_rewards`."""
@@ -156,18 +164,22 @@ def estimate(
     values: Tensor | None,
     logprobs: Tensor | None = None,
     trained: Tensor | None = None,
+    distilled: Tensor | None = None,
 ) -> Estimate:
     """Advantages of a batch from its token rewards [M], whitened and clipped as configured; returns stay as they are.
 
-    trained: [M] bool, tokens whose statistics whiten; None for all of them.
+    trained: [M] bool, tokens whose statistics whiten; None for all of them. distilled: [M] float, the teachers' advantages,
+    which `use_opd` adds to what is whitened.
 
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
     """
-    found = ESTIMATORS.get(config.adv_estimator, _returns)(Sight(config, batch, rewards, values, logprobs))
+    found = ESTIMATORS.get(config.adv_estimator, _returns)(Sight(config, batch, rewards, values, logprobs, distilled))
     advantages = found.advantages
     if config.whitens_advantages:
         advantages = _whitened(advantages, trained)
+    if config.use_opd and distilled is not None:
+        advantages = advantages + distilled
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
     return found._replace(advantages=advantages)

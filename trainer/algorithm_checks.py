@@ -1,7 +1,8 @@
 """Algorithms that a run can't have, beyond what one key says of another: with the key's path and what would be right."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from trainer.algorithm_config import NEEDS_GROUPS, AlgorithmConfig
@@ -15,12 +16,13 @@ class Complaint(NamedTuple):
 
 
 def algorithm_complaints(
-    config: AlgorithmConfig, *, group_size: int, groups_per_step: int, max_steps: int
+    config: AlgorithmConfig, *, group_size: int, groups_per_step: int, max_steps: int, tags: Collection[str]
 ) -> Iterator[Complaint]:
-    """Every impossible combination of an algorithm with the run around it."""
+    """Every impossible combination of an algorithm with the run around it. tags: those that are played in training."""
     yield from _estimator_complaints(config, group_size)
     yield from _selection_complaints(config, groups_per_step)
     yield from _old_policy_complaints(config)
+    yield from _teacher_complaints(config, tags)
     if config.use_kl_loss and not config.kl_loss_coef:
         yield Complaint("kl_loss_coef", "use_kl_loss is on with a coefficient of 0: take a positive one")
     if config.add_token_level_kl and not config.init_kl_coef:
@@ -74,6 +76,27 @@ def _old_policy_complaints(config: AlgorithmConfig) -> Iterator[Complaint]:
             "old_logprobs",
             f"{config.old_logprobs} has no effect with pg_variant {config.pg_variant}, which has no ratio: leave it out, or "
             "add train_infer_correction.is_weight",
+        )
+
+
+def _teacher_complaints(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[Complaint]:
+    if config.teacher and not config.distills:
+        yield Complaint("teacher", "nobody asks them: set use_opd=true or adv_estimator=opd, or leave them out")
+    if config.distills and not config.teacher:
+        yield Complaint("teacher", "on-policy distillation needs one: give teacher.NAME.pretrain a Hugging Face folder")
+    for name, teacher in config.teacher.items():
+        if not Path(teacher.pretrain).is_dir():
+            yield Complaint(
+                f"teacher.{name}.pretrain", f"no such folder: {teacher.pretrain}; give a local Hugging Face folder"
+            )
+        for position, tag in enumerate(teacher.tag_included):
+            if tag not in tags:
+                path = f"teacher.{name}.tag_included.{position}"
+                yield Complaint(path, f"no tag {tag!r} is trained on; there is {', '.join(sorted(tags)) or 'none'}")
+    taught = {tag for teacher in config.teacher.values() for tag in teacher.tag_included or tags}
+    if config.adv_estimator == "opd" and config.teacher and (untaught := sorted(set(tags) - taught)):
+        yield Complaint(
+            "teacher", f"nobody teaches {', '.join(untaught)}, and opd learns from teachers alone: name one"
         )
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from trainer.conditions import SET, ConditionalConfig, NotWith, OnlyWith
 from trainer.correction_config import TrainInferCorrection
+from trainer.distillation_config import TeacherConfig
 from trainer.engines.schedule import Scheduler
 from trainer.reward_config import Over, RewardNormalization, RewardShaping
 
@@ -26,6 +27,7 @@ Estimator = Literal[
     "step_reinforce",
     "agentic_reinforce",
     "remax",
+    "opd",
 ]
 RewardMethod = Literal["identity", "mean", "mean_std", "std"]
 
@@ -42,6 +44,11 @@ NEEDS_GROUPS = (*COMPARING, *BASELINES)
 TURN_WISE = ("gigpo", "step_reinforce")
 """Estimators that rate turns and know no reward per token."""
 WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+DISTILLING = ("opd",)
+"""Estimators that look at teachers and at no reward."""
+NO_REWARD = (
+    "a teacher's judgement is all that it learns from: leave it out, or take another adv_estimator with use_opd=true"
+)
 WITH_RATIO = ("ppo", "tis", "cispo", "topr", "sapo")
 """Losses whose ratio may be taken over a turn or a sequence."""
 AGAINST_BEHAVIOR = ("aipo", "dppo_tv")
@@ -57,9 +64,15 @@ class AlgorithmConfig(ConditionalConfig):
     # --- From rewards to advantages
     adv_estimator: Estimator = "grpo"
     """How rewards become advantages. `gae` builds a critic; `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo` and
-    `reinforce_plus_plus_baseline` compare the members of a group; `step_reinforce` and `gigpo` rate turns."""
+    `reinforce_plus_plus_baseline` compare the members of a group; `step_reinforce` and `gigpo` rate turns; `opd` asks
+    teachers."""
+    use_opd: Annotated[bool, NotWith("it is distilled already", adv_estimator=DISTILLING)] = False
+    """On-policy distillation beside the rewards: subtract the KL to the teachers from each token's advantage.
+    `adv_estimator: opd` learns from teachers alone (ROLL's `is_pure_opd`)."""
+    teacher: dict[str, TeacherConfig] = Field(default_factory=dict[str, TeacherConfig])
+    """By names of one's own; with several, those that teach a tag add up."""
     reward_normalization: RewardNormalization = RewardNormalization()
-    reward_shaping: RewardShaping = RewardShaping()
+    reward_shaping: Annotated[RewardShaping, NotWith(NO_REWARD, adv_estimator=DISTILLING)] = RewardShaping()
     gae_level: Annotated[Literal["token", "turn"], OnlyWith(adv_estimator=("gae",))] = "token"
     """What one action is: a token, or a whole turn, whose value is read before its first token."""
     value_targets: Annotated[Literal["gae", "vtrace"], OnlyWith(adv_estimator=("gae",), gae_level=("token",))] = "gae"
@@ -67,7 +80,11 @@ class AlgorithmConfig(ConditionalConfig):
     `old_logprobs: recompute`."""
     vtrace_rho_bar: Annotated[float, OnlyWith(value_targets=("vtrace",))] = Field(default=1.0, gt=0)
     vtrace_c_bar: Annotated[float, OnlyWith(value_targets=("vtrace",))] = Field(default=1.0, gt=0)
-    gamma: Annotated[float, NotWith("take step_reward_gamma", adv_estimator=TURN_WISE)] = Field(default=1.0, ge=0, le=1)
+    gamma: Annotated[
+        float,
+        NotWith("take step_reward_gamma", adv_estimator=TURN_WISE),
+        NotWith(NO_REWARD, adv_estimator=DISTILLING),
+    ] = Field(default=1.0, ge=0, le=1)
     """Discount for each sampled token; for each turn with `agentic_reinforce` and `gae_level: turn`. Observations take no
     time."""
     lambd: Annotated[float, OnlyWith(adv_estimator=("gae",))] = Field(default=0.95, ge=0, le=1)
@@ -75,11 +92,11 @@ class AlgorithmConfig(ConditionalConfig):
     """Discount for each turn."""
     episode_reward_weight: Annotated[float, OnlyWith(adv_estimator=("gigpo",))] = Field(default=1.0, ge=0)
     step_reward_weight: Annotated[float, OnlyWith(adv_estimator=("gigpo",))] = Field(default=1.0, ge=0)
-    reward_clip: Annotated[float | None, NotWith("take advantage_clip", adv_estimator=TURN_WISE)] = Field(
-        default=None, gt=0
+    reward_clip: Annotated[float | None, NotWith("take advantage_clip", adv_estimator=(*TURN_WISE, *DISTILLING))] = (
+        Field(default=None, gt=0)
     )
     """Bound on a reward's size, after normalisation and before the KL penalty."""
-    whiten_rewards: Annotated[bool, NotWith("take whiten_advantages", adv_estimator=TURN_WISE)] = False
+    whiten_rewards: Annotated[bool, NotWith("take whiten_advantages", adv_estimator=(*TURN_WISE, *DISTILLING))] = False
     """Divide the token rewards, KL penalty included, by their standard deviation over the batch."""
     whiten_advantages: bool | None = None
     """Zero mean and unit deviation over the batch's tokens. None takes the estimator's own: true for `reinforce_plus_plus`
@@ -173,7 +190,7 @@ class AlgorithmConfig(ConditionalConfig):
     kl_loss_type: Annotated[Literal["k2", "k3", "abs", "full"], OnlyWith(use_kl_loss=(True,))] = "k3"
     """Estimator of the KL in the loss; `full` is no estimate, it sums over the whole vocabulary. k1 is not offered: its
     gradient has mean zero."""
-    add_token_level_kl: Annotated[bool, NotWith("take use_kl_loss", adv_estimator=TURN_WISE)] = False
+    add_token_level_kl: Annotated[bool, NotWith("take use_kl_loss", adv_estimator=(*TURN_WISE, *DISTILLING))] = False
     """Subtract `init_kl_coef` times the KL to the reference from each token's reward."""
     init_kl_coef: Annotated[float, OnlyWith(add_token_level_kl=(True,))] = Field(default=0.0, ge=0)
     target_kl: Annotated[float | None, OnlyWith(add_token_level_kl=(True,))] = Field(default=None, gt=0)
@@ -204,6 +221,8 @@ class AlgorithmConfig(ConditionalConfig):
     def _suits_the_estimator(cls, value: RewardNormalization, info: ValidationInfo) -> RewardNormalization:
         estimator = info.data.get("adv_estimator")
         split = value.norm_mean_type or value.norm_std_type
+        if estimator in DISTILLING and value != RewardNormalization():
+            raise ValueError(f"has no effect with adv_estimator={estimator}: {NO_REWARD}")
         if estimator in BASELINES and (value.method not in (None, "identity") or split):
             raise ValueError(f"adv_estimator {estimator} compares rewards its own way: set method=null, without norm_*")
         if estimator in COMPARING and value.method == "identity":
@@ -265,6 +284,8 @@ class AlgorithmConfig(ConditionalConfig):
     @property
     def compares_siblings(self) -> bool:
         """Whether a group whose members all did equally well says nothing."""
+        if self.use_opd:
+            return False
         of_group = self.mean_over == "group" and self.reward_normalization.grouping in ("traj_group_id", "state")
         return self.adv_estimator in BASELINES or of_group
 
@@ -273,6 +294,10 @@ class AlgorithmConfig(ConditionalConfig):
         """`whiten_advantages`, with the estimator's own way filled in."""
         own = self.adv_estimator in WHITENING
         return own if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
+    def distills(self) -> bool:
+        return self.use_opd or self.adv_estimator in DISTILLING
 
     @property
     def needs_reference(self) -> bool:

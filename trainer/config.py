@@ -68,6 +68,10 @@ class ModelArgs(ConditionalConfig):
     lora_alpha: Annotated[float | None, OnlyWith(lora_target=SET)] = Field(default=None, gt=0)
     """The adapter's product counts alpha / rank times; None takes twice the rank."""
 
+    @property
+    def without_adapters(self) -> "ModelArgs":
+        return self.model_copy(update={"lora_target": None})
+
 
 class TrainingArgs(Config):
     """ROLL's `training_args`."""

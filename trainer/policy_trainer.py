@@ -25,6 +25,7 @@ from trainer.engines.frozen import FrozenModel, WithoutAdapters
 from trainer.engines.processes import Ranks, gather
 from trainer.models.export import copy_model_files, export_weights
 from trainer.models.policy import PackedPolicy, load_critic, load_policy
+from trainer.models.tokens import check_same_tokens
 from trainer.run import LearnerRun
 from trainer.step import BatchTrainer, Gauges, Models
 from trainer.warm_start import Progress, demonstrator, warm_start
@@ -182,7 +183,18 @@ class PolicyTrainer:
             reference = WithoutAdapters(self._policy, self._model)
         elif self._config.needs_reference:
             reference = self._reference = FrozenModel(self._load(folder, args), self._ranks.device)
-        self._steps = BatchTrainer(self._config, Models(self._policy, self._critic, reference), self._ranks)
+        models = Models(self._policy, self._critic, reference, self._teachers())
+        self._steps = BatchTrainer(self._config, models, self._ranks)
+
+    def _teachers(self) -> list[FrozenModel]:
+        """Raises ValueError if one has another tokenizer than the policy."""
+        for name, teacher in self._config.teacher.items():
+            check_same_tokens(self._run.model_folder, Path(teacher.pretrain), f"teacher.{name}.pretrain")
+        args = self._train.model_args.without_adapters
+        return [
+            FrozenModel(self._load(Path(teacher.pretrain), args), self._ranks.device)
+            for teacher in self._config.teacher.values()
+        ]
 
     @property
     def _adapts(self) -> bool:
@@ -192,8 +204,7 @@ class PolicyTrainer:
         """The engine that warms up: it trains all weights, those too that adapters leave alone."""
         if not self._adapts:
             return self._policy
-        everything = self._train.model_args.model_copy(update={"lora_target": None})
-        return self._engine(self._load(self._run.model_folder, everything))
+        return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
 
     def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
         return load_policy(folder, args, self._config.seed, self._config.temperature)

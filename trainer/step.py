@@ -19,7 +19,7 @@ from trainer.algorithms.normalization import RunningMoments
 from trainer.batch import Batch, MicroBatch, microbatches, minibatches, pack
 from trainer.config import LearnerConfig
 from trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
-from trainer.engines.frozen import FrozenModel, Reference
+from trainer.engines.frozen import FrozenModel, Judge, Reference
 from trainer.engines.processes import Ranks, gather
 from trainer.engines.schedule import scheduled_rate
 from trainer.gauges import batch_gauges, with_effective_sample_size
@@ -29,7 +29,7 @@ from trainer.models.policy import Sampled
 from trainer.objective import critic_loss, policy_loss
 from trainer.selection import most_varied
 from trainer.shaping import shaped
-from trainer.targets import Targets, prepare
+from trainer.targets import Targets, prepare, taught
 
 Gauges = dict[str, Partial]
 
@@ -41,6 +41,8 @@ class Models:
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
     reference: Reference | None = None
+    teachers: Sequence[Judge] = ()
+    """In the order of the configuration's `teacher`."""
 
 
 class BatchTrainer:
@@ -82,6 +84,8 @@ class BatchTrainer:
                 pieces += self._optimize(self._micro_batches(batch, part), targets, step, anchor)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
+        if targets.teacher_kl is not None:
+            fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
         fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
@@ -115,6 +119,7 @@ class BatchTrainer:
             kl_coef=self.kl.coef,
             old_logprobs=whole(policy.infer(inputs)) if self._config.old_logprobs == "recompute" else None,
             ref_logprobs=whole(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
+            teacher_logprobs=self._teacher_logprobs(batch),
             values=values,
             version=step,
             num_minibatches=self._args.num_minibatches,
@@ -122,6 +127,17 @@ class BatchTrainer:
             silent=silent,
         )
         return targets, values
+
+    def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
+        """[K, M]: what each teacher says of the sequences that it teaches; zeros elsewhere."""
+        if not self._models.teachers:
+            return None
+        out = torch.zeros(len(self._models.teachers), batch.num_sampled)
+        for row, teacher, its in zip(out, self._models.teachers, taught(self._config, batch), strict=True):
+            micro = self._micro_batches(batch, torch.unique(batch.sequence[its]).tolist())
+            for each, part in zip(micro, teacher.infer([_input(each) for each in micro]), strict=True):
+                row[each.index] = part.to("cpu", torch.float32)
+        return out
 
     def _anchor(self, batch: Batch) -> Anchor | None:
         """What the reference says of the whole batch, hidden states on the CPU, if the KL over the vocabulary is wanted."""

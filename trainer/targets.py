@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.advantages import Estimate, estimate, token_rewards, whitened_rewards
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.algorithms.aggregation import NOBODY_SILENT, Silent, token_weights
+from trainer.algorithms.distillation import teacher_advantages
 from trainer.algorithms.gpg import informative_share_inverse
 from trainer.algorithms.kl import KL_PENALTIES
 from trainer.algorithms.m2po import second_moment_mask
@@ -51,6 +52,8 @@ class Targets:
     """[M] bool: the learner's present version sampled the token and all before it, so the logprobs should be equal."""
     token_share: float = 0.0
     """One token's share of the tokens of an optimizer step."""
+    teacher_kl: float | None = None
+    """KL to the teachers per token, each times its coefficient."""
     kl_in_reward: float = 0.0
     """KL to the reference per token, averaged over each trajectory and then over trajectories: for the controller."""
 
@@ -71,6 +74,7 @@ def prepare(
     kl_coef: float = 0.0,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    teacher_logprobs: Tensor | None = None,
     values: Tensor | None = None,
     version: int | None = None,
     num_minibatches: int = 1,
@@ -80,6 +84,7 @@ def prepare(
     """Rewards to advantages, and what else is fixed before the first optimizer step.
 
     old_logprobs: the learner's own at the start of the step, or None for the engine's; ref_logprobs, values: [M] or None;
+    teacher_logprobs: [K, M] in the order of `config.teacher`, or None; where a teacher does not teach they don't count;
     version: the weights that the learner holds at the start of the step; num_minibatches: optimizer steps per pass; running:
     the statistics that `norm_mean_type: running` compares with; silent: what the policy loss's denominators
     count beside the batch.
@@ -98,7 +103,8 @@ def prepare(
     if config.whiten_rewards:
         rewards = whitened_rewards(rewards)
     trained = trained_episodes(batch, config)[batch.trajectory]
-    found = estimate(config, batch, rewards, values, old_logprobs, trained)
+    distilled = _distilled(config, batch, old, teacher_logprobs)
+    found = estimate(config, batch, rewards, values, old_logprobs, trained, distilled)
     steps = max(1, min(num_minibatches, batch.num_sequences))
     share = steps / batch.num_sampled if batch.num_sampled else 0.0
     return Targets(
@@ -117,6 +123,7 @@ def prepare(
         proximal=proximal_share(batch.versions, version or 0) if config.old_logprobs == "loglinear" else None,
         fresh=None if version is None else batch.sampled_by(version),
         token_share=share,
+        teacher_kl=None if distilled is None else -float(distilled.mean()),
         kl_in_reward=kl_mean,
     )
 
@@ -130,6 +137,24 @@ def _check(
         raise ValueError("old_logprobs: loglinear needs the learner's version")
     if config.needs_ref_logprobs and ref_logprobs is None:
         raise ValueError("a KL penalty needs the reference's logprobs")
+
+
+def taught(config: AlgorithmConfig, batch: Batch) -> Tensor:
+    """[K, M] bool: which tokens each of `config.teacher` teaches."""
+    tags = [teacher.tag_included or batch.tags for teacher in config.teacher.values()]
+    of_tag = torch.tensor([[tag in known for tag in batch.tags] for known in tags], dtype=torch.bool)
+    return of_tag[:, batch.tag[batch.trajectory]]
+
+
+def _distilled(
+    config: AlgorithmConfig, batch: Batch, logprobs: Tensor, teacher_logprobs: Tensor | None
+) -> Tensor | None:
+    if not config.distills:
+        return None
+    if teacher_logprobs is None:
+        raise ValueError("on-policy distillation needs the teachers' logprobs")
+    coef = torch.tensor([[teacher.opd_kl_coef] for teacher in config.teacher.values()]) * taught(config, batch)
+    return teacher_advantages(logprobs, teacher_logprobs, coef)
 
 
 def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: Silent) -> Tensor:

@@ -67,6 +67,11 @@ class Outcome:
         return torch.cat(parts)
 
 
+def teacher_logprobs(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """[K, M]"""
+    return torch.stack([batch.behavior_logprobs + by_token(batch, 0.3, 6.0 + k) for k in range(len(config.teacher))])
+
+
 def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
     """What `prepare` is given of other models."""
     running = RunningMoments()
@@ -77,6 +82,7 @@ def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
         "kl_coef": config.init_kl_coef,
         "old_logprobs": old if config.old_logprobs == "recompute" else None,
         "ref_logprobs": batch.behavior_logprobs + by_token(batch, 0.5, 2.0) if config.needs_reference else None,
+        "teacher_logprobs": teacher_logprobs(batch, config) if config.teacher else None,
         "values": by_token(batch, 0.4, 3.0) if config.adv_estimator == "gae" else None,
         "version": VERSION,
         "running": running,

@@ -10,6 +10,7 @@ from services.schema import Group
 from tests.trainer.outcome import outcome
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.correction_config import ImportanceWeight, MismatchFilter, TrainInferCorrection
+from trainer.distillation_config import TeacherConfig
 from trainer.reward_config import RewardNormalization, RewardShaping
 
 HERE = f"{__name__}:OddGroups"
@@ -21,6 +22,13 @@ ALL = {"zero_variance": "train"}
 
 Change = tuple[dict[str, Any], dict[str, Any]]
 """A configuration, and what is changed in it."""
+
+
+def teachers(**told: dict[str, Any]) -> dict[str, Any]:
+    return {"teacher": {name: TeacherConfig(pretrain=name, **settings) for name, settings in told.items()}}
+
+
+TEACHERS: dict[str, Any] = teachers(one={})
 
 EFFECTS: dict[str, list[Change]] = {
     "sequence_length": [({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"sequence_length": 64})],
@@ -38,7 +46,8 @@ EFFECTS: dict[str, list[Change]] = {
             "step_reinforce",
             "agentic_reinforce",
         )
-    ],
+    ]
+    + [(ALL | TEACHERS, {"adv_estimator": "opd"})],
     "gae_level": [(GAE, {"gae_level": "turn"})],
     "value_targets": [(GAE | RECOMPUTE, {"value_targets": "vtrace"})],
     "vtrace_rho_bar": [(GAE | RECOMPUTE | {"value_targets": "vtrace"}, {"vtrace_rho_bar": 1.1})],
@@ -109,6 +118,8 @@ EFFECTS: dict[str, list[Change]] = {
     "init_kl_coef": [(KL_REWARD, {"init_kl_coef": 0.1})],
     "kl_penalty": [(KL_REWARD, {"kl_penalty": name}) for name in ("k2", "k3", "abs")],
     "value_clip": [(GAE, {"value_clip": 0.05})],
+    "use_opd": [(TEACHERS, {"use_opd": True}), (TEACHERS | GAE, {"use_opd": True})],
+    "teacher": [({"use_opd": True} | TEACHERS, teachers(one={}, two={}))],
 }
 IN_THE_STEP = {
     "ppo_epochs", "critic_warmup", "target_kl", "kl_horizon", "entropy_loss_scheduler_type", "ref_model_sync_steps",
@@ -130,6 +141,11 @@ def corrected(*filters: MismatchFilter, **told: Any) -> dict[str, Any]:
 
 
 NESTED: dict[str, list[Change]] = {
+    "TeacherConfig.tag_included": [({"use_opd": True} | TEACHERS, teachers(one={"tag_included": ("tag1",)}))],
+    "TeacherConfig.opd_kl_coef": [
+        ({"use_opd": True} | TEACHERS, teachers(one={"opd_kl_coef": 0.5})),
+        ({"adv_estimator": "opd"} | TEACHERS, teachers(one={"opd_kl_coef": 0.5})),
+    ],
     "RewardNormalization.grouping": [
         ({}, normalized(grouping="batch")),
         ({}, normalized(grouping="tags")),
@@ -203,6 +219,7 @@ def test_a_key_changes_what_is_trained(base: dict[str, Any], change: dict[str, A
 
 def test_every_key_has_an_effect_that_is_shown():
     keys = set(AlgorithmConfig.model_fields)
+    nested_teacher = {f"TeacherConfig.{name}" for name in TeacherConfig.model_fields if name != "pretrain"}
     tables = {"reward_normalization", "reward_shaping", "train_infer_correction"}
     assert keys == set(EFFECTS) | IN_THE_STEP | tables
     nested = {
@@ -210,13 +227,17 @@ def test_every_key_has_an_effect_that_is_shown():
         for table in (RewardNormalization, RewardShaping, TrainInferCorrection, ImportanceWeight, MismatchFilter)
         for name in table.model_fields
     }
-    assert nested == set(NESTED)
+    assert nested | nested_teacher == set(NESTED)
 
 
 @pytest.mark.parametrize(
     ("settings", "path", "says"),
     [
         ({"adv_estimator": "remax"}, "adv_estimator", "rloo"),
+        ({"adv_estimator": "opd", "gamma": 0.9}, "gamma", "use_opd"),
+        ({"adv_estimator": "opd", "use_opd": True}, "use_opd", "already"),
+        ({"adv_estimator": "opd"} | normalized(method="mean"), "reward_normalization", "use_opd"),
+        ({"adv_estimator": "opd"} | shaping(format_penalty=1.0), "reward_shaping", "use_opd"),
         ({"critic_warmup": 3}, "critic_warmup", "gae"),
         ({"lambd": 0.9}, "lambd", "gae"),
         ({"gae_level": "turn"}, "gae_level", "gae"),

@@ -55,7 +55,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Pat
     policy = load_policy(folder, ModelArgs(attn_implementation=attention), seed=3).double()  # pyright: ignore[reportArgumentType]
     twin = eager_twin(policy)
     tokens, packing, positions = packed_batch()
-    logprobs, entropies = policy(PackedInput(tokens, packing, positions))
+    logprobs, entropies, _ = policy(PackedInput(tokens, packing, positions))
     expected = reference_logprobs(twin, tokens, packing, positions)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=ATOL)
     assert entropies.shape == logprobs.shape
@@ -72,7 +72,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Pat
 def test_a_sequence_does_not_see_what_lies_beside_it(folder: Path) -> None:
     policy = load_policy(folder, ModelArgs(), seed=3)
     tokens, packing, positions = packed_batch()
-    before, _ = policy(PackedInput(tokens, packing, positions))
+    before, *_ = policy(PackedInput(tokens, packing, positions))
     first = int(packing.cu_seqlens[1])
     changed = tokens.clone()
     changed[first:] = (changed[first:] + 1) % 11
@@ -91,7 +91,7 @@ def test_a_sliding_window_bounds_what_a_packed_token_sees() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="offbeat_packed")
     policy = PackedPolicy(model).double()
     tokens, packing, positions = packed_batch()
-    logprobs, _ = policy(PackedInput(tokens, packing, positions))
+    logprobs, *_ = policy(PackedInput(tokens, packing, positions))
     expected = reference_logprobs(eager_twin(policy), tokens, packing, positions)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=ATOL)
 
@@ -100,7 +100,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
     grads: list[list[torch.Tensor]] = []
     for disable in (True, False):
         policy = load_policy(folder, ModelArgs(disable_gradient_checkpointing=disable), seed=3).double().train()
-        logprobs, entropies = policy(PackedInput(*packed_batch()))
+        logprobs, entropies, _ = policy(PackedInput(*packed_batch()))
         (logprobs.sum() + entropies.sum()).backward()
         grads.append([p.grad for p in policy.parameters() if p.grad is not None])
     assert len(grads[0]) == len(grads[1])
