@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
+from services.weights.transports import owner_of
+
 QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
 SMALL = (
     "warm_start.steps=60",
@@ -100,6 +102,6 @@ class TrainProcess:
                 self.process.wait(10)
 
 
-def left_behind(run_id: str = "quickstart") -> list[str]:
+def left_behind(train: TrainProcess) -> list[str]:
     """Files of the run in shared memory."""
-    return [path.name for path in Path("/dev/shm").glob(f"offbeat-{run_id}-*")]
+    return [path.name for path in Path("/dev/shm").glob(f"offbeat-{owner_of('quickstart', train.output_dir)}-*")]

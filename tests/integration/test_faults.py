@@ -47,7 +47,7 @@ def test_a_run_whose_worker_engine_and_learner_are_killed_ends_with_every_group_
     assert report["groups_trained"] == 12 * 8
     assert accounted(report)
     assert report["max_staleness_seen"] <= 1
-    assert left_behind() == []
+    assert left_behind(train) == []
 
 
 def test_without_learning_the_learner_and_the_engine_agree_to_float_noise_through_all_updates(start: Start):
@@ -68,7 +68,7 @@ def test_ctrl_c_stops_within_ten_seconds_leaves_nothing_and_the_run_can_be_resum
     assert time.monotonic() - asked < 10
     assert "resume_from_checkpoint=true" in train.output
     assert psutil.wait_procs(family, timeout=1)[1] == []
-    assert left_behind() == []
+    assert left_behind(train) == []
 
     resumed = start("resume_from_checkpoint=true")
     assert resumed.wait_for_step(step)["step"] >= step

@@ -13,11 +13,13 @@ import httpx
 import psutil
 import pytest
 
+from services.weights.transports import owner_of
+from tests.integration.steering import OFFBEAT, WATCHED, Steering, steer
 from tests.waiting import wait_until_sync
 
-OFFBEAT = Path(__file__).parents[2] / ".venv/bin/offbeat"
 STOPPED, FAILED = 130, 1
 RUN_ID = "own"
+GROUPS_PER_STEP = 4
 MY_ENVS = '''
 import time
 import gymnasium
@@ -84,11 +86,15 @@ class Command:
                 start_new_session=True,
             )
 
-    def call(self, method: str, path: str) -> Any:
+    @property
+    def url(self) -> str:
+        """Of the control service. Raises OSError or ValueError while there is none."""
+        return str(json.loads((self.run_dir / "endpoints.json").read_text())["control_url"])
+
+    def call(self, method: str, path: str, body: dict[str, float] | None = None) -> Any:
         """What the control service answers, or None while it does not."""
         try:
-            url = json.loads((self.run_dir / "endpoints.json").read_text())["control_url"]
-            return httpx.request(method, f"{url}{path}", timeout=5.0).raise_for_status().json()
+            return httpx.request(method, f"{self.url}{path}", json=body, timeout=10.0).raise_for_status().json()
         except (OSError, ValueError, httpx.HTTPError):
             return None
 
@@ -140,40 +146,57 @@ def commands() -> Iterator[list[Command]]:
         command.end()
 
 
-def shared_memory() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob(f"offbeat-{RUN_ID}-*")]
+def shared_memory(command: Command) -> list[str]:
+    return [path.name for path in Path("/dev/shm").glob(f"offbeat-{owner_of(RUN_ID, command.run_dir)}-*")]
 
 
-def test_a_run_stopped_over_rest_goes_on_and_ends_though_redis_and_the_control_service_are_killed(
+def test_a_run_steered_and_stopped_over_rest_goes_on_though_redis_and_the_control_service_are_killed(
     folder: Path, commands: list[Command]
 ):
-    first = Command(folder)
+    first = Command(folder, "max_steps=2000", "save_steps=1000")
     commands.append(first)
-    first.wait_for_step(3)
-    assert first.call("POST", f"/runs/{RUN_ID}/stop")["wanted"] == "stopped"
-    assert first.process.wait(60) == STOPPED, first.log.read_text()
-    assert "resume_from_checkpoint=true" in first.log.read_text()
+    first.wait_for_step(2)
+    run = Steering(RUN_ID, first.url, first.call)
+    with run.watched(folder):
+        changed_at = steer(run)
+        wait_until_sync(lambda: len(first.living("EnvWorkerActor")) == 2, timeout_s=120)
+        run.patch(num_workers=1)
+        wait_until_sync(lambda: len(first.living("EnvWorkerActor")) == 1, timeout_s=60)
+        reached = run.view()["step"]
+        assert first.call("POST", f"/runs/{RUN_ID}/stop")["wanted"] == "stopped"
+        assert first.process.wait(60) == STOPPED, first.log.read_text()
+    watched = (folder / WATCHED).read_text()
+    assert f"from step {changed_at + 1} on: learning_rate 0.0005" in watched
+    assert "the run is paused" in watched
+    assert "Traceback" not in watched
+    (saved,) = (first.run_dir / "checkpoints").glob("step-*")
+    stopped_at = int(saved.name.removeprefix("step-"))
+    assert stopped_at >= reached
+    said = first.log.read_text()
+    assert f"Stopped at step {stopped_at} of 2000; runs/own/checkpoints/{saved.name} holds it." in said
+    assert "Go on with: offbeat train own.yaml max_steps=2000 save_steps=1000 resume_from_checkpoint=true" in said
     assert first.living() == []
-    assert shared_memory() == []
-    stopped_at = max(int(path.name.removeprefix("step-")) for path in (first.run_dir / "checkpoints").glob("step-*"))
-    assert stopped_at >= 3
+    assert shared_memory(first) == []
 
-    second = Command(folder, "resume_from_checkpoint=true")
+    last = stopped_at + 15
+    second = Command(folder, "resume_from_checkpoint=true", f"max_steps={last}")
     commands.append(second)
     second.wait_for_step(stopped_at + 2)
     second.kill("redis-server")
     second.wait_for_step(stopped_at + 5)
+    settings = second.call("GET", f"/runs/{RUN_ID}")["settings"]
+    assert (settings["learning_rate"], settings["temperature"], settings["max_staleness"]) == (5e-4, 0.8, 2.0)
     second.kill("ServeReplica:control")
     assert second.process.wait(240) == 0, second.log.read_text()
     assert second.living() == []
-    assert shared_memory() == []
+    assert shared_memory(second) == []
 
     report = json.loads((second.run_dir / "report.json").read_text())
-    assert (report["steps"], report["attempts"], report["eval_episodes"]) == (24, 2, 8)
+    assert (report["steps"], report["attempts"], report["eval_episodes"]) == (last, 2, 8)
     gone = sum(report["groups_dropped"].values()) + sum(report["groups_failed"].values())
-    assert report["groups_trained"] == 96
-    assert report["groups_admitted"] == 96 + gone + report["groups_in_flight"]
-    assert report["max_staleness_seen"] <= 1
+    assert report["groups_trained"] == GROUPS_PER_STEP * last
+    assert report["groups_admitted"] == GROUPS_PER_STEP * last + gone + report["groups_in_flight"]
+    assert report["max_staleness_seen"] <= 2
     assert (second.run_dir / "episodes.html").exists()
 
 
@@ -208,4 +231,4 @@ def test_nothing_outlives_a_command_that_is_killed_and_the_next_one_takes_its_pl
     assert second.process.wait(30) == STOPPED
     assert time.monotonic() - began < 10
     assert second.living() == []
-    assert shared_memory() == []
+    assert shared_memory(second) == []
