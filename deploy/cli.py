@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from deploy.bench.command import bench_app
+from deploy.chaos.command import chaos
 from deploy.envs_command import env_app
 from deploy.play.command import inspect, play, rollout
 from deploy.rest.command import runs_app
@@ -29,7 +30,7 @@ app.add_typer(learner_app, name="learner")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 app.add_typer(env_app, name="env")
-for command in (play, rollout, inspect):
+for command in (play, rollout, inspect, chaos):
     app.command()(command)
 app.add_typer(runs_app, name="runs")
 
