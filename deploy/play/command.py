@@ -17,7 +17,9 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the env, as YAML.", show_default=False),
 ]
-Agent = Annotated[str, typer.Option(help="`human`, `random`, or the path of a policy: a model's folder, or a run's.")]
+Agent = Annotated[
+    str, typer.Option(help="`human`, `random`, `openai URL`, or the path of a policy: a model's folder, or a run's.")
+]
 Tokenizer = Annotated[
     Path | None, typer.Option(help="Show the tokens of this folder's tokenizer. A policy brings its own.")
 ]
@@ -32,16 +34,29 @@ def play(
     max_steps: Annotated[int | None, typer.Option(min=1, help="Turns.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default=False)] = None,
     tokenizer: Tokenizer = None,
+    model: Annotated[str, typer.Option(help="Of `openai`: else the first that the endpoint lists.")] = "",
     render: Annotated[Path | None, typer.Option(help="Write the episode as .gif or .html.", show_default=False)] = None,
 ) -> None:
     """Play one episode here: each observation, the exact prompt tokens, completion, action, reward, and why it ended.
+
+    `offbeat play ENV --agent openai http://localhost:8000/v1` lets a model behind an OpenAI-compatible endpoint play (its
+    key is read from OPENAI_API_KEY).
 
     Needs no Ray, GPU or Redis; prompts, answers and rewards are made by the code that plays in the mesh.
     """
     if render is not None and render.suffix not in (".gif", ".html"):
         _refuse(f"--render {render}: write .gif or .html")
+    urls = [word for word in settings or () if word.startswith(("http://", "https://"))]
+    if agent == "openai" and len(urls) != 1:
+        _refuse(
+            "--agent openai needs the endpoint's base URL: offbeat play ENV --agent openai http://localhost:8000/v1"
+        )
+    if agent != "openai" and (urls or model):
+        _refuse("a URL and --model belong to --agent openai")
+    endpoint = (urls[0], model) if urls else None
+    changes = parse_settings([word for word in settings or () if word not in urls])
     try:
-        asyncio.run(_play(env, parse_settings(settings), agent, seed, tag, max_steps, temperature, tokenizer, render))
+        asyncio.run(_play(env, changes, agent, endpoint, seed, tag, max_steps, temperature, tokenizer, render))
     except _errors() as error:
         _refuse(_told(error))
 
@@ -50,6 +65,7 @@ async def _play(
     env: str,
     env_config: dict[str, Any],
     agent: str,
+    endpoint: tuple[str, str] | None,
     seed: int,
     tag: str | None,
     max_steps: int | None,
@@ -61,6 +77,7 @@ async def _play(
 
     from deploy.episodes import make_with_pictures, write_gif, write_html
     from deploy.play.agents import GoneError, SpokenAnswers, chat_of, human_speaker, random_speaker
+    from deploy.play.asked import AskedAnswers
     from deploy.play.policy import policy_folder
     from deploy.play.setting import find_setting, unbounded
     from deploy.play.watching import watch
@@ -69,14 +86,18 @@ async def _play(
     setting = find_setting(env, env_config, tag, max_steps)
     if temperature is not None:
         setting = replace(setting, temperature=temperature)
-    spoken = agent in ("human", "random")
+    spoken = agent in ("human", "random") or endpoint is not None
+    if endpoint and tokenizer:
+        raise ValueError("--tokenizer can't show the tokens of an endpoint's model")
     folder = tokenizer if spoken else policy_folder(Path(agent))
     chat = chat_of(folder)
     setting = unbounded(setting) if spoken else setting
     make = make_with_pictures if render else registry.make
     made = make(setting.env.env_type, setting.env.env_config)
     try:
-        if spoken:
+        if endpoint:
+            sample = AskedAnswers(*endpoint, chat, temperature)
+        elif spoken:
             sample = SpokenAnswers(human_speaker() if agent == "human" else random_speaker(made, seed), chat)
         else:
             sample = _policy_sampler(folder, chat, setting, seed)

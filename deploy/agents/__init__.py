@@ -1,0 +1,1 @@
+"""Foreign agents that the project's own configurations play."""

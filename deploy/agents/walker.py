@@ -1,0 +1,25 @@
+"""A foreign agent of twenty lines: it knows OpenAI's client and the env's URL, and nothing of how it is trained."""
+
+from functools import cache
+from typing import Any
+
+from openai import OpenAI
+
+from services.rollout.agent_task import AgentTask
+
+
+@cache
+def client(base_url: str) -> OpenAI:
+    return OpenAI(base_url=base_url, api_key="of each episode")
+
+
+def play(task: AgentTask) -> None:
+    """Ask the policy for the next word, act by it, tell it what it sees."""
+    policy = client(task.base_url).with_options(api_key=task.api_key)
+    told: list[Any] = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}]
+    done = False
+    while not done:
+        said = policy.chat.completions.create(model=task.model, messages=told).choices[0].message.content or ""
+        reply = task.step(said)
+        told += [{"role": "assistant", "content": said}, {"role": "user", "content": reply.observation}]
+        done = reply.done
