@@ -4,10 +4,12 @@ Arrays travel as raw little-endian bytes, masks as packed bits. Every blob opens
 whatever does not follow the schema raises `CodecError`.
 """
 
+import math
 from typing import Any, NoReturn, cast
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 
 from services.errors import CodecError
 from services.schema import (
@@ -29,6 +31,10 @@ from services.schema import (
 
 MAX_TOKENS = 1 << 24
 """Longest token sequence that is read; a larger claim is refused before anything is allocated."""
+MAX_BLOB = 1 << 30
+"""Bytes of the largest message that is read."""
+MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
+"""What reading a body that does not follow its schema may raise."""
 
 
 def _pack(kind: str, body: Any) -> bytes:
@@ -36,6 +42,8 @@ def _pack(kind: str, body: Any) -> bytes:
 
 
 def _unpack(kind: str, blob: bytes) -> Any:
+    if len(blob) > MAX_BLOB:
+        raise CodecError(f"{kind} message of {len(blob)} bytes: at most {MAX_BLOB} are read")
     try:
         found, version, body = msgpack.unpackb(blob, raw=False, use_list=True)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -59,7 +67,7 @@ def _unpack_mask(data: bytes, length: int) -> BoolArray:
     bits = np.frombuffer(data, dtype=np.uint8)
     if len(bits) != (length + 7) // 8:
         raise ValueError(f"mask of {len(bits)} bytes for {length} tokens")
-    return np.unpackbits(bits, count=length).astype(np.bool_)
+    return np.unpackbits(bits, count=length).view(np.bool_)
 
 
 def _spans(rows: Any, length: int) -> tuple[VersionSpan, ...]:
@@ -68,8 +76,38 @@ def _spans(rows: Any, length: int) -> tuple[VersionSpan, ...]:
     for span in spans:
         if not position <= span.start < span.end <= length:
             raise ValueError(f"version span {tuple(span)} is not in order inside {length} tokens")
+        _count(span.version, "version")
         position = span.end
     return spans
+
+
+def _count(value: Any, what: str) -> int:
+    """A whole number from 0 on that fits 64 bits."""
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{what} {number}")
+    return number
+
+
+def _finite(value: Any, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}")
+    return number
+
+
+def _tokens(data: Any) -> npt.NDArray[np.int32]:
+    tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+    if len(tokens) and int(tokens.min()) < 0:
+        raise ValueError("a negative token id")
+    return tokens
+
+
+def _logprobs(data: Any) -> npt.NDArray[np.float32]:
+    logprobs = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    if not np.isfinite(logprobs).all():
+        raise ValueError("a logprob that is not finite")
+    return logprobs
 
 
 def _segment_body(segment: Segment) -> list[Any]:
@@ -87,18 +125,18 @@ def _segment(body: Any) -> Segment:
     if not 0 <= length <= MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
     segment = Segment(
-        tokens=np.frombuffer(tokens, dtype="<i4").astype(np.int32, copy=False),
+        tokens=_tokens(tokens),
         loss_mask=_unpack_mask(mask, length),
-        logprobs=np.frombuffer(logprobs, dtype="<f4").astype(np.float32, copy=False),
+        logprobs=_logprobs(logprobs),
         versions=_spans(versions, length),
     )
     if len(segment.tokens) != length or len(segment.logprobs) != length:
         raise ValueError(f"{len(segment.tokens)} tokens and {len(segment.logprobs)} logprobs, {length} announced")
-    if length and int(segment.tokens.min()) < 0:
-        raise ValueError("a negative token id")
-    if not np.isfinite(segment.logprobs).all():
-        raise ValueError("a logprob that is not finite")
-    if not np.array_equal(segment.token_versions() >= 0, segment.loss_mask):
+    covered = bytearray(length)
+    for start, end, version in segment.versions:
+        if version >= 0:
+            covered[start:end] = b"\1" * (end - start)
+    if covered != segment.loss_mask.tobytes():
         raise ValueError("version spans and loss mask differ")
     return segment
 
@@ -134,8 +172,8 @@ def decode_trajectory(blob: bytes) -> Trajectory:
         group_id, index, attempt, tag, seed, segments, turns, stop, metrics, worker_id, duration_s, text = body
         trajectory = Trajectory(
             group_id=str(group_id),
-            index=int(index),
-            attempt=int(attempt),
+            index=_count(index, "index"),
+            attempt=_count(attempt, "attempt"),
             tag=str(tag),
             seed=int(seed),
             segments=tuple(_segment(segment) for segment in segments),
@@ -143,11 +181,11 @@ def decode_trajectory(blob: bytes) -> Trajectory:
             stop_reason=StopReason(stop),
             metrics={str(name): float(value) for name, value in metrics.items()},
             worker_id=str(worker_id),
-            duration_s=float(duration_s),
+            duration_s=_finite(duration_s, "duration"),
             text=tuple(str(part) for part in text),
         )
         _check_turns(trajectory)
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         _refuse("trajectory", error)
     return trajectory
 
@@ -158,7 +196,7 @@ def _check_turns(trajectory: Trajectory) -> None:
             raise ValueError(f"turn in segment {turn.segment} of {len(trajectory.segments)}")
         if not 0 <= turn.start < turn.end <= len(trajectory.segments[turn.segment].tokens):
             raise ValueError(f"turn of tokens [{turn.start}, {turn.end}) outside its segment")
-        if not np.isfinite(turn.reward):
+        if not math.isfinite(turn.reward):
             raise ValueError(f"reward {turn.reward}")
 
 
@@ -186,13 +224,19 @@ def decode_requests(blob: bytes) -> list[GenerateRequest]:
         return [
             GenerateRequest(
                 request_id=str(request_id),
-                prompt=tuple(np.frombuffer(prompt, dtype="<i4").tolist()),
-                sampling=Sampling(float(temperature), float(top_p), int(top_k), int(max_new), tuple(stops)),
-                min_version=int(min_version),
+                prompt=tuple(_tokens(prompt).tolist()),
+                sampling=Sampling(
+                    _finite(temperature, "temperature"),
+                    _finite(top_p, "top_p"),
+                    int(top_k),
+                    _count(max_new, "max_new_tokens"),
+                    tuple(_count(stop, "stop token") for stop in stops),
+                ),
+                min_version=_count(min_version, "min_version"),
             )
             for request_id, prompt, temperature, top_p, top_k, max_new, stops, min_version in _unpack("requests", blob)
         ]
-    except (ValueError, TypeError) as error:
+    except MALFORMED as error:
         _refuse("requests", error)
 
 
@@ -217,18 +261,21 @@ def decode_completions(blob: bytes) -> list[Completion]:
     try:
         out: list[Completion] = []
         for request_id, tokens, logprobs, versions, finish, error in _unpack("completions", blob):
-            token_ids = tuple(np.frombuffer(tokens, dtype="<i4").tolist())
+            token_ids = tuple(_tokens(tokens).tolist())
+            sampled = tuple(_logprobs(logprobs).tolist())
+            if len(sampled) != len(token_ids):
+                raise ValueError(f"{len(token_ids)} tokens and {len(sampled)} logprobs")
             out.append(
                 Completion(
                     request_id=str(request_id),
                     token_ids=token_ids,
-                    logprobs=tuple(np.frombuffer(logprobs, dtype="<f4").tolist()),
+                    logprobs=sampled,
                     versions=_spans(versions, len(token_ids)),
                     finish_reason=FinishReason(finish),
                     error=str(error),
                 )
             )
-    except (ValueError, TypeError) as error:
+    except MALFORMED as error:
         _refuse("completions", error)
     return out
 
@@ -261,16 +308,16 @@ def decode_manifest(blob: bytes) -> Manifest:
         run_id, version, step, epoch, transport, location, digest, num_bytes, tensors, published_at, anchor = body
         return Manifest(
             run_id=str(run_id),
-            version=int(version),
-            step=int(step),
-            epoch=int(epoch),
+            version=_count(version, "version"),
+            step=_count(step, "step"),
+            epoch=_count(epoch, "epoch"),
             transport=str(transport),
             location=str(location),
             digest=str(digest),
-            num_bytes=int(num_bytes),
-            tensors=tuple(TensorSpec(str(n), str(d), tuple(int(x) for x in s)) for n, d, s in tensors),
-            published_at=float(published_at),
-            anchor=Anchor(str(anchor[0]), str(anchor[1]), int(anchor[2])) if anchor else None,
+            num_bytes=_count(num_bytes, "num_bytes"),
+            tensors=tuple(TensorSpec(str(n), str(d), tuple(_count(x, "dimension") for x in s)) for n, d, s in tensors),
+            published_at=_finite(published_at, "published_at"),
+            anchor=Anchor(str(anchor[0]), str(anchor[1]), _count(anchor[2], "num_bytes")) if anchor else None,
         )
-    except (ValueError, TypeError) as error:
+    except MALFORMED as error:
         _refuse("manifest", error)
