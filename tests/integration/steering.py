@@ -25,7 +25,8 @@ class Steering:
         self._call = call
 
     def view(self) -> dict[str, Any]:
-        return self._call("GET", self._run) or {}
+        """The run, as soon as the service answers."""
+        return self.until(lambda _: True)
 
     def why(self) -> str:
         return (self._call("GET", f"{self._run}/why") or {}).get("sentence", "")
@@ -41,7 +42,7 @@ class Steering:
         seen: dict[str, Any] = {}
 
         def look() -> bool:
-            seen.update(self.view())
+            seen.update(self._call("GET", self._run) or {})
             return bool(seen) and holds(seen)
 
         wait_until_sync(look, timeout_s=120, every_s=0.1)

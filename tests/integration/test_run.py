@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import psutil
 import pytest
 
 from services.weights.transports import owner_of
-from tests.integration.steering import OFFBEAT, WATCHED, Steering, steer
+from tests.integration.steering import OFFBEAT, STILL_S, WATCHED, Steering, steer
 from tests.waiting import wait_until_sync
 
 STOPPED, FAILED = 130, 1
 RUN_ID = "own"
-GROUPS_PER_STEP = 4
+GROUPS_PER_STEP, MAX_STALENESS = 4, 1
 MY_ENVS = '''
 import time
 import gymnasium
@@ -212,15 +213,31 @@ def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, comm
     assert command.living() == []
 
 
-def test_nothing_outlives_a_command_that_is_killed_and_the_next_one_takes_its_place(
+def test_a_learner_attaches_detaches_and_goes_on_and_nothing_outlives_a_command_that_is_killed(
     folder: Path, commands: list[Command]
 ):
-    first = Command(folder)
+    first = Command(folder, "control.learner=external", "max_steps=2000", "save_steps=1000")
     commands.append(first)
     wait_until_sync(lambda: first.call("GET", f"/runs/{RUN_ID}") is not None, timeout_s=120)
-    os.kill(first.process.pid, signal.SIGKILL)
-    first.process.wait(5)
+    with attached(first, "1") as learner:
+        first.wait_for_step(2)
+        learner.send_signal(signal.SIGINT)
+        assert learner.wait(60) == 0, said(first, "1")
+    run = Steering(RUN_ID, first.url, first.call)
+    step = run.view()["step"]
+    assert f"Detached at step {step} of 2000; " in said(first, "1")
+    # What the staleness bound allows is played, and no further; then all wait for the next learner.
+    wait_until_sync(lambda: full(run, step), timeout_s=60, every_s=0.2)
+    time.sleep(STILL_S)
+    assert full(run, step)
+    assert "waits for `offbeat learner attach own`" in run.offbeat("why")
+    with attached(first, "2"):
+        first.wait_for_step(step + 2)
+        assert f"Goes on from step {step}: " in said(first, "2")
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait(5)
     wait_until_sync(lambda: first.living() == [], timeout_s=15)
+    assert shared_memory(first) != []
 
     second = Command(folder)
     commands.append(second)
@@ -232,3 +249,29 @@ def test_nothing_outlives_a_command_that_is_killed_and_the_next_one_takes_its_pl
     assert time.monotonic() - began < 10
     assert second.living() == []
     assert shared_memory(second) == []
+
+
+@contextmanager
+def attached(command: Command, name: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """`offbeat learner attach own` in another terminal."""
+    with (command.folder / f"learner-{name}.txt").open("w") as out:
+        learner = subprocess.Popen(
+            [OFFBEAT, "learner", "attach", RUN_ID], cwd=command.folder, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield learner
+    finally:
+        learner.kill()
+        learner.wait(10)
+
+
+def said(command: Command, name: str) -> str:
+    """Everything that an attached learner has said so far."""
+    return (command.folder / f"learner-{name}.txt").read_text()
+
+
+def full(run: Steering, step: int) -> bool:
+    """Whether every group is there that may be played before step `step` + 1."""
+    counters = run.view()["counters"]
+    gone = sum(counters["dropped"].values()) + sum(counters["failed"].values())
+    return counters["admitted"] - gone == (step + MAX_STALENESS + 1) * GROUPS_PER_STEP
