@@ -42,7 +42,7 @@ class Node:
     message: ChatMessage
     completion: Completion
     kept: int
-    """Tokens of the completion that the agent was given: all, or those up to its stop words."""
+    """Tokens of the completion that count: all, or those up to the end of the stop word."""
     delivered: bool = False
     """Whether the agent is known to have had it."""
 
@@ -72,9 +72,8 @@ class TokenTree:
         for place in reversed(told):
             found = self._continued(messages, tools, place, whole)
             if found is not None:
-                parent, new = found
+                parent, tokens = found
                 later = sum(other > place for other in told)
-                tokens = self._joined(parent, new)
                 return Prompt(tokens, parent, whole, later, anchor=anchor)
         return Prompt(self.template.encode(whole), ROOT, whole, len(told), anchor=anchor)
 
@@ -113,13 +112,14 @@ class TokenTree:
 
     def _continued(
         self, messages: Sequence[ChatMessage], tools: Tools, place: int, whole: str
-    ) -> tuple[int, str] | None:
-        """The node that said the assistant message at `place`, and the text behind its end, if the template's text of the
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """The node that said the assistant message at `place`, and the tokens to send, if the template's text of the
         conversation is the node's with something behind it."""
         before = self.template.render(messages[:place], tools, prompt=True)
-        said = [n for n in self._by_text.get(before, ()) if self.nodes[n].message.says_the_same_as(messages[place])]
-        if not said:
-            return None
+        asked = self._by_text.get(before, ())
+        same = [n for n in asked if self.nodes[n].message.says_the_same_as(messages[place])]
+        if not same:
+            return self._lengthened(asked, before, whole)
         until = self.template.render(messages[: place + 1], tools, prompt=False)
         end = until.rfind(self.template.end_text)
         written = until[len(before) : end]
@@ -127,13 +127,19 @@ class TokenTree:
             return None
         if not self.template.message_of(written, tools=bool(tools)).says_the_same_as(messages[place]):
             return None
-        return _of_same_calls(said, self.nodes, messages[place]), whole[end + len(self.template.end_text) :]
+        parent = _of_same_calls(same, self.nodes, messages[place])
+        tokens, behind = self.nodes[parent].tokens, self.template.encode(whole[end:])
+        # an answer that was cut short is ended here, by a token that nobody sampled
+        return parent, tokens + (behind[1:] if tokens[-1] == self.template.end_id else behind)
 
-    def _joined(self, parent: int, new: str) -> tuple[int, ...]:
-        """The parent's tokens, its answer ended if it was cut short, and the new text's."""
-        before, end_id = self.nodes[parent].tokens, self.template.end_id
-        behind = self.template.encode(self.template.end_text + new)
-        return before + (behind[1:] if before[-1] == end_id else behind)
+    def _lengthened(self, asked: Sequence[int], before: str, whole: str) -> tuple[int, tuple[int, ...]] | None:
+        """A node whose answer was cut short and to which the agent put words, such as the stop word, and the tokens."""
+        for number in reversed(asked):
+            node = self.nodes[number]
+            text = before + self._words(node)
+            if node.tokens[-1] not in self.template.stop_ids and whole.startswith(text):
+                return number, node.tokens + self.template.encode(whole[len(text) :])
+        return None
 
     def _words(self, node: Node) -> str:
         """An answer as it reads in bare text: one that ended itself shows the token that ended it."""

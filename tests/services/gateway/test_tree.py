@@ -180,12 +180,13 @@ async def test_an_answer_that_was_cut_is_ended_before_the_next_message(plain: Ch
     assert (segment.tokens[end], bool(segment.loss_mask[end])) == (plain.end_id, False)
 
 
-async def test_stop_words_cut_what_the_agent_gets_and_what_is_trained(plain: ChatTemplate):
+@pytest.mark.parametrize("put_back", ["", "Observation:", "Observation: mine"])
+async def test_stop_words_cut_what_the_agent_gets_and_what_is_trained(plain: ChatTemplate, put_back: str):
     policy = Scripted(plain, ["think Observation: made up", "two"])
     session = session_of(policy)
     (reply,) = await session.answer(Ask((user("a"),), stop=("Observation:", "never")))
     assert (reply.message.content, reply.stop_word, reply.finish_reason) == ("think ", "Observation:", "stop")
-    await ask(session, user("a"), reply.message, user("b"))
+    await ask(session, user("a"), assistant(reply.message.content + put_back), user("b"))
     (segment,) = session.close().segments
     kept = plain.encode("think Observation:")
     assert trained(segment) == [*kept, *policy.made[1].token_ids]
