@@ -11,7 +11,7 @@ from services.buffer.app import HEAD_NODE
 from tests.integration.ray_cluster import RayCluster
 from tests.waiting import wait_until_sync
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 LOCAL = Path(__file__).parents[2] / "deploy" / "local.yaml"
 MY_ENVS = '''

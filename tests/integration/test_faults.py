@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.mesh import TrainProcess, left_behind
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 Start = Callable[..., TrainProcess]
 

@@ -34,7 +34,7 @@ from services.weights.transports import SharedMemoryTransport, cleanup
 from tests.integration.policy_weights import mismatch, named_tensors, random_policy, write_policy
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 RUN = f"serve-{os.getpid()}"
 FLOAT_NOISE = 5e-5
