@@ -52,12 +52,12 @@ $(STAMP): pyproject.toml
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
 
-# Unit tests share the cores; what starts whole services has the machine to itself.
+# Two tests at a time, but for those that start Ray or vLLM: they use both cores by themselves.
 test: $(STAMP) ## run all tests, or what ARGS names
 ifeq ($(strip $(ARGS)),)
 	@failed=0; \
-	$(BIN)/python -m pytest -q -n 2 --ignore tests/integration || failed=$$?; \
-	$(BIN)/python -m pytest -q tests/integration || failed=$$?; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' || failed=$$?; \
+	$(BIN)/python -m pytest -q -m alone tests/integration || failed=$$?; \
 	exit $$failed
 else
 	@$(BIN)/python -m pytest -q $(ARGS)

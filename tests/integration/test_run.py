@@ -18,6 +18,8 @@ from services.weights.transports import owner_of
 from tests.integration.steering import OFFBEAT, STILL_S, WATCHED, Steering, steer
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.alone
+
 STOPPED, FAILED = 130, 1
 RUN_ID = "own"
 GROUPS_PER_STEP, MAX_STALENESS = 4, 1
