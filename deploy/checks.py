@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from deploy.config import RunConfig
 from deploy.problems import Problem
 from deploy.prompt_check import first_prompt_problems
 from deploy.run_folder import holds_run
-from services.rollout.config import EnvManagerConfig
+from services.rollout.config import AgentRunner, EnvManagerConfig
 from trainer.algorithm_checks import algorithm_complaints
 from trainer.learner_checks import learner_complaints
 
@@ -85,6 +86,8 @@ def _env_problems(config: RunConfig) -> Iterator[Problem]:
             yield (
                 Problem(f"custom_envs.{tag}.{key}", rest) if named else Problem(f"custom_envs.{tag}.env_type", message)
             )
+        if env.agent_runner:
+            yield from _agent_problems(tag, env.agent_runner)
         if env.max_tokens_per_step >= config.sequence_length:
             yield Problem(
                 f"custom_envs.{tag}.max_tokens_per_step",
@@ -102,26 +105,34 @@ def _env_problems(config: RunConfig) -> Iterator[Problem]:
     if config.warm_start:
         if config.warm_start.tag not in config.custom_envs:
             yield Problem("warm_start.tag", _no_such_tag(config.warm_start.tag, config))
-        yield from _demo_problems(config.warm_start.demos)
+        yield from _function_problems("warm_start.demos", config.warm_start.demos)
 
 
 def _no_such_tag(tag: str, config: RunConfig) -> str:
     return f"no tag {tag!r} in custom_envs; there is {', '.join(sorted(config.custom_envs)) or 'none'}"
 
 
-def _demo_problems(demos: str) -> Iterator[Problem]:
-    module, _, function = demos.partition(":")
+def _agent_problems(tag: str, runner: AgentRunner) -> Iterator[Problem]:
+    key = f"custom_envs.{tag}.agent_runner"
+    if runner.path:
+        yield from _function_problems(f"{key}.path", runner.path)
+    elif shutil.which(runner.command[0]) is None:
+        yield Problem(f"{key}.command", f"there is no program {runner.command[0]!r} on the PATH")
+
+
+def _function_problems(key: str, path: str) -> Iterator[Problem]:
+    module, _, function = path.partition(":")
     if not module or not function:
-        yield Problem("warm_start.demos", f"expected `module:function`, got {demos!r}")
+        yield Problem(key, f"expected `module:function`, got {path!r}")
         return
     try:
         found = importlib.import_module(module)
     except (ImportError, TypeError, ValueError) as error:
-        yield Problem("warm_start.demos", f"can't import {module!r}: {error}")
+        yield Problem(key, f"can't import {module!r}: {error}")
         return
     if not callable(getattr(found, function, None)):
         known = [name for name, value in inspect.getmembers(found, inspect.isfunction) if value.__module__ == module]
-        yield Problem("warm_start.demos", f"{module} has no function {function!r}; it has {', '.join(known) or 'none'}")
+        yield Problem(key, f"{module} has no function {function!r}; it has {', '.join(known) or 'none'}")
 
 
 def _cpu_problems(config: RunConfig, cores: float) -> Iterator[Problem]:

@@ -43,6 +43,16 @@ def test_the_quickstart_can_run_on_two_cores():
         (["weights.transport=ipc"], "weights.transport", "take shm"),
         (["actor_infer.generating_args.temperature=0"], "actor_infer.generating_args.temperature", "positive"),
         (["control.host=0.0.0.0"], "control.host", "control.token"),
+        (
+            ["+custom_envs.FrozenLake.agent_runner.path=deploy.agents.walker:run"],
+            "custom_envs.FrozenLake.agent_runner.path",
+            "it has client, play",
+        ),
+        (
+            ["+custom_envs.FrozenLake.agent_runner.command=[no_such_program]"],
+            "custom_envs.FrozenLake.agent_runner.command",
+            "no program 'no_such_program'",
+        ),
         (["pretrain=/nowhere"], "pretrain", "no such folder"),
         (["redis.url=http://x"], "redis.url", "redis://"),
         (["redis.server=/nowhere"], "redis.server", "no such file"),
