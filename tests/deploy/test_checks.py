@@ -46,7 +46,7 @@ def test_the_quickstart_can_run_on_two_cores():
         (
             ["+custom_envs.FrozenLake.agent_runner.path=deploy.agents.walker:run"],
             "custom_envs.FrozenLake.agent_runner.path",
-            "it has client, play",
+            "it has play",
         ),
         (
             ["+custom_envs.FrozenLake.agent_runner.command=[no_such_program]"],
