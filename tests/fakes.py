@@ -193,8 +193,11 @@ class FakeTrainer:
     def steer(self, learning_rate: float) -> None:
         self.rates.append((len(self.history), learning_rate))
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> dict[str, Partial]:
+    def train(
+        self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()
+    ) -> dict[str, Partial]:
         self.silent.append(silent)
+        assert not weights or len(weights) == len(groups)
         self.moments.pass_by(
             f"train {step}", lambda: self.history.append((step, tuple(group.number for group in groups)))
         )

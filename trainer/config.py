@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 from envs.config import Config
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.conditions import SET, ConditionalConfig, OnlyWith
+from trainer.replay_config import ReplayConfig
 
 
 class TinyPolicyConfig(Config):
@@ -144,6 +145,7 @@ class LearnerConfig(AlgorithmConfig):
     max_staleness: float = Field(default=1.0, ge=0)
     """Versions that a consumed group may lag behind; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction admits
     that part of a batch ahead; a group's lag is a whole number, so it is held against the next one."""
+    replay: ReplayConfig = ReplayConfig()
     track_with: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     actor_train: ActorTrainConfig = ActorTrainConfig()
     critic: CriticConfig = CriticConfig()

@@ -5,7 +5,6 @@ learner that replays a step after a crash takes the same ones.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,7 +74,7 @@ class Intake:
             logger.error("group %d is dropped: %s", group.number, complaint)
             self._drop(group, MALFORMED, taken)
             return
-        late = step - group.oldest_version > math.ceil(self.max_staleness)  # a lag is a whole number of versions
+        late = step - group.oldest_version >= self.max_staleness + 1  # a lag is a whole number of versions
         if late and not self.train_stale:
             self._drop(group, STALE, taken)
             return

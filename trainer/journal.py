@@ -13,6 +13,7 @@ from typing import Any
 
 from services.lines import LinesFile, read_lines
 from trainer.intake import Taken
+from trainer.replay import NOBODY_AGAIN, Again
 
 STEPS_FILE = Path("ledger", "steps.jsonl")
 
@@ -63,12 +64,15 @@ class StepJournal:
         """A learner begins at weights version `step`."""
         self._write({"resumed": step, "restored": restored})
 
-    def trained(self, step: int, taken: Taken, *, max_staleness: float, skipped: bool) -> None:
-        """Weights version `step` exists. skipped: see `StepLine`."""
+    def trained(
+        self, step: int, taken: Taken, *, max_staleness: float, skipped: bool, again: Again = NOBODY_AGAIN
+    ) -> None:
+        """Weights version `step` exists. again: old groups that joined; skipped: see `StepLine`."""
         computed = {group.number for group in taken.signal}
         groups = [[group.number, group.oldest_version, int(group.number in computed)] for group in taken.groups]
         bound = max_staleness if math.isfinite(max_staleness) else None
-        self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped})
+        joined = {"again": [group.number for group in again.groups]} if again.groups else {}
+        self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, **joined})
 
     def sync(self) -> None:
         """Bring every line to the disk."""

@@ -3,7 +3,11 @@
 from collections.abc import Iterator
 
 from trainer.algorithm_checks import Complaint
+from trainer.algorithm_config import AGAINST_BEHAVIOR
 from trainer.config import LearnerConfig
+
+WITHOUT_RATIO = ("vanilla", "gpg", "kimi15")
+"""Losses whose gradient takes each token as if the present policy had sampled it."""
 
 
 def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
@@ -20,4 +24,28 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "kl_loss_type",
             "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
             "k3, or zero_stage 2",
+        )
+    yield from _replay_complaints(config)
+
+
+def _replay_complaints(config: LearnerConfig) -> Iterator[Complaint]:
+    replay, weighs = config.replay, config.train_infer_correction.is_weight is not None
+    if replay.samples_per_insert is None:
+        return
+    if replay.samples_per_insert > replay.max_times_sampled:
+        yield Complaint(
+            "replay.max_times_sampled",
+            f"{replay.max_times_sampled} times at most is no mean of samples_per_insert {replay.samples_per_insert:g}",
+        )
+    if config.pg_variant in WITHOUT_RATIO and not weighs:
+        yield Complaint(
+            "replay.samples_per_insert",
+            f"pg_variant {config.pg_variant} has no ratio to correct for what other weights sampled: take ppo, or "
+            "old_logprobs=recompute with train_infer_correction.is_weight",
+        )
+    elif config.old_logprobs != "behavior" and config.pg_variant not in AGAINST_BEHAVIOR and not weighs:
+        yield Complaint(
+            "replay.samples_per_insert",
+            f"with old_logprobs {config.old_logprobs} the ratio starts at 1 for old groups too: take behavior, or add "
+            "train_infer_correction.is_weight",
         )

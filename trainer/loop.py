@@ -22,7 +22,8 @@ from trainer.evaluations import Evaluation, Evaluations, When
 from trainer.intake import Intake, Taken
 from trainer.journal import StepJournal
 from trainer.policy_trainer import Trainer
-from trainer.reporting import Reporter, step_values, was_skipped
+from trainer.replay import Again, Replay
+from trainer.reporting import Reporter, replay_values, step_values, was_skipped
 from trainer.run import FINISHED, LearnerRun
 from trainer.selection import silent_part
 
@@ -44,6 +45,7 @@ class Parts:
     intake: Intake
     reporter: Reporter
     journal: StepJournal
+    replay: Replay
     stopped: Callable[[], bool]
     """Whether somebody wants the learner to end."""
 
@@ -76,6 +78,7 @@ class Learner:
         """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
         state = checkpoint.state
         self._parts.trainer.load(checkpoint.path, state.kl_coef)
+        self._parts.replay.load(checkpoint.path)
         self._parts.buffer.ack(state.entry_ids, state.step)
         num_trained = state.step * self._config.groups_per_step
         self._restored = self._parts.buffer.restore(num_trained, state.next_number or None)
@@ -121,13 +124,16 @@ class Learner:
         if taken is None or (step == 0 and not parts.evaluations.wait(parts.stopped)):
             return False
         self._seconds["wait"] = time.monotonic() - began
+        again = parts.replay.choose(step, self._settings.max_staleness)
+        groups, weights = [*taken.signal, *again.groups], [*(1.0 for _ in taken.signal), *again.weights]
         with self._timed("train"):
-            gauges = parts.trainer.train(taken.signal, step, silent_part(taken.masked, self._config))
+            gauges = parts.trainer.train(groups, step, silent_part(taken.masked, self._config), weights)
         self._step = step + 1
-        self._remember(taken, skipped=was_skipped(gauges))
+        parts.replay.trained(taken.signal, again)
+        self._remember(taken, again, skipped=was_skipped(gauges))
         self._publish()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
-        parts.reporter.step(self._step, step_values(taken, step, gauges, seconds))
+        parts.reporter.step(self._step, step_values(taken, step, {**gauges, **replay_values(again, step)}, seconds))
         self._check_skips()
         return True
 
@@ -147,9 +153,9 @@ class Learner:
             self._parts.reporter.doing("paused", step=self._step)
             time.sleep(PAUSE_POLL_S)
 
-    def _remember(self, taken: Taken, *, skipped: bool) -> None:
+    def _remember(self, taken: Taken, again: Again, *, skipped: bool) -> None:
         bound = self._settings.max_staleness
-        self._parts.journal.trained(self._step, taken, max_staleness=bound, skipped=skipped)
+        self._parts.journal.trained(self._step, taken, max_staleness=bound, skipped=skipped, again=again)
         self._num_skipped = self._num_skipped + 1 if skipped else 0
         self._entry_ids += taken.entry_ids
         self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
@@ -185,11 +191,15 @@ class Learner:
                 num_processes=self._num_processes,
                 config=self._dumped_config(),
             )
-            self.saved_at = self._parts.checkpoints.save(state, self._parts.trainer.save)
+            self.saved_at = self._parts.checkpoints.save(state, self._save)
             self._saved_step = self._step
             if self._entry_ids:
                 self._parts.buffer.ack(self._entry_ids, self._step)
             self._entry_ids = []
+
+    def _save(self, folder: Path) -> None:
+        self._parts.trainer.save(folder)
+        self._parts.replay.save(folder)
 
     def _dumped_config(self) -> dict[str, Any]:
         return self._config.model_dump(mode="json")

@@ -20,11 +20,11 @@ from typing import Any, cast
 import msgpack
 from torch import Tensor
 
-from services.codec import decode_trajectory, encode_trajectory
 from services.errors import MeshError
 from services.schema import Group
 from trainer.algorithms.aggregation import Silent
 from trainer.engines.processes import Ranks, broadcast
+from trainer.group_codec import pack_group, unpack_group
 from trainer.policy_trainer import Trainer
 from trainer.step import Gauges
 from trainer.warm_start import Progress
@@ -66,10 +66,10 @@ class LeadingTrainer:
         self._say("steer", learning_rate)
         self._trainer.steer(learning_rate)
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
         """See `Trainer.train`."""
-        self._say("train", [_pack_group(group) for group in groups], step, silent)
-        return self._trainer.train(groups, step, silent)
+        self._say("train", [pack_group(group) for group in groups], step, silent, list(weights))
+        return self._trainer.train(groups, step, silent, weights)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`; must be used up."""
@@ -105,7 +105,8 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
             case "steer":
                 trainer.steer(arguments[0])
             case "train":
-                trainer.train([_unpack_group(each) for each in arguments[0]], arguments[1], Silent(*arguments[2]))
+                groups, step, silent, loss_weights = arguments
+                trainer.train([unpack_group(each) for each in groups], step, Silent(*silent), loss_weights)
             case "tensors":
                 for _ in trainer.tensors():
                     pass
@@ -115,17 +116,6 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
                 trainer.load(Path(arguments[0]), arguments[1])
             case _:
                 return
-
-
-def _pack_group(group: Group) -> list[object]:
-    members = [encode_trajectory(trajectory) for trajectory in group.trajectories]
-    head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
-    return [*head, group.temperature, members]
-
-
-def _unpack_group(body: list[Any]) -> Group:
-    *head, temperature, members = body
-    return Group(*head, trajectories=tuple(decode_trajectory(member) for member in members), temperature=temperature)
 
 
 class RankDiedError(MeshError):

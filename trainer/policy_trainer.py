@@ -53,10 +53,10 @@ class Trainer(Protocol):
         """From now on, the peak of the policy's schedule."""
         ...
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
         """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone.
 
-        silent: how much of the batch carries none.
+        silent: how much of the batch carries none; weights: what each group's policy loss is multiplied with, 1 by default.
         """
         ...
 
@@ -140,9 +140,9 @@ class PolicyTrainer:
         """See `Trainer.steer`."""
         self._batches.learning_rate = learning_rate
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
         """See `Trainer.train`."""
-        return self._batches.train(groups, step, silent)
+        return self._batches.train(groups, step, silent, weights)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`."""

@@ -33,6 +33,7 @@ from trainer.leasing import wait_for_lease
 from trainer.loop import Learner, Parts
 from trainer.peers import LeadingTrainer, Peers, die_with_leader, follow, peers
 from trainer.policy_trainer import PolicyTrainer
+from trainer.replay import Replay
 from trainer.reporting import RedisBoard, Reporter
 from trainer.run import LearnerRun, ends, read_run
 from trainer.signals import stopping_on_signals
@@ -233,6 +234,7 @@ class LearnerProcess:
             ),
             reporter=self._reporter,
             journal=StepJournal(run.output_dir, buffer.epoch),
+            replay=Replay(config.replay, config.groups_per_step, config.seed),
             stopped=self._is_over,
         )
         return Learner(run, parts, num_processes=ranks.world_size)

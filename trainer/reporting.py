@@ -16,6 +16,7 @@ from services.keys import RunKeys
 from services.schema import Group
 from services.telemetry import MetricRecord, MetricsSink, Partial, mean
 from trainer.intake import Taken
+from trainer.replay import Again
 from trainer.view import LearnerView, SilentView
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,18 @@ def step_values(
         "tokens_trained": Partial("sum", computed),
         **({"tokens_per_busy_s": Partial("mean", computed, busy_s)} if computed and busy_s else {}),
         **{f"time/{name}_s": mean([value]) for name, value in seconds.items()},
+    }
+
+
+def replay_values(again: Again, step: int) -> dict[str, Partial]:
+    """Of the old groups that joined a batch. step: 0-based."""
+    if not again.groups:
+        return {}
+    staleness = [float(step - group.oldest_version) for group in again.groups]
+    return {
+        "groups_again": Partial("sum", float(len(again.groups))),
+        "staleness_again": mean(staleness),
+        "staleness_again_max": Partial("max", max(staleness)),
     }
 
 

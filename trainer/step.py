@@ -29,7 +29,7 @@ from trainer.models.policy import Sampled
 from trainer.objective import critic_loss, policy_loss
 from trainer.selection import most_varied
 from trainer.shaping import shaped
-from trainer.targets import Targets, prepare, taught
+from trainer.targets import Targets, prepare, taught, weighted
 
 Gauges = dict[str, Partial]
 
@@ -58,18 +58,22 @@ class BatchTrainer:
         self.learning_rate = self._args.learning_rate
         """Peak of the policy's schedule."""
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT) -> Gauges:
+    def train(
+        self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT, weights: Sequence[float] = ()
+    ) -> Gauges:
         """Train optimizer batch `step` (0-based); groups without a sampled token leave the weights alone.
 
-        silent: what else the batch is of, though it has nothing to say (`trainer.selection.silent_part`).
+        silent: what else the batch is of, though it has nothing to say (`trainer.selection.silent_part`); weights: what each
+        group's policy loss is multiplied with, 1 for all by default.
         """
-        gauges = self._train(groups, step, silent)
+        gauges = self._train(groups, step, silent, weights)
         every, reference = self._config.ref_model_sync_steps, self._models.reference
         if every is not None and isinstance(reference, FrozenModel) and (step + 1) % every == 0:
             reference.follow(self._models.policy.tensors(), self._config.ref_model_mixup_alpha)
         return gauges
 
-    def _train(self, groups: Sequence[Group], step: int, silent: Silent) -> Gauges:
+    def _train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float]) -> Gauges:
+        weight_of = dict(zip((group.number for group in groups), weights, strict=True)) if weights else {}
         chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
         batch = pack(chosen)
         if not batch.num_sampled:
@@ -77,6 +81,7 @@ class BatchTrainer:
         for number, tag in enumerate(batch.tags):
             self._running.update(tag, batch.episode_reward[batch.tag == number])
         targets, values = self._targets(batch, step, silent)
+        targets = weighted(targets, batch, [weight_of.get(group.number, 1.0) for group in chosen])
         anchor = self._anchor(batch)
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):

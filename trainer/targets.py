@@ -6,6 +6,7 @@
 Every rank prepares the whole batch (it is small: M numbers a piece), so that whitening, masks and denominators are global.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -126,6 +127,14 @@ def prepare(
         teacher_kl=None if distilled is None else -float(distilled.mean()),
         kl_in_reward=kl_mean,
     )
+
+
+def weighted(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:
+    """The same with each group's policy loss multiplied by its weight; weights: one for each group of the batch."""
+    if all(weight == 1.0 for weight in weights):
+        return targets
+    of_token = torch.tensor(weights)[batch.group[batch.trajectory]]
+    return replace(targets, pg_weights=of_token if targets.pg_weights is None else targets.pg_weights * of_token)
 
 
 def _check(

@@ -18,12 +18,15 @@ from services.buffer.learner import RedisLearnerBuffer
 from services.schema import Group
 from services.telemetry import MetricRecord, Partial
 from services.weights.publisher import RedisWeightPublisher
+from trainer.algorithms.aggregation import Silent
 from trainer.checkpoint import CheckpointStore
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.evaluations import Evaluations, RedisEvaluationLog
 from trainer.intake import Intake
+from trainer.journal import StepJournal
 from trainer.loop import Learner, Parts
 from trainer.policy_trainer import PolicyTrainer, Trainer
+from trainer.replay import Replay
 from trainer.reporting import Reporter
 from trainer.run import LearnerRun, LearnerRunConfig
 from trainer.warm_start import Progress
@@ -53,9 +56,11 @@ class TimedTrainer:
     def steer(self, learning_rate: float) -> None:
         """See `Trainer.steer`."""
 
-    def train(self, groups: Sequence[Group], step: int) -> dict[str, Partial]:
+    def train(
+        self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()
+    ) -> dict[str, Partial]:
         """See `Trainer.train`."""
-        del groups
+        del groups, silent, weights
         time.sleep(self._train_s)
         self._weights.fill_(step)
         return {}
@@ -115,6 +120,8 @@ class BenchLearner:
             evaluations=Evaluations(buffer, self.records, log, run.output_dir / "evaluations"),
             intake=intake,
             reporter=Reporter(self.records, self.records),
+            journal=StepJournal(run.output_dir, epoch),
+            replay=Replay(run.config.replay, run.config.groups_per_step, run.config.seed),
             stopped=lambda: False,
         )
         self._learner = Learner(run, parts)

@@ -31,6 +31,7 @@ from trainer.evaluations import Evaluations
 from trainer.intake import Intake
 from trainer.journal import StepJournal, StepLine, read_journal
 from trainer.loop import Learner, Parts
+from trainer.replay import Replay
 from trainer.reporting import Reporter
 from trainer.run import LearnerRun, LearnerRunConfig
 
@@ -90,6 +91,7 @@ class World:
             intake=Intake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
             reporter=Reporter(self.sink, self.board),
             journal=StepJournal(self.folder, next(self.epochs)),
+            replay=Replay(self.config.replay, GROUPS_PER_STEP, self.config.seed),
             stopped=stopped,
         )
         learner = Learner(LearnerRun("run", "now", self.folder, self.config), parts)
@@ -114,6 +116,20 @@ def test_each_group_is_trained_once_in_stream_order_and_each_step_published(worl
     assert world.board.fields["learner_step"] == "6"
 
 
+def test_old_groups_join_batches_and_are_accounted_for_once(world: World) -> None:
+    world.config = learner_config(replay={"samples_per_insert": 2.0, "max_times_sampled": 2, "sampler": "fifo"})
+    learner, trainer = world.learner()
+    assert learner.run()
+    fresh = [(2 * step, 2 * step + 1) for step in range(6)]
+    assert trainer.history == [(0, fresh[0]), *((step, fresh[step] + fresh[step - 1]) for step in range(1, 6))]
+    assert world.buffer.trained == list(range(12))
+    lines = [line for line in read_journal(world.folder)[0] if isinstance(line, StepLine)]
+    assert [[group.number for group in line.groups] for line in lines] == [list(pair) for pair in fresh]
+    assert [
+        record.values["groups_again"].total for record in world.sink.records if "groups_again" in record.values
+    ] == [2] * 5
+
+
 def test_groups_are_acknowledged_only_after_the_checkpoint_that_contains_them(world: World) -> None:
     moments = Moments()
     learner, _ = world.learner(moments)
@@ -134,16 +150,22 @@ def test_the_new_version_is_published_before_anything_else_is_done(world: World)
         assert names[names.index(f"train {step}") + 1] == f"publish {step + 1}"
 
 
+REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}
+
+
 @settings(max_examples=60, deadline=None)
-@given(crashes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4))
+@given(
+    crashes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
+    replay=st.sampled_from([{}, REPLAY, REPLAY | {"sampler": "prioritized"}]),
+)
 def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
-    crashes: list[tuple[int, bool]],
+    crashes: list[tuple[int, bool]], replay: dict[str, object]
 ) -> None:
     with TemporaryDirectory() as one, TemporaryDirectory() as two:
-        undisturbed = World(Path(one))
+        undisturbed = World(Path(one), learner_config(replay=replay))
         learner, expected = undisturbed.learner()
         learner.run()
-        world = World(Path(two))
+        world = World(Path(two), learner_config(replay=replay))
         for crash_at, after in crashes:
             learner, trainer = _run_until_it_dies(world, Moments(crash_at, after))
         learner, trainer = world.learner()
