@@ -26,7 +26,7 @@ from deploy.preparation import LOGS, generation_app
 from services.control.components import Health, Observation
 from services.generation import app as generation_service
 from services.generation.config import app_name
-from services.keys import RunKeys
+from services.keys import ENDING, RunKeys
 from services.rollout import app as rollout_app
 from services.rollout.config import WorkerSettings
 from services.weights import app as weights_app
@@ -73,9 +73,9 @@ class ManagedLearner:
         self._actor_name = names.learner_host(self._run_id)
 
     async def ensure(self) -> None:
-        """Start a learner, unless one is alive."""
+        """Start a learner, unless one is alive or the whole mesh is being shut down."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
-        if not status.alive:
+        if not status.alive and not await asyncio.to_thread(self._redis.exists, ENDING):
             await asyncio.to_thread(self._start)
 
     def _start(self) -> None:

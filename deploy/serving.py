@@ -22,6 +22,7 @@ from services.generation import app as generation_app
 
 CONFIGS = Path(__file__).parent / "configs"
 CONTROL_WIRING = "deploy.cluster:ClusterWiring"
+BEFORE_REDIS_ENDS = "deploy.warden:end_learners"
 
 T = TypeVar("T", bound=Config)
 
@@ -65,7 +66,8 @@ def redis(args: dict[str, Any]) -> Application:
     """A redis-server; for a mesh on one machine."""
     arguments = arguments_of(RedisArguments, args)
     config = RedisConfig(appendfsync=arguments.appendfsync)
-    return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, arguments.folder.resolve(), config))
+    folder = arguments.folder.resolve()
+    return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, folder, config, BEFORE_REDIS_ENDS))
 
 
 def generation(args: dict[str, Any]) -> Application:

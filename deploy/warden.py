@@ -1,32 +1,42 @@
 # pyright: basic
-"""Ends what Serve does not know of (env workers, learner hosts) when Serve has been shut down.
+"""Ends what Serve does not know of (env workers, learner hosts) when Serve is shut down.
 
 Invariant: nothing of ours outlives `serve shutdown`; a control replica that dies or is replaced ends nothing. What the runs
-had come to stays in Redis and in their checkpoints: deployed again, they go on.
+had come to stays in Redis and in their checkpoints: deployed again, they go on. Learners save a checkpoint before the deploy
+file's own Redis ends.
 """
 
 import asyncio
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import cast
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_list
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve._private.storage.kv_store import SERVE_INTERNAL_KV_NAMESPACE
 from ray.util import list_named_actors
 
 from deploy import names
+from services.buffer.connection import connect
+from services.keys import ENDING
 from services.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-LEARNER_GRACE_S = 8.0
-"""What learners get to save a checkpoint."""
+LEARNER_GRACE_S = 20.0
+"""What learners get to finish their step and save a checkpoint; one that waits for groups needs a second."""
 HOST_S = 4.0
 """What their hosts get beyond that."""
 ENSURE_S = 5.0
+SHUTDOWN_KEY = b"serve-shutdown-in-progress"
+"""In the key-value store of Serve's controller, from `serve shutdown` on."""
+ENDING_S = 30
+"""How long no learner is started; a shutdown takes less, and a mesh that is deployed again at once waits no longer."""
 
 
 class Warden:
@@ -64,6 +74,29 @@ def wait_for_shutdown() -> None:
     """Return once Serve is gone."""
     while serve_is_up():
         time.sleep(LOOK_S)
+
+
+def end_learners(redis_url: str) -> None:
+    """Called before the deploy file's own Redis ends. If it does because Serve is shut down, learners save what they have
+    come to and end, and none is started in their place; if only its replica is replaced, they wait for the next one."""
+    if not serve_is_ending():
+        return
+    with connect(redis_url, patience_s=1.0) as redis:
+        redis.set(ENDING, "1", ex=ENDING_S)
+    hosts = [name for name in our_actors() if name.startswith(names.LEARNER_HOST)]
+    logger.info("Serve is being shut down: %d learner(s) end before Redis does", len(hosts))
+    asked: list[ray.ObjectRef[None]] = []
+    for name in hosts:
+        with suppress(ValueError):  # it has ended by itself
+            asked.append(ray.get_actor(name, namespace=names.NAMESPACE).stop.remote(LEARNER_GRACE_S))
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=LEARNER_GRACE_S + HOST_S)
+
+
+def serve_is_ending() -> bool:
+    """Whether somebody has asked Serve to shut down."""
+    keys = _internal_kv_list(b"ray-serve-", namespace=SERVE_INTERNAL_KV_NAMESPACE)
+    return any(key.endswith(SHUTDOWN_KEY) for key in keys)  # between stands the namespace of whoever started Serve
 
 
 def serve_is_up() -> bool:

@@ -9,6 +9,9 @@ RUNS = f"{NAMESPACE}:runs"
 OFFERS = f"{NAMESPACE}:offers"
 """Hash: name of a generation application that any run may claim -> what it can do."""
 
+ENDING = f"{NAMESPACE}:ending"
+"""String with expiry: there while Serve is being shut down, and no learner is started."""
+
 
 def claims_key(kind: str) -> str:
     """Hash: name of a thing of which only one run may have the use at a time (`app`, `folder`) -> the run that has it."""

@@ -3,6 +3,7 @@
 Invariant: the server ends with its replica, and the next replica goes on from the append-only file in the same folder.
 """
 
+import importlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from services.telemetry import configure_logging
 DEPLOYMENT = "redis"
 HEAD_NODE = "node:__internal_head__"
 """Ray's resource of the head node: a replica that starts again must find its folder, and its clients the same address."""
+SHUTDOWN_S = 40.0
+"""What `before_end` and the server's own end get."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +35,11 @@ class RedisSettings:
     """May be empty."""
     folder: Path
     config: RedisConfig
+    before_end: str | None = None
+    """`module:name` of a callable (redis_url), called while the server still answers: who needs it may end first."""
 
     @classmethod
-    def of(cls, url: str, folder: Path, config: RedisConfig) -> "RedisSettings":
+    def of(cls, url: str, folder: Path, config: RedisConfig, before_end: str | None = None) -> "RedisSettings":
         """The server that clients reach at `url`.
 
         Raises:
@@ -45,7 +50,7 @@ class RedisSettings:
             raise ValueError(
                 f"redis_url: expected redis://127.0.0.1:PORT/0 (this server listens on loopback), got {url!r}"
             )
-        return cls(parts.port, unquote(parts.password or ""), folder, config)
+        return cls(parts.port, unquote(parts.password or ""), folder, config, before_end)
 
 
 class RedisDeployment:
@@ -53,6 +58,7 @@ class RedisDeployment:
 
     def __init__(self, settings: RedisSettings) -> None:
         configure_logging(DEPLOYMENT, settings.folder)
+        self._before_end = settings.before_end
         self._server = EmbeddedRedis(
             settings.folder, settings.config, port=settings.port, password=settings.password
         ).start()
@@ -64,7 +70,14 @@ class RedisDeployment:
             raise RetryableError("redis-server has died")
 
     def __del__(self) -> None:
-        if server := self.__dict__.get("_server"):
+        server: EmbeddedRedis | None = self.__dict__.get("_server")
+        if server is None:
+            return
+        try:
+            if self._before_end is not None and server.is_alive():
+                module, _, name = self._before_end.partition(":")
+                getattr(importlib.import_module(module), name)(server.url)
+        finally:
             server.stop()
 
 
@@ -75,7 +88,7 @@ def build(settings: RedisSettings) -> Application:
         num_replicas=1,
         health_check_period_s=0.5,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
     )(RedisDeployment)
     return deployment.bind(settings)

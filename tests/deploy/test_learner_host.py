@@ -6,8 +6,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import ray
 from redis import Redis
 
+from deploy.components import ManagedLearner
 from deploy.learner_host import (
     LOG,
     LearnerHost,
@@ -18,8 +20,11 @@ from deploy.learner_host import (
     learner_key,
     read_status,
 )
+from deploy.loading import load_run
+from services.keys import ENDING
 from tests.waiting import wait_until_sync
 
+QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
 FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
 GRACEFUL = [
     sys.executable,
@@ -161,3 +166,11 @@ def test_the_password_of_redis_is_on_no_command_line(redis_url: str, tmp_path: P
     wait_until_sync(lambda: is_up(tmp_path))
     assert (tmp_path / LOG).read_text() == "True up\n"
     assert learner_command("r")[1:] == ["-m", "trainer.cli", "r"]
+
+
+async def test_no_learner_is_started_while_the_mesh_is_shut_down(redis: Redis, redis_url: str):
+    redis.set(ENDING, "1")
+    config = load_run(QUICKSTART)
+    await ManagedLearner(config, redis, redis_url).ensure()
+    assert not read_status(redis, config.exp_name).started
+    assert not ray.is_initialized(), "nobody has even looked for its host"

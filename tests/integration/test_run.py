@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -159,6 +160,9 @@ def test_a_run_steered_and_stopped_over_rest_goes_on_though_redis_and_the_contro
     first = Command(folder, "max_steps=2000", "save_steps=1000")
     commands.append(first)
     first.wait_for_step(2)
+    password = urlsplit(json.loads((first.run_dir / "endpoints.json").read_text())["redis_url"]).password
+    assert password
+    assert first.living(password) == [], "a command line is for everyone to read"
     run = Steering(RUN_ID, first.url, first.call)
     with run.watched(folder):
         changed_at = steer(run)
