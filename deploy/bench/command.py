@@ -115,6 +115,31 @@ def bench_redundancy(
     _run("redundancy", redundancy.run, options, json)
 
 
+@bench_app.command("buffer")
+def bench_buffer(
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=64, help="Of a trajectory; may be repeated. Default: 256 and 4096.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Of 8 groups of 8, in a round.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    reverb: Annotated[bool, typer.Option("--reverb/--no-reverb", help="Compare with Reverb, too.")] = True,
+    venv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Reverb's own, made if absent. Default: in the user's cache.")
+    ] = None,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Groups/s into and out of the trajectory buffer, against plain redis-py moving the same bytes, and against Reverb."""
+    from deploy.bench.buffer import comparison
+
+    options = comparison.Options(
+        tokens=tuple(tokens or comparison.Options().tokens), batches=batches, rounds=rounds, reverb=reverb, venv=venv
+    )
+    if quick:
+        options = comparison.Options(tokens=(256,), batches=2, rounds=1, reverb=False)
+    _run("buffer", comparison.run, options, json)
+
+
 @bench_app.command("scale")
 def bench_scale(
     concurrency: Annotated[
@@ -222,6 +247,7 @@ def bench_peer(
     a: tiny policy, instant env. b: env steps take 0.1 s on average, with a heavy tail. c: SmolLM2-135M.
     """
     from deploy.bench.peer import comparison, options
+    from deploy.bench.venv import VenvError
 
     try:
         chosen = options.parse(
@@ -229,7 +255,7 @@ def bench_peer(
             plot=plot, together=together, fresh=fresh,
         )  # fmt: skip
         _run("peer", comparison.run, chosen, json)
-    except options.PeerError as error:
+    except (options.PeerError, VenvError) as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -3,11 +3,15 @@
 Redis runs a script whole or not at all, so a process that is killed between any two commands leaves a consistent buffer.
 """
 
-from collections.abc import Iterator
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from redis import Redis
 from redis import exceptions as redis_errors
@@ -20,6 +24,10 @@ FOLDER = Path(__file__).parent
 SHARED = ("prelude", "sweep")
 LONGEST_BLOCK_S = 5.0
 """Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
+MOST_CALLS = 32
+"""That one round trip carries."""
+MOST_TRIPS = 2
+"""Round trips of a process that are under way together: while Redis works on one, the next is made ready."""
 
 
 def group_id_of(run_id: str, number: int) -> str:
@@ -31,6 +39,12 @@ def group_id_of(run_id: str, number: int) -> str:
 def script_source(name: str) -> str:
     """The text of a script as Redis gets it."""
     return "\n".join((FOLDER / f"{part}.lua").read_text() for part in (*SHARED, name))
+
+
+@cache
+def script_digest(name: str) -> str:
+    """What Redis calls a script that it has."""
+    return hashlib.sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
 
 
 @contextmanager
@@ -91,13 +105,77 @@ class BufferScripts:
 
 
 class AsyncBufferScripts:
-    """The scripts of one run, called from a loop."""
+    """The scripts of one run, called from a loop. Calls that come while others are under way travel together: one round trip
+    carries them, and each is still a command of its own."""
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+        self._redis = redis
         self._keys = BufferKeys(run_id).of_scripts
-        self._script = cache(lambda name: redis.register_script(script_source(name)))
+        self._waiting: deque[_Call] = deque()
+        self._senders: set[asyncio.Task[None]] = set()
 
     async def __call__(self, name: str, *args: str | bytes | int | float) -> Any:
         """Run a script. Raises as `errors_translated` says."""
+        call = _Call(name, (len(self._keys), *self._keys, *args), asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if len(self._senders) < MOST_TRIPS:
+            sender = asyncio.create_task(self._send())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
         with errors_translated():
-            return await self._script(name)(keys=self._keys, args=args)
+            return await call.answer
+
+    async def _send(self) -> None:
+        while self._waiting:
+            calls = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
+            calls = [call for call in calls if not call.answer.done()]  # nobody waits for it any more
+            try:
+                replies = await self._replies(calls) if calls else []
+            except BaseException as error:
+                # What ends the sending ends those who wait for it; each of them decides what it means.
+                _fail(calls, error)
+                if not isinstance(error, Exception):
+                    _fail(self._waiting, error)
+                    raise
+                continue
+            for call, reply in zip(calls, replies, strict=True):
+                call.settle(reply)
+
+    async def _replies(self, calls: Sequence["_Call"]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for call in calls:
+                pipe.evalsha(script_digest(call.name), *call.arguments)
+            replies = await pipe.execute(raise_on_error=False)
+        for i, (call, reply) in enumerate(zip(calls, replies, strict=True)):
+            if isinstance(reply, redis_errors.NoScriptError):  # a Redis that is new or has lost its scripts
+                replies[i] = await self._whole(call)
+        return replies
+
+    async def _whole(self, call: "_Call") -> Any:
+        try:
+            return await cast(Awaitable[Any], self._redis.eval(script_source(call.name), *call.arguments))
+        except redis_errors.ResponseError as error:
+            return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    name: str
+    arguments: tuple[Any, ...]
+    answer: asyncio.Future[Any]
+
+    def settle(self, reply: Any) -> None:
+        if self.answer.done():
+            return
+        if isinstance(reply, Exception):
+            self.answer.set_exception(reply)
+        else:
+            self.answer.set_result(reply)
+
+
+def _fail(calls: Iterable[_Call], error: BaseException) -> None:
+    for call in calls:
+        if isinstance(error, Exception):
+            call.settle(error)
+        else:
+            call.answer.cancel()

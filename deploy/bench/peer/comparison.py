@@ -18,7 +18,7 @@ from deploy.bench.peer.picture import draw
 from deploy.bench.peer.processes import evaluate, make_policy, run_offbeat, run_trl
 from deploy.bench.peer.records import SideRun, read_offbeat, read_trl
 from deploy.bench.peer.settings import SETTINGS, Setting, evaluate_job, offbeat_config, train_job, warm_config
-from deploy.bench.peer.venv import ensure_venv, python_of
+from deploy.bench.peer.venv import TRL_VENV
 from deploy.config import RunConfig
 
 TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -33,7 +33,7 @@ class PeerBench:
     def __init__(self, options: Options, say: Callable[[str], None]) -> None:
         self._options = options
         self._say = say
-        self._guest = python_of(options.venv)
+        self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: Setting, seed: int, side: str) -> SideRun:
         """One run of one side, its snapshots rated."""
@@ -93,7 +93,7 @@ class PeerBench:
     def _python(self) -> Path:
         if self._guest is None:
             self._say(f"making TRL's venv in {self._options.venv} (minutes, once)")
-            self._guest = ensure_venv(self._options.venv)
+            self._guest = TRL_VENV.ensure(self._options.venv)
         return self._guest
 
 

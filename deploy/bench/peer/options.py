@@ -45,13 +45,13 @@ def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: A
     Raises:
         PeerError: a name or a number is none.
     """
-    from deploy.bench.peer.venv import default_folder
+    from deploy.bench.peer.venv import TRL_VENV
 
     return Options(
         settings=_names("settings", settings, SETTING_NAMES),
         seeds=_numbers(seeds),
         sides=_names("sides", sides, (OFFBEAT, TRL)),
-        venv=default_folder() if venv is None else venv,
+        venv=TRL_VENV.default_folder() if venv is None else venv,
         **rest,
     )
 

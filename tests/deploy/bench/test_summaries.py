@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from deploy.bench.asynchrony import Alone, Point, Setting, reward_until, summary
+from deploy.bench.buffer.comparison import summary as buffer_summary
+from deploy.bench.buffer.load import Rates
 from deploy.bench.generation import Load, Prompts, quantile, under_load
 from deploy.bench.generation import summary as generation_summary
 from deploy.bench.latency import Latency
@@ -92,6 +94,15 @@ def test_the_service_is_compared_with_the_bare_engine_where_both_are_at_their_be
     assert [row["ratio"] for row in found["levels"]] == pytest.approx([0.6, 0.8, 900 / 950])
     assert found["saturated_from"] == 64
     assert found["saturated_ratio"] == 0.9
+
+
+def test_the_buffer_is_compared_round_by_round() -> None:
+    ours = [Rates(100.0, 300.0), Rates(50.0, 150.0), Rates(200.0, 200.0)]
+    found = buffer_summary({"offbeat": ours, "raw": [Rates(200.0, 300.0), Rates(50.0, 75.0), Rates(100.0, 50.0)]})
+    assert found["sides"]["offbeat"]["both"].median == pytest.approx(75.0)
+    assert found["ratios"]["raw"]["into"].median == 1.0
+    assert found["ratios"]["raw"]["out"].median == 2.0
+    assert "offbeat" not in found["ratios"]
 
 
 def test_redundancy_is_compared_by_medians_with_none() -> None:

@@ -15,7 +15,7 @@ from deploy.bench.peer.meter import CPU, CpuMeter
 from deploy.bench.peer.options import Options, PeerError, parse
 from deploy.bench.peer.records import SideRun, Snapshot, Step, read_offbeat, read_trl
 from deploy.bench.peer.settings import SETTINGS, offbeat_config, play_rules, train_job
-from deploy.bench.peer.venv import MARKER, PINS, python_of
+from deploy.bench.peer.venv import TRL_VENV
 from tests.waiting import wait_until_sync
 
 
@@ -123,11 +123,11 @@ def test_options_name_what_is_wrong() -> None:
 def test_a_venv_counts_once_its_pins_are_written_down(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
-    assert python_of(tmp_path) is None
-    (tmp_path / MARKER).write_text("trl==0.1\n", encoding="utf-8")
-    assert python_of(tmp_path) is None
-    (tmp_path / MARKER).write_text("\n".join(PINS), encoding="utf-8")
-    assert python_of(tmp_path) == tmp_path / "bin" / "python"
+    assert TRL_VENV.python_of(tmp_path) is None
+    (tmp_path / TRL_VENV.marker).write_text("trl==0.1\n", encoding="utf-8")
+    assert TRL_VENV.python_of(tmp_path) is None
+    (tmp_path / TRL_VENV.marker).write_text("\n".join(TRL_VENV.pins), encoding="utf-8")
+    assert TRL_VENV.python_of(tmp_path) == tmp_path / "bin" / "python"
 
 
 def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:

@@ -8,9 +8,9 @@ import pytest
 from deploy.bench.peer.processes import evaluate, run_trl
 from deploy.bench.peer.records import read_trl
 from deploy.bench.peer.settings import SETTINGS, evaluate_job, offbeat_config, train_job
-from deploy.bench.peer.venv import default_folder, python_of
+from deploy.bench.peer.venv import TRL_VENV
 
-GUEST = python_of(default_folder())
+GUEST = TRL_VENV.python_of(TRL_VENV.default_folder())
 
 
 @pytest.mark.skipif(GUEST is None, reason="TRL's venv is not there: `offbeat bench peer` makes it")

@@ -1,0 +1,1 @@
+"""`offbeat bench buffer`."""

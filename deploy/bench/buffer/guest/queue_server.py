@@ -1,0 +1,59 @@
+"""`python queue_server.py`, in Reverb's venv: a server as Reverb's examples have it, with a queue that gives each item once.
+
+A load comes as a line of JSON (lengths of blobs) and the blobs; they are padded to one length, because a column of Reverb
+has one shape. It is answered by a line of JSON.
+"""
+
+# pyright: basic, reportMissingImports=false
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import reverb
+
+TABLE = "queue"
+
+
+def main() -> None:
+    server = reverb.Server([reverb.Table.queue(TABLE, 1 << 20)], port=None)
+    client = reverb.Client(f"localhost:{server.port}")
+    answer({"ready": True})
+    while line := sys.stdin.buffer.readline():
+        lengths = json.loads(line)
+        width = max(map(max, lengths))
+        groups = [[padded(sys.stdin.buffer.read(n), width) for n in row] for row in lengths]
+        answer(round_of(client, groups))
+    server.stop()
+
+
+def padded(blob: bytes, width: int) -> np.ndarray:
+    return np.frombuffer(blob.ljust(width, b"\0"), np.uint8)
+
+
+def round_of(client: reverb.Client, groups: list[list[np.ndarray]]) -> dict[str, float]:
+    """A group is flushed when its last trajectory is there, by a writer that stays open; all are read by one sampler."""
+    count = sum(map(len, groups))
+    start = time.perf_counter()
+    with client.trajectory_writer(num_keep_alive_refs=len(groups[0])) as writer:
+        for group in groups:
+            for blob in group:
+                writer.append({"blob": blob})
+                writer.create_item(TABLE, 1.0, {"blob": writer.history["blob"][-1:]})
+            writer.flush()
+    into = time.perf_counter() - start
+    start = time.perf_counter()
+    found = sum(1 for sample in client.sample(TABLE, num_samples=count) if sample[0].data[0].nbytes)
+    out = time.perf_counter() - start
+    return {"into_s": into, "out_s": out, "trajectories": found}
+
+
+def answer(found: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

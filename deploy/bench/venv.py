@@ -1,0 +1,87 @@
+"""Venvs of programs that are compared with: made once, with pinned versions, apart from ours.
+
+Invariant: a venv that is found is whole: the marker with its pins is written last.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class VenvError(Exception):
+    """The venv can't be made; the message holds what the installer said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuestVenv:
+    """What lies in a venv."""
+
+    name: str
+    title: str
+    """As people call the program."""
+    pins: tuple[str, ...]
+
+    @property
+    def marker(self) -> str:
+        """File in the venv that holds its pins."""
+        return f"offbeat-{self.name}.txt"
+
+    def default_folder(self) -> Path:
+        """Where the venv lies unless told otherwise: the user's cache."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "offbeat" / f"{self.name}-venv"
+
+    def python_of(self, folder: Path) -> Path | None:
+        """The interpreter of a venv with these pins, or None where there is none."""
+        marker, python = folder / self.marker, folder / "bin" / "python"
+        whole = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
+        return python if whole and python.exists() else None
+
+    def ensure(self, folder: Path) -> Path:
+        """Make the venv where it is not; takes minutes. Returns its interpreter.
+
+        Raises:
+            VenvError: a package can't be had, or there is no uv.
+        """
+        python = self.python_of(folder)
+        if python is not None:
+            return python
+        uv = self._uv()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        environment = _environment()
+        self._run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], environment)
+        backend = [] if environment.get("UV_FIND_LINKS") else ["--torch-backend", "cpu"]
+        install = [uv, "pip", "install", "--quiet", "--compile-bytecode", *backend, *self.pins]
+        self._run(install, {**environment, "VIRTUAL_ENV": str(folder)})
+        (folder / self.marker).write_text("\n".join(self.pins) + "\n", encoding="utf-8")
+        return folder / "bin" / "python"
+
+    def _uv(self) -> str:
+        beside = Path(sys.executable).with_name("uv")
+        found = str(beside) if beside.exists() else shutil.which("uv")
+        if found is None:
+            raise VenvError(f"{self.title}'s venv is made with uv, which is not there: pip install uv")
+        return found
+
+    def _run(self, command: list[str], environment: dict[str, str]) -> None:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            what = " ".join(command[:4])
+            raise VenvError(f"{self.title}'s venv can't be made: {what} ...\n{done.stderr.strip()[-2000:]}")
+
+
+def _environment() -> dict[str, str]:
+    """What pip was told about wheels, registries and certificates holds for uv too."""
+    environment = dict(os.environ)
+    for theirs, ours in (
+        ("UV_FIND_LINKS", "PIP_FIND_LINKS"),
+        ("UV_DEFAULT_INDEX", "PIP_INDEX_URL"),
+        ("SSL_CERT_FILE", "PIP_CERT"),
+    ):
+        if not environment.get(theirs) and environment.get(ours):
+            environment[theirs] = environment[ours]
+    return environment

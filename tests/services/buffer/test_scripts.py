@@ -1,0 +1,58 @@
+"""Calls that travel together stay commands of their own."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from services.buffer.scripts import MOST_CALLS, MOST_TRIPS, AsyncBufferScripts
+from services.buffer.watch import configure_buffer
+from services.errors import BufferError, FencedError
+from tests.services.buffer.buffer_play import RUN, limits
+
+MANY = 3 * MOST_CALLS * MOST_TRIPS
+
+
+@pytest.fixture
+def run_script(redis: Redis, async_redis: AsyncRedis) -> AsyncBufferScripts:
+    configure_buffer(redis, RUN, limits())
+    return AsyncBufferScripts(async_redis, RUN)
+
+
+async def submit_late(run_script: AsyncBufferScripts, number: int) -> Any:
+    """Hand in a member of a group that there is not."""
+    return await run_script("submit", "w", f"t:{number}", 0, 0, b"blob")
+
+
+async def test_each_of_many_calls_at_once_gets_its_own_answer(run_script: AsyncBufferScripts) -> None:
+    calls = [submit_late(run_script, i) if i % 2 else run_script("eval_result", f"e:{i}") for i in range(MANY)]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert answers[1::2] == [b"late"] * (MANY // 2)
+    refusals = answers[::2]
+    assert all(isinstance(each, BufferError) for each in refusals)
+    assert [str(each).rpartition(" ")[2] for each in refusals] == [str(i) for i in range(0, MANY, 2)]
+
+
+async def test_a_refused_call_does_not_touch_its_neighbours(run_script: AsyncBufferScripts) -> None:
+    calls = (submit_late(run_script, 1), run_script("take", 99, "0-0"), submit_late(run_script, 2))
+    before, fenced, after = await asyncio.gather(*calls, return_exceptions=True)
+    assert (before, after) == (b"late", b"late")
+    assert isinstance(fenced, FencedError)
+
+
+async def test_a_redis_that_forgot_its_scripts_is_told_them_again(redis: Redis, run_script: AsyncBufferScripts) -> None:
+    for _ in range(2):
+        redis.script_flush()
+        assert await asyncio.gather(*(submit_late(run_script, i) for i in range(5))) == [b"late"] * 5
+
+
+async def test_callers_that_give_up_leave_the_others_their_answers(run_script: AsyncBufferScripts) -> None:
+    calls = [asyncio.ensure_future(submit_late(run_script, i)) for i in range(MANY)]
+    await asyncio.sleep(0)
+    for call in calls[::2]:
+        call.cancel()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert answers[1::2] == [b"late"] * (MANY // 2)
+    assert all(isinstance(each, asyncio.CancelledError) for each in answers[::2])
