@@ -42,7 +42,7 @@ def audit_run(run: str, *, console: Console, as_json: bool = False, group: int |
     Raises:
         AuditError: there is no such run, or it kept no ledger.
     """
-    folder = _folder_of(run)
+    folder = folder_of(run)
     found, evidence = examine(folder)
     if group is not None and group not in found.groups:
         raise AuditError(f"run {run} has no group {group}: it has {len(found.groups)}, numbered from 0")
@@ -79,7 +79,8 @@ def examine(folder: Path) -> tuple[Audit, Evidence]:
     return found, evidence
 
 
-def _folder_of(run: str) -> Path:
+def folder_of(run: str) -> Path:
+    """The folder of a run that a person names by it or by the run's name under `runs/`. Raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
             return folder.resolve()

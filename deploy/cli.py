@@ -132,6 +132,33 @@ def learner_attach(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
+@learner_app.command("replay")
+def learner_replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Go there, and show what it was trained on.", show_default="all recorded"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
+) -> None:
+    """Train again on a run's recorded batches (`record_batches`) from a checkpoint, and compare the weights with its others.
+
+    Exit codes: 0 equal bit for bit, 1 they differ or nothing was there to compare with, 2 it can't be done.
+    """
+    from rich.console import Console
+
+    from deploy.replay_command import ReplayError, replay_run
+
+    try:
+        code = replay_run(run, step, console=Console(highlight=False, soft_wrap=True), as_json=as_json)
+    except ReplayError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+    raise typer.Exit(code)
+
+
 @model_app.command("smollm2")
 def model_smollm2(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the model.", show_default=False)],

@@ -138,6 +138,9 @@ class LearnerConfig(AlgorithmConfig):
     eval_steps: int = Field(default=10, ge=0)
     """Steps between evaluations; 0 evaluates only before and after."""
     max_ckpt_to_keep: int = Field(default=2, ge=1)
+    record_batches: int = Field(default=0, ge=0)
+    """Newest steps whose groups are kept in `batches/`, for `offbeat learner replay`; 0 keeps those alone whose gradient was
+    not finite."""
     resume_from_checkpoint: bool | Path = False
     """`true` takes the newest complete one of `output_dir`; a path takes that one."""
     rollout_batch_size: int = Field(default=64, ge=1)

@@ -27,7 +27,7 @@ from trainer.models.export import copy_model_files, export_weights
 from trainer.models.policy import PackedPolicy, load_critic, load_policy
 from trainer.models.tokens import check_same_tokens
 from trainer.run import LearnerRun
-from trainer.step import BatchTrainer, Gauges, Models
+from trainer.step import BatchTrainer, Gauges, Models, Seen
 from trainer.warm_start import Progress, demonstrator, warm_start
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,10 @@ class PolicyTrainer:
     def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
         """See `Trainer.train`."""
         return self._batches.train(groups, step, silent, weights)
+
+    def look(self, groups: Sequence[Group], step: int, silent: Silent) -> Seen | None:
+        """See `BatchTrainer.look`."""
+        return self._batches.look(groups, step, silent)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`."""

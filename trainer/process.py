@@ -32,7 +32,8 @@ from trainer.journal import StepJournal
 from trainer.leasing import wait_for_lease
 from trainer.loop import Learner, Parts
 from trainer.peers import LeadingTrainer, Peers, die_with_leader, follow, peers
-from trainer.policy_trainer import PolicyTrainer
+from trainer.policy_trainer import PolicyTrainer, Trainer
+from trainer.recording import BatchStore, RecordingTrainer
 from trainer.replay import Replay
 from trainer.reporting import RedisBoard, Reporter
 from trainer.run import LearnerRun, ends, read_run
@@ -151,7 +152,13 @@ class LearnerProcess:
         publisher = RedisWeightPublisher(self._redis, run.run_id, run.config.weights, epoch, run.output_dir)
         try:
             buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch, order=run.config.buffer.order)
-            learner = self._learner(trainer, vocab_size, publisher, buffer, ranks)
+            recorder = RecordingTrainer(
+                trainer,
+                BatchStore(run.output_dir, run.config.record_batches),
+                run.config.settings.learning_rate,
+                every=run.config.record_batches > 0,
+            )
+            learner = self._learner(recorder, vocab_size, publisher, buffer, ranks)
             checkpoint = self._checkpoint()
             resumed_step = 0
             if checkpoint is not None:
@@ -209,7 +216,7 @@ class LearnerProcess:
 
     def _learner(
         self,
-        trainer: LeadingTrainer,
+        trainer: Trainer,
         vocab_size: int,
         publisher: RedisWeightPublisher,
         buffer: RedisLearnerBuffer,

@@ -45,6 +45,17 @@ class Models:
     """In the order of the configuration's `teacher`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A step before its first optimizer step."""
+
+    groups: tuple[Group, ...]
+    batch: Batch
+    targets: Targets
+    logprobs: Tensor
+    """[M]: what the policy says of the sampled tokens."""
+
+
 class BatchTrainer:
     """Trains a run's models on groups; all ranks make the same calls."""
 
@@ -93,6 +104,23 @@ class BatchTrainer:
             fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
         fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
+
+    def look(self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT) -> "Seen | None":
+        """What `train` would train on under the weights as they stand, or None without a sampled token; changes nothing."""
+        chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
+        batch = pack(chosen)
+        if not batch.num_sampled:
+            return None
+        before = self._running.state_dict()
+        for number, tag in enumerate(batch.tags):
+            self._running.update(tag, batch.episode_reward[batch.tag == number])
+        targets, _ = self._targets(batch, step, silent)
+        self._running.load_state_dict(before)
+        micro = self._micro_batches(batch, range(batch.num_sequences))
+        logprobs = torch.zeros(batch.num_sampled)
+        for each, part in zip(micro, self._models.policy.infer([_input(each) for each in micro]), strict=True):
+            logprobs[each.index] = part.detach().to("cpu", torch.float32)
+        return Seen(tuple(chosen), batch, targets, logprobs)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights, optimizer and KL coefficient: plain values."""

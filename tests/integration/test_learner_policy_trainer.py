@@ -9,10 +9,14 @@ from torch import Tensor
 
 from deploy import preparation
 from deploy.loading import load_run
+from services.errors import ControlError
 from tests.fakes import make_group
 from trainer.algorithms.aggregation import Silent
+from trainer.checkpoint import CheckpointStore, LearnerState
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.policy_trainer import PolicyTrainer
+from trainer.recording import BatchStore, RecordingTrainer
+from trainer.retraining import find_route, retrain
 from trainer.run import LearnerRun, LearnerRunConfig
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
@@ -119,3 +123,53 @@ def test_the_warm_start_and_the_seed_fix_the_first_weights(tmp_path: Path, ranks
     )
     assert_equal(one, same)
     assert not torch.equal(one["model.norm.weight"], other["model.norm.weight"])
+
+
+def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_recorded(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    """Steps 1 to 6 on recorded groups: at one go, with a death after step 3, and by `offbeat learner replay` from step 2."""
+    run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))
+    store = BatchStore(tmp_path, keep=6)
+    checkpoints = CheckpointStore(run.checkpoints, keep=9)
+
+    def saved(trainer: RecordingTrainer, step: int) -> None:
+        checkpoints.save(LearnerState(step, "now", kl_coef=trainer.kl_coef), trainer.save)
+
+    groups = {
+        step: [make_group(2 * step + n, rewards=(0.0, 1.0, 0.5), version=step - 1) for n in (0, 1)]
+        for step in range(1, 7)
+    }
+    undisturbed = begun(run, ranks)
+    recording = RecordingTrainer(undisturbed, store, run.config.settings.learning_rate, every=True)
+    for step in range(1, 7):
+        recording.train(groups[step], step - 1)
+        if step in (2, 6):
+            saved(recording, step)
+    resumed = PolicyTrainer(run, ranks)
+    resumed.load(run.checkpoints / "step-000002", recording.kl_coef)
+    for step in range(3, 7):
+        batch = store.read(step)
+        assert [group.number for group in batch.groups] == [group.number for group in groups[step]]
+        resumed.train(batch.groups, step - 1, batch.silent, batch.weights)
+    assert_equal(weights(undisturbed), weights(resumed))
+
+    replayed = retrain(run, find_route(run, None), ranks, shown=None, say=lambda _: None)
+    assert (replayed.start, replayed.steps) == (2, (3, 4, 5, 6))
+    assert [(each.step, each.equal) for each in replayed.compared] == [(6, True)]
+
+
+def test_one_step_is_shown_with_versions_ratios_and_advantages(tmp_path: Path, ranks: Ranks) -> None:
+    run = run_of(tmp_path, ("zero_variance=train",))
+    recording = RecordingTrainer(begun(run, ranks), BatchStore(tmp_path, keep=6), 1e-3, every=True)
+    CheckpointStore(run.checkpoints, keep=9).save(LearnerState(0, "now", kl_coef=recording.kl_coef), recording.save)
+    recording.train([make_group(0, rewards=(0.0, 1.0), version=0)], 0)
+    recording.settle()
+    replayed = retrain(run, find_route(run, 1), ranks, shown=1, say=lambda _: None)
+    assert replayed.compared == ()
+    low, high = replayed.samples
+    assert (low.reward, high.reward, low.versions, low.staleness, low.tokens) == (0.0, 1.0, (0, 0), 0, 4)
+    assert low.advantage_mean == -high.advantage_mean == -0.5
+    assert 0 < low.ratio_mean <= low.ratio_max
+    with pytest.raises(ControlError, match="no way to step 2 from a checkpoint before it: recorded are steps 1 to 1"):
+        find_route(run, 2)
