@@ -240,6 +240,8 @@ def _context_problems(config: RunConfig, positions: object, where: str) -> Itera
 
 
 def _place_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.control.read_token is not None and config.control.token is None:
+        yield Problem("control.read_token", "has no effect without control.token, the token that operates: set it too")
     if config.control.host not in LOOPBACK and config.control.token is None:
         yield Problem(
             "control.host",

@@ -37,6 +37,7 @@ class ControlArguments:
     redis_url: str
     wiring: str
     token: str | None
+    read_token: str | None
     reconcile_s: float
     log_dir: str
     app: str
@@ -74,6 +75,7 @@ def start_control(arguments: ControlArguments) -> None:
         redis_url=arguments.redis_url,
         wiring=arguments.wiring,
         token=arguments.token,
+        read_token=arguments.read_token,
         reconcile_s=arguments.reconcile_s,
         log_dir=Path(arguments.log_dir),
     )

@@ -109,6 +109,7 @@ class LocalMesh:
             redis_url=self._redis_url,
             wiring=CONTROL_WIRING,
             token=control.token,
+            read_token=control.read_token,
             reconcile_s=control.reconcile_s,
             log_dir=str(self._folder / LOGS),
             app=CONTROL_APP,

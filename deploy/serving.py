@@ -58,6 +58,8 @@ class ControlArguments(Config):
     """Folder that relative paths in a run's configuration start from; None takes the one in which `ray start` ran."""
     token_file: Path | None = None
     """Holds the bearer token that each call must carry; without one, only programs on the service's host may call."""
+    read_token_file: Path | None = None
+    """Holds a second token, of callers who may look and change nothing."""
     log_dir: Path = Path("runs/control")
     """Takes the service's own log."""
 
@@ -93,11 +95,14 @@ def control(args: dict[str, Any]) -> Application:
     """The control service."""
     arguments = arguments_of(ControlArguments, args)
     working_dir = (arguments.working_dir or Path()).resolve()
+    if arguments.read_token_file is not None and arguments.token_file is None:
+        raise ConfigError([Problem("read_token_file", "has no effect without token_file: set it too")])
     return control_app.build(
         control_app.ControlSettings(
             redis_url=arguments.redis_url,
             wiring=CONTROL_WIRING,
-            token=_token(arguments.token_file),
+            token=_token("token_file", arguments.token_file),
+            read_token=_token("read_token_file", arguments.read_token_file),
             log_dir=working_dir / arguments.log_dir,
             working_dir=working_dir,
         )
@@ -129,13 +134,13 @@ def _run_like(arguments: GenerationArguments) -> RunConfig:
     return validate_tree({str(key): value for key, value in merged.items()})
 
 
-def _token(path: Path | None) -> str | None:
+def _token(key: str, path: Path | None) -> str | None:
     if path is None:
         return None
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError([Problem("token_file", f"can't be read: {error}")]) from None
+        raise ConfigError([Problem(key, f"can't be read: {error}")]) from None
     if not token:
-        raise ConfigError([Problem("token_file", f"{path} is empty")])
+        raise ConfigError([Problem(key, f"{path} is empty")])
     return token

@@ -25,6 +25,8 @@ class Fault:
     """What the command line of its process holds; empty: it is done to Redis' connections."""
     stops: bool = False
     """SIGSTOP for a while, then SIGCONT; else SIGKILL."""
+    comes_back: bool = True
+    """Whether another process of its kind must be started; an env's is only when one is short."""
     during: str = ""
     """Stage of the learner (`learner_doing`) in which it strikes; empty: at any moment."""
 
@@ -32,7 +34,7 @@ class Fault:
 ENV_PROCESS = "services.rollout.child"
 FAULTS = (
     Fault("env worker killed", "ray::EnvWorker"),
-    Fault("single env killed", ENV_PROCESS),
+    Fault("single env killed", ENV_PROCESS, comes_back=False),
     Fault("engine core killed", "VLLM::EngineCore"),
     Fault("generation replica killed", "ray::ServeReplica:generation"),
     Fault("weight broker killed", "ray::ServeReplica:weights"),

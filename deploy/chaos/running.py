@@ -169,7 +169,7 @@ class Chaos:
         self._say(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
 
     def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
-        if fault.stops:
+        if fault.stops or not fault.comes_back:
             return
         struck.back_s = self._wait(
             lambda: bool(pids(processes_of(self._run.root, fault.mark)) - before), RECOVERY_S, since=hit

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
-from services.control.guard import Guard
+from services.control.guard import NO_TOKENS, Guard, Tokens
 from services.control.refusals import answer_errors, refusals
 from services.control.routes import run_routes
 from services.control.service import ControlService
@@ -22,18 +22,18 @@ Errors are `{"error": {"code", "message", "problems": [{"path", "message", "sugg
 def create_api(
     service: ControlService,
     *,
-    token: str | None = None,
+    tokens: Tokens = NO_TOKENS,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """The API over `service`; with a `token`, for callers who carry it as `Authorization: Bearer`.
+    """The API over `service`; with `tokens`, for callers who carry one as `Authorization: Bearer`.
 
     lifespan: what runs beside the API for as long as it answers.
     """
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
-    if token is not None:
+    if tokens.operate is not None:
         # Says in the documentation what `Guard` demands.
-        bearer = [Depends(HTTPBearer(auto_error=False, description="The token that the service was started with."))]
+        bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
@@ -43,5 +43,5 @@ def create_api(
         return HealthView()
 
     answer_errors(api)
-    api.add_middleware(Guard, token=token)
+    api.add_middleware(Guard, tokens=tokens)
     return api

@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client
 from services.buffer.connection import connect_async
 from services.control.api import create_api
 from services.control.config import ControlTuning
-from services.control.guard import LOOPBACK_NAMES
+from services.control.guard import LOOPBACK_NAMES, Tokens
 from services.control.reconciler import Reconciler, RestartPolicy
 from services.control.records import RunStore
 from services.control.service import ControlService
@@ -41,6 +41,8 @@ class ControlSettings:
     wiring: str
     """`module:name` of a callable (redis, redis_url, working_dir) -> `services.control.service.Wiring` with `build_mesh`."""
     token: str | None = None
+    read_token: str | None = None
+    """Of callers who may look and change nothing."""
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
@@ -91,7 +93,7 @@ class ControlDeployment:
                 await asyncio.gather(task, return_exceptions=True)
                 await redis.aclose()
 
-        return create_api(service, token=settings.token, lifespan=lifespan)
+        return create_api(service, tokens=Tokens(settings.token, settings.read_token), lifespan=lifespan)
 
 
 def _refuse_other_hosts() -> None:

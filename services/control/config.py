@@ -16,6 +16,8 @@ class ControlConfig(Config):
     """0 takes a free one."""
     token: str | None = None
     """Bearer token that each call must carry."""
+    read_token: str | None = None
+    """A second one, for callers who may look and change nothing."""
     learner: Literal["managed", "external"] = "managed"
     """`managed`: the mesh starts the learner and replaces a dead one; `external`: it waits for `offbeat learner attach`."""
     reconcile_s: float = Field(default=0.5, gt=0)

@@ -1,14 +1,18 @@
-"""Who may call the API: with a token, who carries it; without one, programs on this machine.
+"""Who may call the API, and how often: with tokens, who carries one; without, programs on this machine.
 
-Invariant: without a token, no web page in the user's browser can make a call that is answered.
+Invariants: without a token, no web page in the user's browser can make a call that is answered; a token that reads changes
+nothing; what is refused costs nothing but its answer.
 """
 
 import hmac
+import math
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.control.rates import Bucket
 from services.control.refusals import error_response
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
@@ -18,12 +22,34 @@ DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 """Answered without the token: a browser has no way to send one before the page is there, and nothing here is secret."""
 
 
+READING = ("GET", "HEAD", "OPTIONS")
+CALLS_PER_S, CALLS_AT_ONCE = 200.0, 1000
+"""Of everybody together: more is refused before anything is done for it."""
+WRONG_PER_S, WRONG_AT_ONCE = 1.0, 30
+"""Calls with a wrong token: whoever guesses learns one answer a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Who may do what."""
+
+    operate: str | None = None
+    """Everything; None: programs on this machine may, and nobody else anything."""
+    read: str | None = None
+    """Calls that change nothing."""
+
+
+NO_TOKENS = Tokens()
+
+
 class Guard:
     """ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
+        self._calls = Bucket(CALLS_PER_S, CALLS_AT_ONCE)
+        self._wrong = Bucket(WRONG_PER_S, WRONG_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on, or refuse it."""
@@ -36,14 +62,33 @@ class Guard:
         path = request.scope["path"]
         if path in OPEN_PATHS:
             return None
-        if self._token is None:
+        if wait_s := self._calls.take():
+            return _too_many(wait_s)
+        if self._tokens.operate is None:
             if _from_here(request):
                 return None
             return 403, "forbidden", "without a token only programs on this machine may call"
-        given = request.headers.get("authorization", "")
-        if path in DOCS_PATHS or hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if path in DOCS_PATHS:
             return None
+        given = request.headers.get("authorization", "").encode()
+        # Both are compared whatever the first says: the time that it takes tells nothing
+        operates, reads = _is(given, self._tokens.operate), _is(given, self._tokens.read)
+        if operates or (reads and request.method in READING):
+            return None
+        if reads:
+            return 403, "read_only", f"this token may read: {request.method} wants the one that operates"
+        if wait_s := self._wrong.take():
+            return _too_many(wait_s)
         return 401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`"
+
+
+def _is(given: bytes, token: str | None) -> bool:
+    same = hmac.compare_digest(given, f"Bearer {token or ''}".encode())
+    return same and bool(token)
+
+
+def _too_many(wait_s: float) -> tuple[int, str, str]:
+    return 429, "too_many_calls", f"too many calls: try again in {math.ceil(wait_s)} s"
 
 
 def _from_here(request: Request) -> bool:

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 WORDS = {
     400: "The body can't be read.",
     401: "The bearer token is missing or wrong.",
-    403: "Without a token only programs on this machine may call.",
+    403: "Without a token only programs on this machine may call; one that reads may not change anything.",
     404: "There is no such run.",
     409: "It makes no sense for what the run, or another one, is at.",
     413: "The body is too large.",
     415: "The body is of another type than YAML or JSON.",
     422: "A value was refused; `problems` names each key, and the nearest valid one where a key is unknown.",
-    429: "Too many watch already.",
+    429: "Too many calls, or too many watch already.",
     503: "The state can't be reached: try again.",
 }
 ANSWERS: dict[type[Exception], tuple[int, str]] = {
@@ -49,8 +49,8 @@ class RefusedError(MeshError):
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer besides its success, for its documentation; each route also says 401, 403 and 503."""
-    return {status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 503, *statuses})}
+    """What a route may answer besides its success, for its documentation; each route also says 401, 403, 429 and 503."""
+    return {status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 429, 503, *statuses})}
 
 
 def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:

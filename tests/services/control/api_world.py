@@ -15,6 +15,7 @@ from services.buffer.client import GroupProgress, Snapshot
 from services.buffer.watch import BufferWatch
 from services.control.api import create_api
 from services.control.client import ControlClient
+from services.control.guard import Tokens
 from services.control.records import RunStore
 from services.control.runs import RunRecord, RunSpec, RunState
 from services.control.service import ControlService, InvalidRunError
@@ -61,12 +62,12 @@ class FakeWiring:
 class ApiWorld:
     """An API, a client of it, and the store behind it."""
 
-    def __init__(self, redis: Redis, token: str | None) -> None:
+    def __init__(self, redis: Redis, token: str | None, read_token: str | None) -> None:
         self.redis = redis
         self.store = RunStore(redis)
         self.wakes = 0
         service = ControlService(self.store, FakeWiring(redis), wake=self.wake)
-        self.api = create_api(service, token=token)
+        self.api = create_api(service, tokens=Tokens(token, read_token))
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
         self.client = ControlClient("http://127.0.0.1", token=token, transport=transport)
@@ -84,9 +85,9 @@ class ApiWorld:
 
 
 @asynccontextmanager
-async def api_world(redis_url: str, token: str | None = None) -> AsyncIterator[ApiWorld]:
+async def api_world(redis_url: str, token: str | None = None, read_token: str | None = None) -> AsyncIterator[ApiWorld]:
     async with Redis.from_url(redis_url) as redis:
-        made = ApiWorld(redis, token)
+        made = ApiWorld(redis, token, read_token)
         async with made.http, made.client:
             yield made
 

@@ -8,6 +8,8 @@ import pytest
 from services.control.bodies import MAX_BODY_BYTES
 from services.control.client import ControlRefusedError
 from services.control.components import Health, Observation
+from services.control.guard import WRONG_AT_ONCE
+from services.control.rates import Bucket
 from services.control.runs import RunState, Wanted
 from services.errors import RetryableError
 from services.keys import RunKeys
@@ -300,6 +302,36 @@ async def test_with_a_token_only_who_carries_it_is_answered(redis_url: str):
             assert (refused.status_code, code(refused)) == (401, "unauthorized")
         assert (await api.http.get("/healthz")).status_code == 200
         assert (await api.client.runs()).runs == []
+
+
+async def test_a_token_that_reads_changes_nothing(redis_url: str):
+    async with api_world(redis_url, token="secret", read_token="look") as api:
+        look = {"Authorization": "Bearer look"}
+        assert (await api.http.get("/runs", headers=look)).status_code == 200
+        for ask in (api.http.post, api.http.patch, api.http.delete):
+            refused = await ask("/runs/a", headers=look)
+            assert (refused.status_code, code(refused)) == (403, "read_only")
+        assert (await api.client.runs()).runs == []
+
+
+async def test_who_guesses_tokens_gets_one_answer_a_second_and_nobody_else_waits(redis_url: str):
+    async with api_world(redis_url, token="secret") as api:
+        wrong = {"Authorization": "Bearer guess"}
+        answers = [(await api.http.get("/runs", headers=wrong)).status_code for _ in range(WRONG_AT_ONCE + 5)]
+        assert answers[:WRONG_AT_ONCE] == [401] * WRONG_AT_ONCE
+        assert 429 in answers
+        assert (await api.client.runs()).runs == []
+
+
+def test_a_bucket_lets_its_burst_through_and_then_its_rate():
+    now = 0.0
+    bucket = Bucket(2.0, 3, clock=lambda: now)
+    assert [bucket.take() for _ in range(3)] == [0.0] * 3
+    assert bucket.take() == 0.5
+    now = 0.5
+    assert [bucket.take(), bucket.take()] == [0.0, 0.5]
+    now = 100.0
+    assert [bucket.take() for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
 
 
 async def test_the_documentation_needs_no_token_but_says_that_calls_do(redis_url: str):
