@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from envs.config import Config
 from envs.dataset.code import FENCED
@@ -15,7 +15,24 @@ from envs.dataset.rows import read_table
 from envs.extras import require
 from envs.parsing import compile_pattern
 from envs.sandbox import Limits, run_python
+from envs.tools.mcp_server import McpAddress, McpSession
 from envs.webshop.search import words
+
+MCP_INSTRUCTION = """
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+"""Word for word what Qwen2.5's chat template says."""
 
 
 class ToolResult(NamedTuple):
@@ -23,6 +40,31 @@ class ToolResult(NamedTuple):
 
     text: str
     ok: bool
+
+
+class OpenTool(Protocol):
+    """A tool in the hands of one env."""
+
+    @property
+    def instruction(self) -> str:
+        """Added to the system prompt."""
+        ...
+
+    def called(self, answer: str) -> str | None:
+        """The call's text; None where the answer does not call this tool."""
+        ...
+
+    def takes(self, text: str) -> bool:
+        """Whether the call is this tool's, where another one is called by the same pattern."""
+        ...
+
+    def use(self, text: str) -> ToolResult:
+        """Do what is asked for; a call that fails says why."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the tool holds."""
+        ...
 
 
 class Tool(Config):
@@ -44,11 +86,30 @@ class Tool(Config):
         return last_group(self.pattern, answer)
 
     @abstractmethod
+    def open(self) -> OpenTool:
+        """The tool, ready for an env. Raises ValueError where it can't be had."""
+
+
+class OwnTool(Tool):
+    """A tool that holds nothing."""
+
+    def open(self) -> OpenTool:
+        """See `Tool.open`."""
+        return self
+
+    def takes(self, text: str) -> bool:  # noqa: ARG002
+        """See `OpenTool.takes`."""
+        return True
+
+    @abstractmethod
     def use(self, text: str) -> ToolResult:
-        """Do what is asked for; a call that fails says why."""
+        """See `OpenTool.use`."""
+
+    def close(self) -> None:
+        """See `OpenTool.close`."""
 
 
-class PythonTool(Tool):
+class PythonTool(OwnTool):
     """A program, run in the sandbox; what it prints is the result."""
 
     tool_id: Literal["python_code"]
@@ -57,12 +118,12 @@ class PythonTool(Tool):
     limits: Limits = Limits()
 
     def use(self, text: str) -> ToolResult:
-        """See `Tool.use`."""
+        """See `OpenTool.use`."""
         outcome = run_python(text, limits=self.limits)
         return ToolResult(outcome.stdout.rstrip() or "(nothing was printed)", True) if outcome.ok else _failed(outcome)
 
 
-class SearchTool(Tool):
+class SearchTool(OwnTool):
     """Passages of a corpus on disk, best first by BM25."""
 
     tool_id: Literal["search"]
@@ -74,7 +135,7 @@ class SearchTool(Tool):
     instruction: str = "You may search by <search>words</search> and will see the best passages."
 
     def use(self, text: str) -> ToolResult:
-        """See `Tool.use`."""
+        """See `OpenTool.use`."""
         asked = words(text)
         index, passages = _index(self.corpus, self.text_key)
         if not asked:
@@ -85,7 +146,51 @@ class SearchTool(Tool):
         return ToolResult(found or "nothing was found", bool(best))
 
 
-AnyTool = Annotated[PythonTool | SearchTool, Field(discriminator="tool_id")]
+class McpTool(Tool):
+    """The functions of a server that speaks the Model Context Protocol, told and called as Qwen's and Hermes' chat templates
+    do: the function's schema in `<tools>`, a call in `<tool_call>`, what came of it in `<tool_response>`."""
+
+    tool_id: Literal["mcp"]
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server that is started here and spoken to over its pipes."""
+    url: str = ""
+    """Of a server that runs elsewhere (streamable HTTP)."""
+    functions: tuple[str, ...] = ()
+    """Names of those that are offered; empty offers all."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Of a call."""
+    pattern: str = r"<tool_call>\s*(.*?)\s*</tool_call>"
+    instruction: str = MCP_INSTRUCTION
+    """Added to the system prompt; `{tools}` becomes the functions' schemas, a line each."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "McpTool":
+        if bool(self.command) == bool(self.url):
+            raise ValueError("name the server by command or by url, one of both")
+        return self
+
+    def open(self) -> OpenTool:
+        """See `Tool.open`."""
+        address = McpAddress(self.command, self.url, self.timeout_s)
+        return _OpenMcp(self, McpSession(address, self.functions, self.instruction))
+
+
+class _OpenMcp:
+    """An MCP server's functions, as `OpenTool`."""
+
+    def __init__(self, tool: McpTool, session: McpSession) -> None:
+        self._tool, self._session = tool, session
+        self.instruction = session.instruction
+        self.called = tool.called
+        self.takes = session.takes
+        self.close = session.close
+
+    def use(self, text: str) -> ToolResult:
+        told, ok = self._session.use(text)
+        return ToolResult(f"<tool_response>\n{told}\n</tool_response>", ok)
+
+
+AnyTool = Annotated[PythonTool | SearchTool | McpTool, Field(discriminator="tool_id")]
 
 
 def _failed(outcome: Any) -> ToolResult:

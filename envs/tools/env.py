@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue
 from envs import registry
 from envs.config import Config
 from envs.contract import random_answer
-from envs.tools.calling import AnyTool
+from envs.tools.calling import AnyTool, OpenTool
 
 
 class ToolEnvConfig(Config):
@@ -22,8 +22,8 @@ class ToolEnvConfig(Config):
     """The env underneath."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     tools: tuple[AnyTool, ...] = Field(min_length=1)
-    """Each with `tool_id: python_code | search` and its settings. Where an answer calls several, the first of this list is
-    used."""
+    """Each with `tool_id: python_code | search | mcp` and its settings. Where an answer calls several, the first of this
+    list is used."""
     max_tool_uses: int = Field(default=10, ge=1)
     """Of an episode; a later call is told so, and is not made."""
     tool_reward: float = 0.0
@@ -48,7 +48,14 @@ class ToolEnv(gymnasium.Env[str, str]):
             settings.setdefault("split", config.split)
         self._env = registry.make(config.env_type, settings)
         inner = cast(Any, self._env.unwrapped)
-        told = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in config.tools)]
+        self._tools: list[OpenTool] = []
+        for tool in config.tools:
+            try:
+                self._tools.append(tool.open())
+            except ValueError:
+                self.close()
+                raise
+        told = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in self._tools)]
         self.system_prompt = "\n".join(text for text in told if text)
         modes = cast(dict[str, str], getattr(inner, "metrics_agg_mode", {}))
         self.metrics_agg_mode = {**modes, "tool_use_counter": "sum", "tool_success_counter": "sum"}
@@ -66,10 +73,9 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Use a tool, or answer the env underneath."""
-        for tool in self.config.tools:
-            text = tool.called(action)
-            if text is None:
-                continue
+        calls = [(tool, text) for tool in self._tools if (text := tool.called(action)) is not None]
+        if calls:
+            tool, text = next((call for call in calls if call[0].takes(call[1])), calls[0])
             self._uses += 1
             if self._uses > self.config.max_tool_uses:
                 told = f"no tool can be used any more ({self.config.max_tool_uses} uses): give the answer"
@@ -85,8 +91,10 @@ class ToolEnv(gymnasium.Env[str, str]):
         return random_answer(self._env, rng)
 
     def close(self) -> None:
-        """Let go of the env underneath."""
+        """Let go of the env underneath and of the tools."""
         self._env.close()
+        while self._tools:
+            self._tools.pop().close()
 
 
 def _counted(*, used: int, ok: int) -> dict[str, Any]:

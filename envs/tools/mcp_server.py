@@ -1,0 +1,223 @@
+"""Servers that speak the Model Context Protocol, as tools: one connection per server and process, shared by its envs.
+
+Invariants: a call returns within its time limit, whatever the server does; a server that died is started again at the next
+call; when the last env of a process lets go of a server, its connection is closed and its process ended.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+from envs.extras import require
+
+T = TypeVar("T")
+START_S = 60.0
+"""Longest time to reach a server, which may have to be started."""
+CLOSE_S = 3.0
+PROBE_S = 2.0
+"""In which a server whose call took too long must answer another."""
+
+
+class McpAddress(NamedTuple):
+    """Where a server is: a command that is started and spoken to over its pipes, or a URL."""
+
+    command: tuple[str, ...]
+    url: str
+    timeout_s: float
+
+
+class Function(NamedTuple):
+    """One tool of a server."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema."""
+
+    def told(self) -> str:
+        """As chat templates tell it: OpenAI's form in one line of JSON."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+
+
+class McpServer:
+    """One connection, on the loop of a thread; its methods block."""
+
+    def __init__(self, address: McpAddress) -> None:
+        """Raises ValueError where the server can't be reached."""
+        self._address = address
+        self._connecting = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+        self._client: Any = None
+        self._ending: asyncio.Event | None = None
+        self._holding: asyncio.Task[None] | None = None
+        try:
+            self.functions = self._ask(_functions)
+        except ValueError:
+            self.close()
+            raise
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """(what the tool says, whether it worked)."""
+        try:
+            return self._ask(lambda client: _call(client, name, arguments))
+        except ValueError as error:
+            return str(error), False
+
+    def close(self) -> None:
+        """End the connection, and the server where it was started here."""
+        asyncio.run_coroutine_threadsafe(self._let_go(), self._loop).result(2 * CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _ask(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        """Raises ValueError for whatever goes wrong; the connection is made anew then, unless the server is well and only
+        the call was not."""
+        return asyncio.run_coroutine_threadsafe(self._limited(work), self._loop).result()
+
+    async def _limited(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        where, limit_s = self._address.url or " ".join(self._address.command), self._address.timeout_s
+        try:
+            async with asyncio.timeout(START_S):
+                client = await self._connected()
+            async with asyncio.timeout(limit_s):
+                return await work(client)
+        except TimeoutError:
+            await self._let_go_of_the_dead()
+            raise ValueError(f"the MCP server {where} gave no answer in {limit_s:g} s") from None
+        except Exception as error:
+            await self._let_go()
+            raise ValueError(f"the MCP server {where} failed: {error or type(error).__name__}") from error
+
+    async def _connected(self) -> Any:
+        async with self._connecting:
+            if self._client is None:
+                ready: asyncio.Future[Any] = self._loop.create_future()
+                self._ending = asyncio.Event()
+                self._holding = asyncio.create_task(self._hold(ready, self._ending))
+                self._client = await ready
+            return self._client
+
+    async def _let_go_of_the_dead(self) -> None:
+        """A server that still answers stays: others' calls are under way."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await _functions(self._client)
+        except Exception:
+            # whatever is wrong with it, a new connection is what helps
+            await self._let_go()
+
+    async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
+        """Keep the connection: it must be closed by the task that opened it."""
+        mcp = require("mcp", "mcp")
+        address = self._address
+        command = address.command
+        server = address.url or mcp.StdioServerParameters(command=command[0], args=list(command[1:]))
+        try:
+            async with mcp.Client(server) as client:
+                ready.set_result(client)
+                await ending.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    async def _let_go(self) -> None:
+        holding, self._holding, self._client = self._holding, None, None
+        if holding is None or self._ending is None:
+            return
+        self._ending.set()
+        _, hanging = await asyncio.wait({holding}, timeout=CLOSE_S)
+        for task in hanging:
+            task.cancel()
+
+
+async def _functions(client: Any) -> tuple[Function, ...]:
+    listed = await client.list_tools()
+    return tuple(Function(tool.name, tool.description or "", dict(tool.input_schema)) for tool in listed.tools)
+
+
+async def _call(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    result = await client.call_tool(name, arguments)
+    parts = [str(getattr(part, "text", f"({part.type})")) for part in result.content]
+    return "\n".join(parts) or "(nothing was returned)", not result.is_error
+
+
+class SharedServers:
+    """The servers of this process, each with the number of those that use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._servers: dict[McpAddress, tuple[McpServer, int]] = {}
+
+    def take(self, address: McpAddress) -> McpServer:
+        """Raises ValueError where the server can't be reached."""
+        with self._lock:
+            server, users = self._servers.get(address) or (McpServer(address), 0)
+            self._servers[address] = (server, users + 1)
+            return server
+
+    def give_back(self, address: McpAddress) -> None:
+        """The last one closes it."""
+        with self._lock:
+            server, users = self._servers.pop(address)
+            if users > 1:
+                self._servers[address] = (server, users - 1)
+                return
+        server.close()
+
+
+SHARED = SharedServers()
+
+
+class McpSession:
+    """A server's functions in the hands of one env."""
+
+    def __init__(self, address: McpAddress, offered: tuple[str, ...], instruction: str) -> None:
+        """offered: names; empty offers all.
+
+        Raises:
+            ValueError: the server can't be reached, or has no function of such a name.
+        """
+        self._address = address
+        self._server = SHARED.take(address)
+        known = {function.name: function for function in self._server.functions}
+        if unknown := [name for name in offered if name not in known]:
+            SHARED.give_back(address)
+            raise ValueError(f"functions: the server has no {unknown[0]!r}; it has {', '.join(known) or 'none'}")
+        self._functions = {name: known[name] for name in (offered or known)}
+        self.instruction = instruction.replace("{tools}", "\n".join(f.told() for f in self._functions.values()))
+
+    def takes(self, text: str) -> bool:
+        """Whether the call is of one of these functions."""
+        try:
+            return _read(text)[0] in self._functions
+        except ValueError:
+            return False
+
+    def use(self, text: str) -> tuple[str, bool]:
+        """Make the call that an answer asks for; (what to tell, whether it worked)."""
+        try:
+            name, arguments = _read(text)
+        except ValueError as error:
+            return str(error), False
+        if name not in self._functions:
+            return f"there is no function {name!r}; there is {', '.join(self._functions)}", False
+        return self._server.call(name, arguments)
+
+    def close(self) -> None:
+        """Let go of the server."""
+        SHARED.give_back(self._address)
+
+
+def _read(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call. Raises ValueError where it is none."""
+    try:
+        call = json.loads(text)
+        name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the call is not of the form {{'name': ..., 'arguments': {{...}}}}: {error}") from error
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("the call's name must be a text and its arguments an object")
+    return name, cast(dict[str, Any], arguments)
