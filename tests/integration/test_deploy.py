@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.run_folder import newest_checkpoint
 from services.buffer.app import HEAD_NODE
+from services.weights.transports import owner_of
 from tests.integration.ray_cluster import RayCluster
 from tests.waiting import wait_until_sync
 
@@ -36,7 +38,7 @@ class Echo(gymnasium.Env):
         return self.word, {}
 
     def step(self, action):
-        time.sleep(0.0 if FAST.exists() else 2.0)
+        time.sleep(0.0 if FAST.exists() else 4.0)
         hit = action.strip() == self.word
         return "it", float(hit), True, False, {"success": hit}
 '''
@@ -73,8 +75,9 @@ def my_run(name: str, *, steps: int = STEPS, app: str = "null") -> str:
     return MY_RUN.format(name=name, steps=steps, app=app)
 
 
-def shared_memory() -> list[str]:
-    return [path.name for path in Path("/dev/shm").glob("offbeat-one-*")]
+def shared_memory(cluster: RayCluster) -> list[str]:
+    owners = [owner_of(name, cluster.folder / "runs" / name) for name in ("one", "two")]
+    return [path.name for owner in owners for path in Path("/dev/shm").glob(f"offbeat-{owner}-*")]
 
 
 def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing(cluster: RayCluster):
@@ -102,14 +105,23 @@ def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing
     assert len(workers) == 2
     assert head not in {worker["node_id"] for worker in workers}
 
-    # What changes in the file changes in place: no process is replaced.
-    before = [process.pid for process in cluster.living("ServeReplica", "trainer.cli", "EnvWorker")]
-    cluster.deploy(LOCAL, {**own, "control.control": {"user_config": {"reconcile_s": 0.2}}})
-    reached = step(cluster)
-    wait_until_sync(lambda: step(cluster) >= reached + 2, timeout_s=240, every_s=0.2)
-    assert [process.pid for process in cluster.living("ServeReplica", "trainer.cli", "EnvWorker")] == before
+    # Settings of control change in place: no process is replaced.
+    mesh = ("ServeReplica", "trainer.cli", "EnvWorker")
+    before = [process.pid for process in cluster.living(*mesh)]
+    tuned = {**own, "control.control": {"user_config": {"reconcile_s": 0.2}}}
+    cluster.deploy(LOCAL, tuned)
+    goes_on(cluster)
+    assert [process.pid for process in cluster.living(*mesh)] == before
 
+    # Other arguments replace its replica, and nothing else; the run and what it claims stay.
+    (old,) = cluster.living("ServeReplica:control")
+    cluster.deploy(LOCAL, {**tuned, "control": {"log_dir": "runs/control-2"}})
+    wait_until_sync(lambda: not old.is_running(), timeout_s=60, every_s=0.2)
+    goes_on(cluster)
     (control,) = cluster.living("ServeReplica:control")
+    after = [process.pid for process in cluster.living(*mesh) if process.pid != control.pid]
+    assert after == [pid for pid in before if pid != old.pid]
+    assert post(cluster, my_run("two", app="generation-local")).status_code == 409
     control.kill()
     (cluster.folder / "fast").touch()
     wait_until_sync(lambda: cluster.run("one").get("state") == "finished", timeout_s=240, every_s=0.2)
@@ -121,12 +133,18 @@ def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing
     assert counters["admitted"] == counters["trained"] + gone + counters["in_flight"]
 
     # The application is free again, and its engine the same: the next run has it at once, until Serve is shut down.
-    assert post(cluster, my_run("two", app="generation-local")).status_code == 201
-    wait_until_sync(lambda: cluster.run("two").get("step", -1) >= 1, timeout_s=240, every_s=0.2)
+    (cluster.folder / "fast").unlink()
+    two = my_run("two", app="generation-local").replace("save_steps: 5", "save_steps: 1000")
+    assert post(cluster, two).status_code == 201
+    wait_until_sync(lambda: step(cluster, "two") >= 2, timeout_s=240, every_s=0.2)
+    reached = step(cluster, "two")
     cluster.serve("shutdown", "-y")
     wait_until_sync(lambda: cluster.living(*OURS) == [], timeout_s=240, every_s=0.5)
-    assert shared_memory() == []
+    assert shared_memory(cluster) == []
     assert cluster.actors() == []
+    saved = newest_checkpoint(cluster.folder / "runs/two")
+    assert saved is not None, "its learner saves what it has come to before Redis ends"
+    assert saved[0] >= reached
 
 
 def started(cluster: RayCluster) -> bool:
@@ -141,5 +159,12 @@ def post(cluster: RayCluster, document: str) -> Any:
     return cluster.api.post("/runs", content=document, headers={"content-type": "application/yaml"})
 
 
-def step(cluster: RayCluster) -> int:
-    return cluster.run("one").get("step", -1)
+def step(cluster: RayCluster, run_id: str = "one") -> int:
+    return cluster.run(run_id).get("step", -1)
+
+
+def goes_on(cluster: RayCluster) -> None:
+    """Return when run `one` has trained two more steps."""
+    wait_until_sync(lambda: step(cluster) >= 0, timeout_s=60, every_s=0.2)
+    reached = step(cluster)
+    wait_until_sync(lambda: step(cluster) >= reached + 2, timeout_s=240, every_s=0.2)
