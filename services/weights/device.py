@@ -35,6 +35,8 @@ SENDERS = "services.weights.vllm_senders"
 """Imported when a learner first stages weights on a GPU: it needs vLLM, which a learner otherwise never loads."""
 TRANSFER_TIMEOUT_S = 300.0
 DESK_WAIT_S = 1.0
+CLOSE_S = 20.0
+"""What the thread that serves replicas gets to see that the transport is closed; it uses a connection that goes after it."""
 
 
 def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
@@ -93,7 +95,7 @@ class DeviceTransport:
                 self._closed.wait(1.0)
 
     def _send(self, sender: Sender, pull: Pull) -> None:
-        held = next((h for location, h in self._held.items() if f"/v{pull.version}-" in location), None)
+        held = next((h for location, h in list(self._held.items()) if f"/v{pull.version}-" in location), None)
         if held is None:
             self._desk.answer(pull, {"error": "it is not held any more"})
             return
@@ -133,6 +135,6 @@ class DeviceTransport:
         """See `Transport.close`."""
         if self._serving is not None:
             self._closed.set()
-            self._serving.join(timeout=2 * DESK_WAIT_S)
+            self._serving.join(timeout=CLOSE_S)
             self._desk.leave()
         self._held.clear()
