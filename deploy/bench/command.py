@@ -192,6 +192,39 @@ def bench_generation(
     _run("generation", generation.run, options, json)
 
 
+@bench_app.command("learner")
+def bench_learner(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: one of --size, made.")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="Parameters of the model that is made.")] = Size.m1,
+    sequences: Annotated[int, typer.Option(min=4, help="Of a batch; a multiple of 4.")] = 32,
+    longest: Annotated[int, typer.Option(min=32, help="Tokens of the longest sequence.")] = 256,
+    budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are measured.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="torch's, on a CPU.")] = 1,
+    cuda: Annotated[bool, typer.Option("--cuda", help="On the first GPU.")] = False,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Tokens/s and peak memory of an optimizer step, against a bare transformers loop and TRL's trainer."""
+    from deploy.bench import learner
+
+    options = learner.Options(
+        model=model, size=size.value, sequences=sequences, longest=longest, budget=budget, steps=steps, threads=threads,
+        device="cuda" if cuda else "cpu",
+    )  # fmt: skip
+    if quick:
+        options = replace(options, sequences=8, longest=64, budget=256, steps=2, vocabulary=256)
+    try:
+        if complaint := learner.check(options):
+            raise learner.SideError(complaint)
+        _run("learner", learner.run, options, json)
+    except learner.SideError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @bench_app.command("weights")
 def bench_weights(
     size: Annotated[
