@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from envs.config import Config
 from trainer.algorithm_config import AlgorithmConfig
@@ -94,13 +94,33 @@ class TrainingArgs(Config):
     """Optimizer steps per pass over a batch."""
 
 
+ELSEWHERE = {
+    "megatron_train": "training has no tensor or pipeline parallelism; take deepspeed_train with zero_stage 3, which shards "
+    "weights, gradients and moments over all processes",
+    "fsdp2_train": "take deepspeed_train with zero_stage 3, which shards the same things",
+    "fsdp2_infer": "the reference and teachers lie whole on every process; this is a strategy of training",
+    "deepspeed_infer": "the reference and teachers lie whole on every process; this is a strategy of training",
+    "hf_infer": "the reference and teachers use it already, without being told; here take deepspeed_train",
+}
+"""Strategies of ROLL, and what to take instead."""
+
+
 class StrategyArgs(Config):
     """ROLL's `strategy_args`: which engine trains, and how."""
 
     strategy_name: Literal["deepspeed_train"] = "deepspeed_train"
+    """ROLL's `fsdp2_train` and `megatron_train` are refused by name."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     strategy_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further DeepSpeed settings, merged over ours."""
+
+    @field_validator("strategy_name", mode="before")
+    @classmethod
+    def _is_built(cls, value: object) -> object:
+        """Raises ValueError with what does the same here."""
+        if isinstance(value, str) and value in ELSEWHERE:
+            raise ValueError(f"{value} is not built: {ELSEWHERE[value]}")
+        return value
 
 
 class ActorTrainConfig(Config):
