@@ -108,8 +108,10 @@ class AsyncBufferScripts:
     """The scripts of one run, called from a loop. Calls that come while others are under way travel together: one round trip
     carries them, and each is still a command of its own."""
 
-    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+    def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MOST_TRIPS) -> None:
+        """trips: round trips that are under way together at most."""
         self._redis = redis
+        self._trips = trips
         self._keys = BufferKeys(run_id).of_scripts
         self._waiting: deque[_Call] = deque()
         self._senders: set[asyncio.Task[None]] = set()
@@ -118,14 +120,20 @@ class AsyncBufferScripts:
         """Run a script. Raises as `errors_translated` says."""
         call = _Call(name, (len(self._keys), *self._keys, *args), asyncio.get_running_loop().create_future())
         self._waiting.append(call)
-        if len(self._senders) < MOST_TRIPS:
+        if len(self._senders) < self._trips:
             sender = asyncio.create_task(self._send())
             self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
+            sender.add_done_callback(self._senders.discard)  # of one that is cancelled before it begins
         with errors_translated():
             return await call.answer
 
     async def _send(self) -> None:
+        try:
+            await self._send_all()
+        finally:  # at once: who is answered now and calls again must not count on a sender that has seen its last call
+            self._senders.discard(cast(asyncio.Task[None], asyncio.current_task()))
+
+    async def _send_all(self) -> None:
         while self._waiting:
             calls = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
             calls = [call for call in calls if not call.answer.done()]  # nobody waits for it any more

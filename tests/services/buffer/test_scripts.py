@@ -56,3 +56,13 @@ async def test_callers_that_give_up_leave_the_others_their_answers(run_script: A
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert answers[1::2] == [b"late"] * (MANY // 2)
     assert all(isinstance(each, asyncio.CancelledError) for each in answers[::2])
+
+
+async def test_who_calls_again_as_soon_as_it_is_answered_is_never_forgotten(
+    redis: Redis, async_redis: AsyncRedis
+) -> None:
+    configure_buffer(redis, RUN, limits())
+    run_script = AsyncBufferScripts(async_redis, RUN, trips=1)
+    async with asyncio.timeout(20):
+        for number in range(20):
+            assert await submit_late(run_script, number) == b"late"
