@@ -7,10 +7,12 @@ from typing import Any
 from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
 from services.gateway.reading import (
     Body,
+    items_of,
     list_of,
     need_messages,
     not_followed,
     number,
+    object_of,
     refuse_unless,
     stop_words,
     words,
@@ -26,19 +28,19 @@ def read_messages(body: Body) -> Ask:
     messages = [ChatMessage("system", system)] if system else []
     for place, message in enumerate(list_of(body, "messages")):
         messages += _read(message, f"messages[{place}]")
-    choice = (body.get("tool_choice") or {}).get("type", "auto")
+    choice = object_of(body, "tool_choice").get("type", "auto")
     return Ask(
         need_messages(tuple(messages)),
-        () if choice == "none" else _tools(body.get("tools")),
+        () if choice == "none" else _tools(items_of(body, "tools")),
         max_tokens=number(body, "max_tokens"),
         stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
         ignored=not_followed(body, ("tool_choice",) if choice in ("any", "tool") else ()),
     )
 
 
-def _tools(value: Any) -> Tools:
+def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
-    for tool in value or ():
+    for tool in value:
         fine = isinstance(tool, Mapping) and "name" in tool and isinstance(tool.get("input_schema"), Mapping)
         refuse_unless(fine, f"tools: only tools with an input_schema can be offered, not {tool!r}")
         function = {

@@ -8,10 +8,12 @@ from typing import Any
 from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
 from services.gateway.reading import (
     Body,
+    items_of,
     list_of,
     need_messages,
     not_followed,
     number,
+    object_of,
     refuse_unless,
     stop_words,
     words,
@@ -26,11 +28,11 @@ def read_chat(body: Body) -> Ask:
     messages = tuple(_message(message, i) for i, message in enumerate(list_of(body, "messages")))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
-    shape = body.get("response_format") or {}
+    shape = object_of(body, "response_format")
     shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
     return Ask(
         need_messages(messages),
-        () if choice == "none" else read_tools(body.get("tools")),
+        () if choice == "none" else _tools(items_of(body, "tools")),
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
         num_answers=number(body, "n") or 1,
         stop=stop_words(body.get("stop"), "stop"),
@@ -38,11 +40,7 @@ def read_chat(body: Body) -> Ask:
     )
 
 
-def read_tools(value: Any) -> Tools:
-    """Functions on offer. Raises RefusedError where one is another kind of tool."""
-    if not value:
-        return ()
-    refuse_unless(isinstance(value, list), "tools: a list is needed")
+def _tools(value: list[Any]) -> Tools:
     for tool in value:
         fine = (
             isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
@@ -77,7 +75,7 @@ def _message(message: Any, place: int) -> ChatMessage:
     return ChatMessage(
         role,
         words(message.get("content"), f"{where}.content"),
-        tuple(_call(call, where) for call in message.get("tool_calls") or ()),
+        tuple(_call(call, where) for call in items_of(message, "tool_calls")),
         str(message.get("tool_call_id") or ""),
         str(message.get("reasoning_content") or ""),
     )
@@ -87,7 +85,7 @@ def _call(call: Any, where: str) -> ToolCall:
     try:
         function = call["function"]
         return ToolCall(str(function["name"]), one_form(function["arguments"]), str(call.get("id") or ""))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(f"{where}.tool_calls: {call!r} is no call of a function: {error}") from error
 
 
@@ -128,7 +126,7 @@ def stream_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str
         for place, call in enumerate(_calls(reply).get("tool_calls", ())):
             yield chunk(i, {"tool_calls": [{"index": place, **call}]})
         yield chunk(i, {}, reply.finish_reason)
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if object_of(body, "stream_options").get("include_usage"):
         yield event({**head, "choices": [], "usage": usage(replies)})
     yield "data: [DONE]\n\n"
 
@@ -153,7 +151,7 @@ def stream_completion(body: Body, replies: Sequence[Reply], answer_id: str, mode
     counts = whole.pop("usage")
     for choice in whole["choices"]:
         yield event({**whole, "choices": [choice]})
-    if (body.get("stream_options") or {}).get("include_usage"):
+    if object_of(body, "stream_options").get("include_usage"):
         yield event({**whole, "choices": [], "usage": counts})
     yield "data: [DONE]\n\n"
 

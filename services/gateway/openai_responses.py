@@ -7,7 +7,16 @@ from typing import Any
 
 from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
 from services.gateway.openai_chat import SYSTEM_ROLES
-from services.gateway.reading import Body, need_messages, not_followed, number, refuse_unless, words
+from services.gateway.reading import (
+    Body,
+    items_of,
+    need_messages,
+    not_followed,
+    number,
+    object_of,
+    refuse_unless,
+    words,
+)
 from services.gateway.session import Ask, RefusedError, Reply
 
 
@@ -21,11 +30,11 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> Ask:
     messages = (*system, *earlier, *_messages(items or []))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
-    shape = (body.get("text") or {}).get("format") or {}
+    shape = object_of(object_of(body, "text"), "format")
     shaped = ("text.format",) if shape.get("type", "text") != "text" else ()
     return Ask(
         need_messages(messages),
-        () if choice == "none" else _tools(body.get("tools")),
+        () if choice == "none" else _tools(items_of(body, "tools")),
         max_tokens=number(body, "max_output_tokens"),
         ignored=not_followed(body, (*forced, *shaped)),
     )
@@ -36,9 +45,9 @@ def without_instructions(body: Body, ask: Ask) -> tuple[ChatMessage, ...]:
     return ask.messages[1:] if body.get("instructions") else ask.messages
 
 
-def _tools(value: Any) -> Tools:
+def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
-    for tool in value or ():
+    for tool in value:
         fine = isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
         refuse_unless(fine, f"tools: only functions can be offered, not {tool!r}")
         function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}

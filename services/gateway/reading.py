@@ -27,6 +27,21 @@ def list_of(body: Body, key: str) -> list[Any]:
     return value
 
 
+def object_of(body: Body, key: str) -> Body:
+    """An object that may be left out."""
+    value = body.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RefusedError(f"{key} is {value!r}: an object is needed")
+    return value
+
+
+def items_of(body: Body, key: str) -> list[Any]:
+    """A list that may be left out."""
+    return [] if body.get(key) is None else list_of(body, key)
+
+
 def number(body: Body, *keys: str) -> int | None:
     """The first of these that is set."""
     for key in keys:
@@ -49,7 +64,8 @@ def words(value: Any, where: str) -> str:
         return ""
     if isinstance(value, str):
         return value
-    refuse_unless(isinstance(value, list), f"{where} is a {type(value).__name__}: text or a list of parts is needed")
+    if not isinstance(value, list):
+        raise RefusedError(f"{where} is a {type(value).__name__}: text or a list of parts is needed")
     return "\n".join(_part(part, where) for part in value if _kind(part) not in ("thinking", "redacted_thinking"))
 
 
@@ -60,6 +76,7 @@ def _kind(part: Any) -> str:
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
+    refuse_unless(isinstance(part, Mapping), f"{where} has a part that is no object: {part!r}")
     known = _kind(part) in ("text", "input_text", "output_text", "refusal")
     refuse_unless(known, f"{where} has a part of type {_kind(part)!r}: this policy reads text alone")
     return str(part.get("text") or part.get("refusal") or "")
@@ -83,6 +100,7 @@ def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
     Raises:
         RefusedError: one is set that an agent would rely on.
     """
+    object_of(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
         refuse_unless(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
     return (*(key for key in OWN_SAMPLING if body.get(key) is not None), *others)

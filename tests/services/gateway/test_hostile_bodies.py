@@ -1,0 +1,48 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.anthropic_messages import read_messages
+from services.gateway.messages import ChatMessage
+from services.gateway.openai_chat import read_chat, read_completion
+from services.gateway.openai_responses import read_responses
+from services.gateway.session import Ask, RefusedError
+
+Json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = (
+    *("messages", "input", "prompt", "tools", "tool_choice", "response_format", "text", "system", "instructions", "n"),
+    *("stop", "stop_sequences", "max_tokens", "max_output_tokens", "logit_bias", "temperature", "stream_options"),
+)
+PART_KEYS = ("type", "role", "content", "text", "tool_calls", "function", "name", "arguments", "input", "id", "output")
+KINDS = ("text", "message", "function", "function_call", "function_call_output", "tool_use", "tool_result", "user")
+Part = st.dictionaries(
+    st.sampled_from(PART_KEYS), Json | st.sampled_from(KINDS) | st.lists(Json | st.sampled_from(KINDS)), max_size=6
+)
+Nested = st.dictionaries(st.sampled_from(PART_KEYS), Json | Part | st.lists(Part, max_size=2), max_size=6)
+Body = st.dictionaries(st.sampled_from(KEYS), Json | Nested | st.lists(Nested | Json, max_size=3), max_size=8)
+
+READERS: dict[str, Callable[[dict[str, Any]], Ask]] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "responses": lambda body: read_responses(body, (ChatMessage("user", "before"),)),
+    "messages": read_messages,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@settings(max_examples=50, deadline=None)
+@given(body=Body)
+def test_whatever_a_body_holds_it_is_read_or_refused(reader: str, body: dict[str, Any]):
+    try:
+        ask = READERS[reader](body)
+    except RefusedError:
+        return
+    assert all(isinstance(message.content, str) for message in ask.messages)
+    assert all(isinstance(tool, dict) for tool in ask.tools)
