@@ -6,6 +6,7 @@ plain redis-py alike; Reverb keeps items in memory.
 Invariant: a round counts only if everything came out whole.
 """
 
+import gc
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -82,6 +83,8 @@ def _measure(options: Options, tokens: int, sides: dict[str, Side], say: Callabl
         in_hand=options.in_hand,
         batch=options.batch,
     )
+    gc.collect()
+    gc.freeze()  # the load is the benchmark's own: no side pays for the collector's walking it
     for side in sides.values():
         side(load.first(options.batch))  # imports, connections, scripts
     found: dict[str, list[Rates]] = {name: [] for name in sides}

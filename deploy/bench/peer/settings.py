@@ -54,6 +54,7 @@ SETTINGS = {
             f"custom_envs.{TAG}.execution=thread",
             f"custom_envs.{TAG}.env_config.latency={LATENCY}",
             "rollout.num_threads=256",
+            "rollout.coalesce_s=0.03",  # a turn may wait that long for company, its env makes it wait longer
             "max_staleness=2",  # groups wait for their slowest member: more of them must be in play to feed the learner
         ),
         env_threads=64,
