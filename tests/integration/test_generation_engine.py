@@ -12,11 +12,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
+from services.gateway.server import Gateway
+from services.gateway.session import Bounds, EpisodeSession
+from services.gateway.template import load_chat_template
 from services.generation.config import GenerationConfig
 from services.generation.engine import VllmEngine
 from services.schema import Completion, FinishReason, GenerateRequest, Sampling
@@ -122,6 +127,39 @@ async def test_a_new_request_never_finds_what_older_weights_cached(policies: Pol
     assert mismatch(policies.models[1], request, await policies.generate(request)).max() < FLOAT_NOISE
     with_old_salt = await policies.engine.generate(policies.request(PROMPT, max_new_tokens=32), old)
     assert mismatch(policies.models[1], request, with_old_salt).max() > 1e-3, "the cache was not there to be found"
+
+
+async def test_a_foreign_agents_calls_are_captured_under_the_weights_that_answered_them(
+    policies: Policies, tmp_path: Path
+) -> None:
+    template = load_chat_template(write_policy(tmp_path))
+    served: dict[int, int] = {}
+
+    async def sample(prompt: tuple[int, ...], most: int) -> Completion:
+        return await policies.generate(policies.request(prompt, max_new_tokens=most, stop_token_ids=template.stop_ids))
+
+    session, gateway = EpisodeSession(template, sample, Bounds(512, 24)), Gateway()
+    gateway.start()
+    with gateway.opened(session):
+        async with AsyncOpenAI(base_url=f"{gateway.origin}/v1", api_key=session.key) as client:
+            told: list[Any] = [{"role": "user", "content": "w1 w2 w3"}]
+            for index in (0, 1, 2):
+                served[await policies.load(index)] = index
+                answer = (await client.chat.completions.create(model="any", messages=told)).choices[0].message
+                told += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": f"w{index}"}]
+            await client.chat.completions.create(model="any", messages=[*told[:3], {"role": "user", "content": "w9"}])
+    await gateway.close()
+    captured = session.close()
+    assert len(captured.segments) == 2
+    assert [turn.segment for turn in captured.turns] == [0, 0, 0, 1]
+    for segment in captured.segments:
+        sampled = np.flatnonzero(segment.loss_mask)
+        for version in np.unique(segment.token_versions()[sampled]):
+            own = sampled[segment.token_versions()[sampled] == version]
+            with torch.no_grad():
+                logits = policies.models[served[int(version)]](torch.tensor(segment.tokens[None]).long()).logits[0]
+            expected = logits.log_softmax(-1)[own - 1, segment.tokens[own]].numpy()
+            assert np.abs(expected - segment.logprobs[own]).max() < FLOAT_NOISE
 
 
 async def run_through_updates(policies: Policies, engine: VllmEngine) -> list[tuple[GenerateRequest, Completion]]:
