@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
-from services.control.runs import BusyError, RunExistsError, RunStateError, UnknownRunError
+from services.control.runs import BusyError, ForeignRecordError, RunExistsError, RunStateError, UnknownRunError
 from services.control.service import InvalidPlaceError, InvalidRunError
 from services.control.views import ErrorBody, ErrorView, ProblemView
 from services.errors import MeshError, RetryableError
@@ -37,6 +37,7 @@ ANSWERS: dict[type[Exception], tuple[int, str]] = {
     RunExistsError: (409, "run_exists"),
     BusyError: (409, "busy"),
     RunStateError: (409, "run_state"),
+    ForeignRecordError: (409, "foreign_record"),
 }
 
 
@@ -50,7 +51,9 @@ class RefusedError(MeshError):
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route may answer besides its success, for its documentation; each route also says 401, 403, 429 and 503."""
-    return {status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 429, 503, *statuses})}
+    return {
+        status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 429, 503, *statuses})
+    }
 
 
 def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:

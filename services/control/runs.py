@@ -1,7 +1,7 @@
 """What a run should be and what it is: the words, the record, and how the record lies in Redis."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -59,6 +59,10 @@ class UnknownRunError(ControlError):
     """There is no run of that name."""
 
 
+class ForeignRecordError(ControlError):
+    """The record of a run was written by another version of this program."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """A validated run, as much of it as the control service needs to know."""
@@ -111,6 +115,14 @@ class RunRecord:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> "RunRecord":
+        """The record that a hash of Redis holds. Raises `ForeignRecordError`."""
+        needed = [each.name for each in fields(cls) if each.default is MISSING]
+        if lacking := [name for name in needed if name.encode() not in raw]:
+            place = raw.get(b"output_dir", b"its folder").decode()
+            raise ForeignRecordError(
+                f"run {raw.get(b'run_id', b'?').decode()!r} was recorded by another version of Offbeat (no "
+                f"{', '.join(lacking)}): move {place}/redis aside, and it goes on from its newest checkpoint"
+            )
         kinds: dict[str, Callable[[str], Any]] = {
             "max_steps": int,
             "attempt": int,

@@ -10,6 +10,7 @@ from services.control.components import Health, Observation
 from services.control.records import ORPHANED_AFTER_S, RunStore
 from services.control.runs import (
     BusyError,
+    ForeignRecordError,
     RunExistsError,
     RunRecord,
     RunSpec,
@@ -64,6 +65,13 @@ def test_every_field_survives_redis():
         6.5,
     )
     assert RunRecord.decode({k.encode(): v.encode() for k, v in record.encode().items()}) == record
+
+
+async def test_a_record_of_another_version_is_refused_with_what_helps(store: RunStore):
+    await store.create(SPEC)
+    await store.redis.hdel(RunKeys("lake").record, "settings")  # pyright: ignore[reportGeneralTypeIssues]
+    with pytest.raises(ForeignRecordError, match=r"no settings\): move /tmp/lake/redis aside"):
+        await store.load("lake")
 
 
 async def test_creating_the_same_run_again_changes_nothing(store: RunStore):
