@@ -5,14 +5,20 @@ the engines need to go on exactly), `learner.json` (`LearnerState`), `manifest.j
 
 Invariants: a folder named `step-...` was whole when it got that name (it is written aside, synced, then renamed); one that
 has been damaged since is skipped and said so.
+`best` links to the one whose weights did best in an evaluation of their step; it is kept beside the newest.
 """
 
+import itertools
 import json
 import logging
+import math
 import os
 import shutil
+import socket
+import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +29,11 @@ LEARNER = "learner.json"
 MANIFEST = "manifest.json"
 PREFIX = "step-"
 ASIDE = ".writing-"
+BEST, SCORE = "best", "best.json"
 CHUNK = 1 << 22
+ABANDONED_S = 3600.0
+_MINE = f"{socket.gethostname()}~{os.getpid()}"
+_NUMBERS = itertools.count()
 
 
 class CheckpointError(Exception):
@@ -63,28 +73,71 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._asides: list[Path] = []
 
-    def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint: `write` fills a fresh folder with weights and engine states.
+    def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
+        """Write a checkpoint: `write` fills a fresh folder with weights and engine states, before this returns.
 
-        Returns when it is durable; older ones than the newest `keep` are gone then.
+        Returns its path, once it is durable and older ones than the newest `keep` are gone: digests, syncing and renaming go
+        on beside the caller. One checkpoint at a time: the one before must be done.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"{PREFIX}{state.step:06d}"
-        aside = self._folder / f"{ASIDE}{target.name}"
-        shutil.rmtree(aside, ignore_errors=True)
+        aside = self._folder / f"{ASIDE}{_MINE}-{next(_NUMBERS)}-{target.name}"
         aside.mkdir()
+        self._asides.append(aside)
         write(aside)
         _write_json(aside / LEARNER, asdict(state))
+        return self._thread.submit(self._make_durable, aside, target)
+
+    def _make_durable(self, aside: Path, target: Path) -> Path:
         _write_json(aside / MANIFEST, {str(p.relative_to(aside)): _fingerprint(p) for p in _files(aside)})
         _sync(aside)
         if target.exists():
-            # Another lineage's, or damaged: it would have been resumed from otherwise
-            shutil.rmtree(target)
-        aside.rename(target)
+            self._make_room(target, aside)
+        if aside.exists():
+            aside.rename(target)
         _sync_folder(self._folder)
         self._collect(target)
         return target
+
+    def _make_room(self, target: Path, aside: Path) -> None:
+        """There is a folder of that name: a learner that was thought dead may have written the same one, which then stays;
+        another lineage's, or a damaged one, would not have been gone on from, and goes."""
+        lineage = json.loads((aside / LEARNER).read_text())["lineage"]
+        try:
+            same = read_checkpoint(target).state.lineage == lineage
+        except CheckpointError:
+            same = False
+        if same:
+            shutil.rmtree(aside)
+            return
+        old = aside.with_name(f"{aside.name}-old")
+        target.rename(old)
+        aside.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def score(self, step: int, value: float) -> None:
+        """The weights of `step` did so well; the best checkpoint is kept beyond the newest, and `best` links to it."""
+        path = self._folder / f"{PREFIX}{step:06d}"
+        best = self._best()
+        if not path.is_dir() or not math.isfinite(value) or (best is not None and best[1] > value):
+            return
+        aside = self._folder / f"{ASIDE}{_MINE}-{BEST}"
+        _write_json(aside, {"step": step, "score": value})
+        aside.replace(self._folder / SCORE)
+        aside.symlink_to(path.name)
+        aside.replace(self._folder / BEST)
+
+    def _best(self) -> tuple[str, float] | None:
+        """Name and score of the best checkpoint, if it is still there."""
+        try:
+            tree = json.loads((self._folder / SCORE).read_text())
+            name, score = f"{PREFIX}{int(tree['step']):06d}", float(tree["score"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return (name, score) if (self._folder / name).is_dir() else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
         """The newest whole checkpoint, of one lineage or of any; damaged ones are skipped with a warning."""
@@ -99,11 +152,28 @@ class CheckpointStore:
         return None
 
     def _collect(self, newest: Path) -> None:
-        older = [path for path in self._folder.glob(f"{PREFIX}*") if path != newest]
-        for path in sorted(older, key=lambda p: p.stat().st_mtime, reverse=True)[self._keep - 1 :]:
+        best = self._best()
+        spared = {newest.name, best[0] if best else newest.name}
+        written = {path: path.stat().st_mtime for path in self._folder.glob(f"{PREFIX}*") if path.name not in spared}
+        # What is newer is of a learner that has replaced this one
+        older = [path for path in written if written[path] <= newest.stat().st_mtime]
+        for path in sorted(older, key=lambda p: written[p], reverse=True)[self._keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
-        for left_over in self._folder.glob(f"{ASIDE}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
+        for left_over in self._folder.glob(f"{ASIDE}*-{PREFIX}*"):
+            if left_over in self._asides or _is_abandoned(left_over):
+                shutil.rmtree(left_over, ignore_errors=True)
+
+
+def _is_abandoned(aside: Path) -> bool:
+    """Whether its writer is gone: one of this host that has ended, or of another that has not touched it for long."""
+    host, _, rest = aside.name.removeprefix(ASIDE).partition("~")
+    try:
+        if host == socket.gethostname():
+            pid = int(rest.partition("-")[0])
+            return not Path(f"/proc/{pid}").exists()
+        return time.time() - aside.stat().st_mtime > ABANDONED_S
+    except (OSError, ValueError):
+        return False
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, cast
 from redis import Redis
 
 from services.buffer.client import LearnerBuffer
+from services.codec import encode_trajectories
 from services.keys import RunKeys
 from services.schema import Trajectory
 from services.telemetry import MetricRecord, MetricsSink, Partial, mean
@@ -23,7 +24,9 @@ When = Literal["before", "during", "after"]
 Sampling = Literal["sampled", "greedy"]
 
 KEPT_EPISODES = 32
-"""Episodes of an evaluation that are written down with their text."""
+"""Episodes of an evaluation that are written down, with their text and, beside it, token by token."""
+TOKENS = ".trajectories"
+"""Ending of the files that hold tokens: `services.codec.encode_trajectories`."""
 POLL_S = 0.5
 RECORDED = "recorded"
 
@@ -76,7 +79,16 @@ class RedisEvaluationLog:
 class Evaluations:
     """Starts evaluations, and records and writes down those that are done."""
 
-    def __init__(self, buffer: LearnerBuffer, sink: MetricsSink, log: EvaluationLog, folder: Path) -> None:
+    def __init__(
+        self,
+        buffer: LearnerBuffer,
+        sink: MetricsSink,
+        log: EvaluationLog,
+        folder: Path,
+        score: Callable[[int, float], None] = lambda _step, _value: None,
+    ) -> None:
+        """score: hears how well the weights of a step did, sampled: their success, or where envs tell none their reward."""
+        self._score = score
         self._buffer = buffer
         self._sink = sink
         self._log = log
@@ -124,6 +136,8 @@ class Evaluations:
         values = _values(evaluation, trajectories)
         self._write_down(evaluation, trajectories[:KEPT_EPISODES])
         self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
+        if evaluation.sampling == "sampled" and "reward" in values:
+            self._score(evaluation.step, values.get("success", values["reward"]).value)
         shown = ", ".join(f"{name} {values[name].value:.3f}" for name in ("success", "reward") if name in values)
         logger.info("evaluation %s of %d episodes: %s", evaluation.eval_id, len(trajectories), shown)
         self._log.put(evaluation.eval_id, RECORDED)
@@ -139,6 +153,7 @@ class Evaluations:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{evaluation.eval_id}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path.with_suffix(TOKENS).write_bytes(encode_trajectories(trajectories))
 
 
 def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str, Partial]:

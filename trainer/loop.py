@@ -1,13 +1,14 @@
 """The learner's loop: take -> train -> publish -> evaluate -> checkpoint -> acknowledge.
 
 Invariants: version v is published after v optimizer batches; groups are acknowledged only when a durable checkpoint contains
-them; the state between two steps is whole, so the loop may stop there at any time, and a learner that goes on from the
-newest checkpoint repeats what came after it on the same groups.
+them (it is made durable beside the next batch); the state between two steps is whole, so the loop may stop there at any
+time, and a learner that goes on from the newest checkpoint repeats what came after it on the same groups.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +64,10 @@ class Learner:
         self._step = 0
         self._saved_step: int | None = None
         self._entry_ids: list[str] = []
+        """Consumed since the newest checkpoint was begun."""
+        self._contained: tuple[str, ...] = ()
+        """In the buffer until the checkpoint that is under way is durable."""
+        self._saving: Future[Path] | None = None
         self._next_number = 0
         self._seconds: dict[str, float] = {}
         self._settings: Settings = run.config.settings
@@ -90,6 +95,7 @@ class Learner:
     def save_start(self) -> None:
         """Keep the weights of the start, so that a replaced learner need not make them again."""
         self._checkpoint()
+        self._settle_checkpoint()
 
     def run(self) -> bool:
         """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step.
@@ -107,6 +113,7 @@ class Learner:
                 self._between_steps()
         if self._saved_step != self._step and self._step > 0:
             self._checkpoint()
+        self._settle_checkpoint()
         if self._step < self._config.max_steps:
             return False
         return self._finish()
@@ -132,6 +139,7 @@ class Learner:
         parts.replay.trained(taken.signal, again)
         self._remember(taken, again, skipped=was_skipped(gauges))
         self._publish()
+        self._settle_checkpoint()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
         parts.reporter.step(self._step, step_values(taken, step, {**gauges, **replay_values(again, step)}, seconds))
         self._check_skips()
@@ -180,22 +188,32 @@ class Learner:
             self._parts.publisher.publish(self._step, self._step, self._parts.trainer.tensors())
 
     def _checkpoint(self) -> None:
+        self._settle_checkpoint()
         with self._timed("checkpoint"):
             self._parts.journal.sync()
+            self._contained, self._entry_ids = tuple(self._entry_ids), []
             state = LearnerState(
                 step=self._step,
                 lineage=self._run.lineage,
-                entry_ids=tuple(self._entry_ids),
+                entry_ids=self._contained,
                 next_number=self._next_number,
                 kl_coef=self._parts.trainer.kl_coef,
                 num_processes=self._num_processes,
                 config=self._dumped_config(),
             )
-            self.saved_at = self._parts.checkpoints.save(state, self._save)
+            self._saving = self._parts.checkpoints.save(state, self._save)
             self._saved_step = self._step
-            if self._entry_ids:
-                self._parts.buffer.ack(self._entry_ids, self._step)
-            self._entry_ids = []
+
+    def _settle_checkpoint(self) -> None:
+        """See the checkpoint through that is under way; what it contains leaves the buffer. Raises OSError if it failed."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        with self._timed("settle"):
+            self.saved_at = saving.result()
+            contained, self._contained = self._contained, ()
+            if contained:
+                self._parts.buffer.ack(contained, self._saved_step or 0)
 
     def _save(self, folder: Path) -> None:
         self._parts.trainer.save(folder)

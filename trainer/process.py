@@ -225,12 +225,13 @@ class LearnerProcess:
         run, config = self._run, self._run.config
         sink = RedisMetrics(self._redis, run.run_id)
         log = RedisEvaluationLog(self._redis, run.run_id)
+        checkpoints = CheckpointStore(run.checkpoints, config.max_ckpt_to_keep)
         parts = Parts(
             buffer=buffer,
             publisher=publisher,
             trainer=trainer,
-            checkpoints=CheckpointStore(run.checkpoints, config.max_ckpt_to_keep),
-            evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS),
+            checkpoints=checkpoints,
+            evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score),
             intake=Intake(
                 buffer=buffer,
                 config=config,

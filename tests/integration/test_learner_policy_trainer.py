@@ -134,7 +134,7 @@ def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_r
     checkpoints = CheckpointStore(run.checkpoints, keep=9)
 
     def saved(trainer: RecordingTrainer, step: int) -> None:
-        checkpoints.save(LearnerState(step, "now", kl_coef=trainer.kl_coef), trainer.save)
+        checkpoints.save(LearnerState(step, "now", kl_coef=trainer.kl_coef), trainer.save).result()
 
     groups = {
         step: [make_group(2 * step + n, rewards=(0.0, 1.0, 0.5), version=step - 1) for n in (0, 1)]
@@ -162,7 +162,8 @@ def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_r
 def test_one_step_is_shown_with_versions_ratios_and_advantages(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, ("zero_variance=train",))
     recording = RecordingTrainer(begun(run, ranks), BatchStore(tmp_path, keep=6), 1e-3, every=True)
-    CheckpointStore(run.checkpoints, keep=9).save(LearnerState(0, "now", kl_coef=recording.kl_coef), recording.save)
+    state = LearnerState(0, "now", kl_coef=recording.kl_coef)
+    CheckpointStore(run.checkpoints, keep=9).save(state, recording.save).result()
     recording.train([make_group(0, rewards=(0.0, 1.0), version=0)], 0)
     recording.settle()
     replayed = retrain(run, find_route(run, 1), ranks, shown=1, say=lambda _: None)
