@@ -77,7 +77,8 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             composed = compose(config_name=path.name, overrides=_forced(overrides))
         tree = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+        # OSError: also what OmegaConf calls a document that is one number, truth or date
         raise ConfigError([Problem("", _first_lines(error))], str(path)) from error
     return _as_tree(tree, str(path))
 
@@ -100,6 +101,8 @@ def parse_document(text: str) -> dict[str, Any]:
         if problem := limit_problem(text):
             raise ConfigError([Problem("", problem)])
         tree = OmegaConf.to_container(OmegaConf.create(text))
+    except AssertionError as error:  # OmegaConf's own, of a document that is one number, truth or date
+        raise ConfigError([Problem("", "expected a mapping of keys to values")]) from error
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError([Problem("", _first_lines(error))]) from error
     return _as_tree(tree, "")

@@ -120,3 +120,12 @@ def test_a_hostile_or_broken_document_is_refused(text: str):
 @pytest.mark.parametrize("seed", [-1, 2**31, 2**64])
 def test_a_seed_that_numpy_or_torch_would_choke_on_is_refused(seed: int):
     assert "seed" in refused(f"seed={seed}")
+
+
+@pytest.mark.parametrize("content", [b"1", b"true", b"- a", b"words", b"\xff\xfe\x01", b"a: [", b""])
+def test_a_file_that_is_no_mapping_is_refused_in_words(tmp_path: Path, content: bytes):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert all(problem.message for problem in caught.value.problems)

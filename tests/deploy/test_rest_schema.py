@@ -54,6 +54,13 @@ def test_the_api_answers_as_its_document_says(http: TestClient):
             _hold(http, operation)
 
 
+@pytest.mark.parametrize("text", ["1", "-.inf", "true", "2026-01-01", "~", "- a", "words"])
+def test_a_document_that_is_no_mapping_is_refused_in_words(http: TestClient, text: str):
+    refused = http.post("/runs", content=text, headers={"Content-Type": "application/yaml"})
+    assert refused.status_code == 422
+    assert refused.json()["error"]["problems"]
+
+
 def _hold(http: TestClient, operation: Any) -> None:
     @settings(
         max_examples=CASES,
