@@ -5,6 +5,7 @@ whatever does not follow the schema raises `CodecError`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
 import msgpack
@@ -188,6 +189,19 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     except MALFORMED as error:
         _refuse("trajectory", error)
     return trajectory
+
+
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """Pack several, as a file keeps them."""
+    return _pack("trajectories", [encode_trajectory(trajectory) for trajectory in trajectories])
+
+
+def decode_trajectories(blob: bytes) -> list[Trajectory]:
+    """Unpack `encode_trajectories`. Raises `CodecError` as `decode_trajectory` does."""
+    body = _unpack("trajectories", blob)
+    if not isinstance(body, list) or not all(isinstance(part, bytes) for part in body):
+        raise CodecError("malformed trajectories message: not a list of blobs")
+    return [decode_trajectory(part) for part in body]
 
 
 def _check_turns(trajectory: Trajectory) -> None:

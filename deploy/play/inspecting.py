@@ -2,12 +2,18 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import typer
 
-from deploy.play.recording import RecordedTokens, read_parquet
+from deploy.play.policy import CHECKPOINTS
+from deploy.play.recording import RecordedTokens, read_parquet, record
+from services.codec import decode_trajectories
+from services.errors import CodecError
+from services.rollout.chat import load_chat_format
+from trainer.evaluations import TOKENS
 
 T = TypeVar("T")
 Colour = Literal["logprob", "version", "mask"]
@@ -26,11 +32,15 @@ def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) ->
         ValueError: there is nothing in it that can be shown.
     """
     if path.is_dir():
-        yield from _texts(path, episode, limit)
-        return
-    if not path.is_file():
+        episodes, source = _newest_evaluation(path)
+        if not episodes:
+            yield from _texts(path, episode, limit)
+            return
+        yield f"{source.relative_to(path)} (others: {', '.join(_others(path, source)) or 'none'})"
+    elif path.is_file():
+        episodes = read_parquet(path)
+    else:
         raise ValueError(f"no such file or folder: {path}")
-    episodes = read_parquet(path)
     yield f"{len(episodes)} episodes; colour: {_legend(colour, episodes)}"
     for number, recorded in _chosen(episodes, episode, limit, path):
         yield _heading(number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason)
@@ -39,6 +49,29 @@ def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) ->
         yield typer.style(
             f"{len(recorded.tokens)} tokens, {sum(recorded.loss_mask)} sampled; rewards {rewards}", dim=True
         )
+
+
+def _newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
+    """The episodes of a run's last evaluation, and their file; none where no tokens or no tokenizer are kept."""
+    files = _evaluations(run)
+    folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
+    tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
+    if not files or not tokenizers:
+        return [], run
+    chat = load_chat_format(tokenizers[0])
+    try:
+        trajectories = decode_trajectories(files[-1].read_bytes())
+    except CodecError as error:
+        raise ValueError(f"{files[-1]}: {error}") from error
+    return [record(replace(t, group_id=str(n)), chat) for n, t in enumerate(trajectories)], files[-1]
+
+
+def _evaluations(run: Path) -> list[Path]:
+    return sorted((run / EVALUATIONS).glob(f"*{TOKENS}"), key=lambda path: path.stat().st_mtime)
+
+
+def _others(run: Path, source: Path) -> list[str]:
+    return [path.stem for path in _evaluations(run) if path != source]
 
 
 def _texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:

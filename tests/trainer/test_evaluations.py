@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from services.codec import decode_trajectories
 from tests.fakes import DictLog, FakeLearnerBuffer, ListSink, make_trajectory
 from trainer.evaluations import KEPT_EPISODES, Evaluation, Evaluations
 
@@ -54,6 +55,9 @@ def test_the_first_episodes_are_written_down_with_their_text(tmp_path: Path) -> 
     assert rows[4]["seed"] == 4
     assert rows[4]["text"] == ["sys", "obs", "Down"]
     assert rows[4]["metrics"] == {"success": 1.0}
+    kept = decode_trajectories((tmp_path / "after-sampled-3.trajectories").read_bytes())
+    assert [trajectory.seed for trajectory in kept] == [row["seed"] for row in rows]
+    assert kept[4].text == ("sys", "obs", "Down")
 
 
 def test_an_evaluation_that_was_recorded_is_not_played_again(tmp_path: Path) -> None:

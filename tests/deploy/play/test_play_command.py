@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,6 +9,8 @@ from typer.testing import CliRunner, Result
 from deploy.cli import app
 from deploy.play.recording import read_parquet
 from deploy.play.rollouts import pass_at_k
+from services.codec import encode_trajectories
+from services.schema import Segment, StopReason, Trajectory, Turn, VersionSpan
 
 
 def offbeat(*arguments: object, typed: str = "") -> Result:
@@ -96,6 +99,27 @@ def test_inspect_shows_tokens_in_the_colour_that_is_asked_for(recorded: Path, co
     assert "<|im_start|> user # # # # #" in done.output
     assert "== episode 2: Boxes" in done.output
     assert "episode 1" not in done.output
+
+
+def test_inspect_shows_a_runs_evaluation_token_by_token(folder: Path, tmp_path: Path):
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "policy").symlink_to(folder / "policy")
+    tokens = np.array([2, 4, 7, 3, 9], dtype=np.int32)
+    mask = np.array([False, False, False, False, True])
+    segment = Segment(tokens, mask, np.where(mask, -0.5, 0).astype(np.float32), (VersionSpan(4, 5, 8),))
+    trajectory = Trajectory(
+        "after-sampled-8", 0, 0, "Boxes", 3, (segment,), (Turn(0, 4, 5, 1.0),), StopReason.TERMINATED, {"success": 1.0}
+    )
+    file = tmp_path / "evaluations" / "after-sampled-8.trajectories"
+    file.write_bytes(encode_trajectories([trajectory, trajectory]))
+    done = offbeat("inspect", tmp_path, "--color", "version", "--limit", 1)
+    assert done.exit_code == 0, done.output
+    assert "evaluations/after-sampled-8.trajectories" in done.output
+    assert "2 episodes; colour: versions 8" in done.output
+    assert "<|im_start|> system Push <|im_end|> to" in done.output
+    assert "5 tokens, 1 sampled; rewards 1" in done.output
+    file.write_bytes(b"broken")
+    assert "not a trajectories message" in offbeat("inspect", tmp_path).output
 
 
 def test_inspect_shows_the_evaluations_of_a_run(tmp_path: Path):
