@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.audit_command import examine
 from tests.integration.mesh import TrainProcess, left_behind
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
@@ -77,3 +78,5 @@ def test_ctrl_c_stops_within_ten_seconds_leaves_nothing_and_the_run_can_be_resum
     assert report["steps"] == 12
     assert report["groups_trained"] == 12 * 8
     assert accounted(report)
+    found, _ = examine(resumed.output_dir)
+    assert found.proven, found.findings
