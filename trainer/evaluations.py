@@ -14,7 +14,6 @@ from redis import Redis
 
 from services.buffer.client import LearnerBuffer
 from services.codec import encode_trajectories
-from services.codec import encode_trajectories
 from services.keys import RunKeys
 from services.schema import Trajectory
 from services.telemetry import MetricRecord, MetricsSink, Partial, mean
@@ -154,7 +153,6 @@ class Evaluations:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{evaluation.eval_id}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        path.with_suffix(TOKENS).write_bytes(encode_trajectories(trajectories))
         path.with_suffix(TOKENS).write_bytes(encode_trajectories(trajectories))
 
 
