@@ -15,6 +15,7 @@ from deploy.rest.command import runs_app
 
 EXIT_CONFIG = 2
 """The configuration was refused; nothing was started."""
+TRAIN, PLAY, PROVE = "Train", "Envs and episodes", "Look into a run, measure, prove"
 
 app = typer.Typer(
     help="Train LLM agents with reinforcement learning on a mesh of services that never wait for each other.",
@@ -25,14 +26,12 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is_help=True)
 learner_app = typer.Typer(help="Learners that join a run from outside.", no_args_is_help=True)
 model_app = typer.Typer(help="Pretrained models where no model hub can be reached.", no_args_is_help=True)
-app.add_typer(config_app, name="config")
-app.add_typer(learner_app, name="learner")
-app.add_typer(model_app, name="model")
-app.add_typer(bench_app, name="bench")
-app.add_typer(env_app, name="env")
-for command in (play, rollout, inspect, chaos):
-    app.command()(command)
-app.add_typer(runs_app, name="runs")
+app.add_typer(config_app, name="config", rich_help_panel=TRAIN)
+app.add_typer(learner_app, name="learner", rich_help_panel=TRAIN)
+app.add_typer(model_app, name="model", rich_help_panel=TRAIN)
+app.add_typer(bench_app, name="bench", rich_help_panel=PROVE)
+app.add_typer(env_app, name="env", rich_help_panel=PLAY)
+app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -41,7 +40,7 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Start the whole mesh on this machine, train, write a report and end.
 
@@ -68,7 +67,11 @@ def config_show(config: ConfigPath, overrides: Overrides = None) -> None:
     typer.echo(dump_yaml(_load(config, overrides)), nl=False)
 
 
-@app.command()
+for play_command in (play, rollout, inspect):
+    app.command(rich_help_panel=PLAY)(play_command)
+
+
+@app.command(rich_help_panel=PROVE)
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")]) -> None:
     """Make the report of a run again: numbers, learning curve, rendered episodes."""
     from deploy.report_command import remake_report
@@ -76,7 +79,7 @@ def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
     raise typer.Exit(remake_report(run_dir))
 
 
-@app.command()
+@app.command(rich_help_panel=PROVE)
 def audit(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
     as_json: Annotated[
@@ -100,6 +103,9 @@ def audit(
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
     raise typer.Exit(code)
+
+
+app.command(rich_help_panel=PROVE)(chaos)
 
 
 @learner_app.command("attach")
