@@ -17,6 +17,9 @@ def chaos(
     kills: Annotated[int, typer.Option(min=1, metavar="N", help="Faults.")] = 20,
     seed: Annotated[int, typer.Option(metavar="S", help="Of the order of faults, and of the run.")] = 1,
     steps: Annotated[int | None, typer.Option(min=4, help="Steps of the run.", show_default="6 for each fault")] = None,
+    overlap: Annotated[
+        float, typer.Option(min=0, max=1, metavar="P", help="Share of the faults after which the next comes at once.")
+    ] = 0.0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The run's folder.", show_default="a new one in /tmp")
     ] = None,
@@ -42,6 +45,7 @@ def chaos(
         kills=kills,
         seed=seed,
         steps=steps or 6 * kills,
+        overlap=overlap,
         say=typer.echo,
         overrides=overrides or [],
     )

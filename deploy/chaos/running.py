@@ -103,7 +103,9 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 class Chaos:
     """One run and the faults that are done to it."""
 
-    def __init__(self, run: RunUnderChaos, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunUnderChaos, seed: int, overlap: float, say: Callable[[str], None]) -> None:
+        """overlap: share of the faults whose recovery is not waited for before the next one."""
+        self._overlap = overlap
         self._run = run
         self._rng = random.Random(seed)
         self._say = say
@@ -157,19 +159,22 @@ class Chaos:
             if fault.mark:
                 victim = self._rng.choice(processes_of(self._run.root, fault.mark) or before)
                 struck.stopped_s = round(strike(fault, victim, self._rng, self._pause), 2)
-                self._see_it_back(fault, struck, pids(before), hit)
             else:
                 self._run.cut_connections()
         except (psutil.NoSuchProcess, OSError) as error:
             struck.missed = f"it had ended: {error}"
             return
+        if self._rng.random() < self._overlap:
+            self._say(f"{number:3d} {fault.name} at step {step}, and on at once")
+            return
+        self._see_it_back(fault, struck, pids(before), hit)
         self._see_progress(struck, step if step is not None else struck.step, hit)
         back = "" if struck.back_s is None else f"back after {struck.back_s:.1f} s, "
         steps = "no step since" if struck.next_step_s is None else f"two steps after {struck.next_step_s:.1f} s"
         self._say(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
 
     def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
-        if fault.stops or not fault.comes_back:
+        if fault.stops or not fault.comes_back or not fault.mark:
             return
         struck.back_s = self._wait(
             lambda: bool(pids(processes_of(self._run.root, fault.mark)) - before), RECOVERY_S, since=hit
@@ -221,10 +226,11 @@ def run_chaos(
     kills: int,
     seed: int,
     steps: int,
+    overlap: float,
     say: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
     """A run of `steps` steps in `folder`, and up to `kills` faults in up to `minutes`."""
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", [*SMALL, f"seed={seed}", f"max_steps={steps}", *overrides])
     say(f"the run's log: {run.log}")
-    return Chaos(run, seed, say).go(plan(kills, seed), minutes, END_S)
+    return Chaos(run, seed, overlap, say).go(plan(kills, seed), minutes, END_S)

@@ -49,6 +49,9 @@ def test_a_run_whose_worker_engine_and_learner_are_killed_ends_with_every_group_
     assert accounted(report)
     assert report["max_staleness_seen"] <= 1
     assert left_behind(train) == []
+    found, _ = examine(train.output_dir)
+    assert found.proven, found.findings
+    assert found.lineage.learners == 2
 
 
 def test_without_learning_the_learner_and_the_engine_agree_to_float_noise_through_all_updates(start: Start):
