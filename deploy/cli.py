@@ -151,7 +151,7 @@ def learner_replay(
 ) -> None:
     """Train again on a run's recorded batches (`record_batches`) from a checkpoint, and compare the weights with its others.
 
-    Exit codes: 0 equal bit for bit, 1 they differ or nothing was there to compare with, 2 it can't be done.
+    Exit codes: 0 equal bit for bit, 1 they differ, 2 it can't be done.
     """
     from rich.console import Console
 

@@ -54,7 +54,7 @@ def replay_run(run: str, step: int | None, *, console: Console, as_json: bool) -
         console.print_json(json.dumps(asdict(replayed)))
     else:
         _show(replayed, step, console)
-    return 0 if replayed.compared and all(each.equal for each in replayed.compared) else 1
+    return 0 if all(each.equal for each in replayed.compared) else 1
 
 
 def _quiet(_: str) -> None:
@@ -73,7 +73,7 @@ def _table(step: int, samples: Sequence["SampleView"]) -> Table:
     table = Table(
         title=title if len(samples) <= SHOWN else f"{title}, the first {SHOWN}", title_justify="left", box=None
     )
-    for column in ("group", "member", "reward", "turns", "tokens", "versions", "lag", "ratio (max)", "advantage"):
+    for column in ("group", "member", "reward", "turns", "tokens", "versions", "lag", "ratio", "max", "advantage"):
         table.add_column(column, justify="right")
     for each in samples[:SHOWN]:
         low, high = each.advantage_min, each.advantage_max
@@ -85,7 +85,8 @@ def _table(step: int, samples: Sequence["SampleView"]) -> Table:
             str(each.tokens),
             f"{each.versions[0]}-{each.versions[1]}" if each.versions[0] != each.versions[1] else str(each.versions[0]),
             str(each.staleness),
-            f"{each.ratio_mean:.4f} ({each.ratio_max:.4f})",
+            f"{each.ratio_mean:.4f}",
+            f"{each.ratio_max:.4f}",
             f"{low:+.3f}" if low == high else f"{each.advantage_mean:+.3f} [{low:+.3f}, {high:+.3f}]",
         )
     return table
