@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.models.logprobs import CHUNK_ELEMENTS
+from trainer.models.logprobs import rows_at_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def _distributions(
 ) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
     """Log-probabilities of policy and reference of some rows, which rows, and their temperature."""
     kind = torch.promote_types(logits.dtype, torch.float32)
-    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    step = rows_at_once(logits)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
         heat = temperature[rows, None] if isinstance(temperature, Tensor) else temperature

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are held in float32 at a time."""
+"""Logits that are held in float32 at a time, on a GPU."""
+CPU_CHUNK_ELEMENTS = 1 << 18
+"""On a CPU: a megabyte, which stays in its cache from one pass to the next."""
+
+
+def rows_at_once(logits: Tensor) -> int:
+    """Rows of [M, V] that make a chunk."""
+    elements = CHUNK_ELEMENTS if logits.is_cuda else CPU_CHUNK_ELEMENTS
+    return max(1, elements // logits.shape[1])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -14,6 +22,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # entropies are often looked at only
         parts = [_forward(chunk, t, heat) for chunk, t, heat in _chunks(logits, targets, temperature)]
         logprobs, entropies, normalisers = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(logits, targets, entropies, normalisers)
@@ -21,7 +30,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        of_logprob, of_entropy = grads
         logits, targets, entropies, normalisers = ctx.saved_tensors
         out = torch.empty_like(logits)
         start = 0
@@ -30,15 +40,21 @@ class _TokenLogprobs(torch.autograd.Function):
             logp = _scaled(chunk, temperature).sub_(normalisers[rows, None])
             probs = logp.exp()
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-            grad = logp.add_(entropies[rows, None]).mul_(-grads[1][rows, None]).sub_(grads[0][rows, None]).mul_(probs)
-            grad.scatter_add_(1, target[:, None], grads[0][rows, None])
-            out[rows] = grad.div_(temperature)
+            grad = torch.zeros_like(logp[:, :1])
+            if of_entropy is not None:
+                grad = logp.add_(entropies[rows, None]).mul_(-of_entropy[rows, None])
+            if of_logprob is not None:
+                grad = grad.sub_(of_logprob[rows, None])
+            grad = probs.mul_(grad)
+            if of_logprob is not None:
+                grad.scatter_add_(1, target[:, None], of_logprob[rows, None])
+            out[rows] = _over(grad, temperature)
         return out, None, None
 
 
 def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any:
     """Rows of logits, their targets, and their temperature: one for all, or [rows, 1]."""
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    rows = rows_at_once(logits)
     pieces, chosen = logits.split(rows), targets.split(rows)
     heats = temperature[:, None].split(rows) if isinstance(temperature, Tensor) else [temperature] * len(pieces)
     return zip(pieces, chosen, heats, strict=True)
@@ -47,16 +63,24 @@ def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any
 def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """A new tensor of at least float32."""
     kind = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(kind, copy=True).div_(temperature)
+    return _over(logits.to(kind, copy=True), temperature)
+
+
+def _over(values: Tensor, temperature: float | Tensor) -> Tensor:
+    """In place."""
+    return values if isinstance(temperature, float) and temperature == 1.0 else values.div_(temperature)
 
 
 def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scaled = _scaled(logits, temperature)
-    normaliser = scaled.logsumexp(1)
+    highest = scaled.amax(1, keepdim=True)
+    shares = (scaled - highest).exp_()
+    total = shares.sum(1)
+    normaliser = total.log() + highest[:, 0]
     chosen = scaled.gather(1, targets[:, None])[:, 0] - normaliser
-    probs = scaled.sub(normaliser[:, None]).exp_()
     # A logit of -inf has probability zero and adds nothing to the mean
-    expected = torch.where(probs > 0, probs * scaled, 0).sum(1)
+    scaled.clamp_(min=torch.finfo(scaled.dtype).min)
+    expected = torch.linalg.vecdot(shares, scaled) / total
     return chosen, normaliser - expected, normaliser
 
 

@@ -10,7 +10,7 @@ from tests.fakes import make_group
 from trainer.batch import microbatches, pack
 from trainer.config import ModelArgs, TinyPolicyConfig
 from trainer.engines.frozen import FrozenModel
-from trainer.models import divergence
+from trainer.models import logprobs
 from trainer.models.divergence import Anchor, full_kl
 from trainer.models.packing import PackedInput
 from trainer.models.policy import load_policy
@@ -33,7 +33,7 @@ def by_hand(logits: Tensor, anchor: Anchor, heats: Tensor) -> Tensor:
 def test_it_is_the_sum_over_the_vocabulary_and_so_is_its_gradient(
     chunk: int, one_heat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", chunk)
     draw = torch.Generator().manual_seed(3)
     logits = torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64).requires_grad_()
     anchor = Anchor(*(torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in (ROWS, VOCABULARY)))

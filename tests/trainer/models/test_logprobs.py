@@ -17,7 +17,7 @@ def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -
 def test_values_and_gradients_are_those_of_log_softmax(
     temperature: float, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     logits = (3 * torch.randn(9, 7, dtype=torch.float64)).requires_grad_()
     targets = torch.randint(0, 7, (9,))
@@ -47,3 +47,13 @@ def test_half_precision_logits_are_worked_on_in_float32() -> None:
     (logp.sum() + entropy.sum()).backward()
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_loss_of_one_of_both_has_its_gradient(which: int) -> None:
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 4, 2, 2])
+    got, expected = (
+        torch.autograd.grad(each(logits, targets, 0.8)[which].sum(), logits)[0] for each in (token_logprobs, reference)
+    )
+    torch.testing.assert_close(got, expected)
