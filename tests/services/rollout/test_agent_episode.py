@@ -80,11 +80,12 @@ async def test_an_agent_that_answers_each_observation_makes_the_trajectory_that_
 async def test_a_command_plays_and_its_processes_are_gone_afterwards(mesh, tmp_path: Path):
     script = tmp_path / "agent.py"
     script.write_text(SCRIPT)
+    before = children_of(os.getpid())
     async with mesh(played_by((sys.executable, str(script)))) as m:
         played = await m.outcome()
         assert (played.reward, len(played.turns), played.stop_reason) == (1.5, 3, StopReason.TERMINATED)
         assert played.metrics["scripted"] == 1
-        assert not children_of(os.getpid())
+        assert not children_of(os.getpid()) - before
 
 
 async def test_an_answer_is_scored_by_the_env(mesh):
@@ -131,15 +132,16 @@ async def test_an_env_that_fails_under_an_agent_fails_the_episode_by_its_own_rea
 
 async def test_no_more_agents_run_at_a_time_than_allowed_and_processes_are_used_again(mesh):
     seen: set[int] = set()
+    before = children_of(os.getpid())
     async with mesh(played_by("plays", num_agents=2), episodes=6) as m:
 
         def done() -> bool:
-            seen.update(children_of(os.getpid()))
+            seen.update(children_of(os.getpid()) - before)
             return len(m.buffer.submitted) == 6
 
         await wait_until(done, timeout_s=60)
     assert len(seen) == 2
-    assert not children_of(os.getpid())
+    assert not children_of(os.getpid()) - before
 
 
 @pytest.mark.parametrize("named", [{}, {"path": "a:b", "command": ("c",)}, {"path": "module"}])
@@ -148,9 +150,9 @@ def test_an_agent_is_named_by_path_or_command(named: dict[str, Any]):
         AgentRunner(**named)
 
 
-def children_of(pid: int) -> list[int]:
+def children_of(pid: int) -> set[int]:
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
+    return {int(child) for child in text.split()}
 
 
 def is_alive(pid: int) -> bool:
