@@ -66,7 +66,8 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 @contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
-    """Join the peers for the time of the context."""
+    """Join the peers for the time of the context; what this process starts afterwards finds the environment as it was."""
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
     if ranks.device.type == "cuda":
@@ -79,6 +80,11 @@ def process_group(ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         _leave()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _leave() -> None:
