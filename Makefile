@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
 
-# Two tests at a time, but for those that start Ray or vLLM: they use both cores by themselves.
+# Two tests at a time, but for those that start Ray Serve with vLLM: they use both cores by themselves.
 test: $(STAMP) ## run all tests, or what ARGS names
 ifeq ($(strip $(ARGS)),)
 	@failed=0; \

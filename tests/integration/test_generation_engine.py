@@ -27,7 +27,7 @@ from services.generation.engine import VllmEngine
 from services.schema import Completion, FinishReason, GenerateRequest, Sampling
 from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
 
-pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 logger = logging.getLogger(__name__)
 

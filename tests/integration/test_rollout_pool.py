@@ -37,7 +37,6 @@ from trainer.config import TinyPolicyConfig
 from trainer.policies.tiny import write_tiny_policy
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(180),
     pytest.mark.usefixtures("ray_cluster"),
