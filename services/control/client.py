@@ -1,6 +1,7 @@
 """What the command line asks of the control service, over HTTP."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -9,6 +10,7 @@ import httpx
 from pydantic import ValidationError
 
 from services.control.event_views import MetricsView
+from services.control.runs import RunState
 from services.control.sse import Message, messages
 from services.control.views import DeletedView, ErrorView, RunsView, RunView, WhyView
 from services.errors import ControlError, RetryableError
@@ -112,14 +114,21 @@ class ControlClient:
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
 
     async def events(
-        self, run_id: str, *, kinds: Sequence[str] = (), from_start: bool = False, patience_s: float = 60.0
+        self,
+        run_id: str,
+        *,
+        kinds: Sequence[str] = (),
+        from_start: bool = False,
+        patience_s: float = 60.0,
+        parting_s: float = 10.0,
     ) -> AsyncIterator[Message]:
         """A run's events until it is over; a stream that breaks is taken up again where it broke.
 
-        patience_s: time for which the service may be gone before `RetryableError` is raised.
+        patience_s: time for which the service may be gone before `RetryableError` is raised; parting_s: after which a run
+        that was ending is over and has taken the service with it, as `offbeat train` does.
         """
         clock = asyncio.get_running_loop().time
-        heard_at, last_id = clock(), ""
+        heard_at, last_id, ending = clock(), "", False
         params = (*(("kind", kind) for kind in kinds), ("from_start", "true" if from_start else "false"))
         while True:
             headers = {"Last-Event-ID": last_id} if last_id else {}
@@ -132,10 +141,14 @@ class ControlClient:
                     _raise_for(response)
                     async for message in messages(response.aiter_lines()):
                         heard_at, last_id = clock(), message.id
+                        if message.event == "run":
+                            ending = json.loads(message.data)["state"] == RunState.DRAINING
                         yield message
                 if (await self.show(run_id)).state.over:
                     return
             except (httpx.TransportError, RetryableError) as error:
+                if ending and clock() > heard_at + parting_s:
+                    return
                 if clock() > heard_at + patience_s:
                     raise RetryableError(f"the control service can't be reached: {error!r}") from error
                 await asyncio.sleep(RECONNECT_S)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -138,6 +138,21 @@ async def test_the_client_takes_up_a_stream_that_breaks(api: ApiWorld):
             await api.store.update("a", state=RunState.FINISHED)
             await asyncio.wait_for(watching, 10)
     assert watcher.steps() == list(range(20))
+
+
+async def test_a_service_that_goes_with_a_run_that_was_ending_is_not_waited_for(api: ApiWorld):
+    await api.start("a")
+    watcher, cut = Watcher(), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        async with served(api) as url:
+            client = await stack.enter_async_context(ControlClient(url, transport=Cutting(cut)))
+            events = client.events("a", kinds=["run", "metrics"], patience_s=600, parting_s=0.1)
+            watching = asyncio.create_task(watcher.read(events))
+            await api.store.update("a", state=RunState.DRAINING)
+            await wait_until(lambda: any(run["state"] == "draining" for run in watcher.of("run")))
+        cut.set()  # a server that stops lets its streams run on: this one breaks at its next word
+        await step(api, 0)
+        await asyncio.wait_for(watching, 30)
 
 
 class Cutting(httpx.AsyncHTTPTransport):
