@@ -97,7 +97,8 @@ def _measure(sides: list[str], task: Path, num_tokens: int, steps: int) -> dict[
         running = {side: stack.enter_context(_side(side, task)) for side in sides}
         for number in range(-1, steps):
             for side, process in running.items():
-                console().print(f"{side}: step {number + 1} of {steps}") if number % 5 == 0 else None
+                if number % 5 == 0:
+                    console().print(f"{side}: step {number + 1} of {steps}")
                 took = _step(process)
                 if number >= 0:  # the first one compiles and allocates
                     seconds[side].append(took["seconds"])
