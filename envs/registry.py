@@ -17,10 +17,10 @@ An env of Offbeat is a `gymnasium.Env` with these habits:
   and the contract's checks. Optional: `render()`.
 """
 
-import importlib
 import inspect
 import itertools
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -90,11 +90,8 @@ def find(env_type: str) -> EnvFactory:
         ValueError: there is none of that name, naming the nearest one.
     """
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point(env_type))
-    module_name, _, attribute = path.partition(":")
     try:
-        found: object = importlib.import_module(module_name)
-        for name in attribute.split("."):
-            found = getattr(found, name)
+        found: object = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"env_type {env_type!r}: {error}") from error
     if not callable(found):

@@ -7,15 +7,15 @@ that a resumed learner repeats replace the earlier ones in TensorBoard.
 import json
 import logging
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, cast
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from services.errors import CodecError
+from services.following import Follower
 from services.telemetry import MetricRecord, RedisMetrics
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _scalars(record: MetricRecord) -> Iterator[tuple[str, float]]:
         yield "/".join([*parts, name]), partial.value
 
 
-class TrackerThread:
+class TrackerThread(Follower):
     """Follows a run's metrics stream from where the file ended."""
 
     def __init__(self, redis: Redis, run_id: str, output_dir: Path, names: Sequence[str], resumed_step: int) -> None:
@@ -124,17 +124,7 @@ class TrackerThread:
         self._output_dir = output_dir
         self._names = names
         self._resumed_step = resumed_step
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="trackers", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Write what is in the stream by now, then end."""
-        self._stop.set()
-        self._thread.join(timeout=10.0)
+        super().__init__("trackers")
 
     def _follow(self) -> None:
         file = MetricsFile(self._output_dir / METRICS_FILE)

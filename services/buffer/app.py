@@ -3,8 +3,8 @@
 Invariant: the server ends with its replica, and the next replica goes on from the append-only file in the same folder.
 """
 
-import importlib
 import logging
+import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -75,8 +75,7 @@ class RedisDeployment:
             return
         try:
             if self._before_end is not None and server.is_alive():
-                module, _, name = self._before_end.partition(":")
-                getattr(importlib.import_module(module), name)(server.url)
+                pkgutil.resolve_name(self._before_end)(server.url)
         finally:
             server.stop()
 

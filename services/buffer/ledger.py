@@ -6,17 +6,17 @@ the next writer removes; the file always holds every event up to its newest id, 
 """
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from services.buffer.scripts import BufferKeys
+from services.following import Follower
 from services.lines import LinesFile, last_lines, read_lines
 
 logger = logging.getLogger(__name__)
@@ -117,24 +117,14 @@ def _newest_id(path: Path) -> str:
     return max(events, key=lambda event: event.place).id if events else "0"
 
 
-class LedgerThread:
+class LedgerThread(Follower):
     """Follows the life of a run's groups from where its file ends, beside whatever this process does."""
 
     def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
         self._redis = redis
         self._run_id = run_id
         self._output_dir = output_dir
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="ledger", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Write what has happened by now, then end."""
-        self._stop.set()
-        self._thread.join(timeout=10.0)
+        super().__init__("ledger")
 
     def _follow(self) -> None:
         file = LedgerFile(self._output_dir)

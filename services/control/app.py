@@ -5,9 +5,9 @@ of come in by import string.
 """
 
 import asyncio
-import importlib
 import json
 import math
+import pkgutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,12 +49,6 @@ class ControlSettings:
     """Folder that relative paths in a run's configuration start from; None takes the current one."""
 
 
-def import_object(path: str) -> Any:
-    """What `module:name` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 class ControlDeployment:
     """The one replica that serves the API and looks after the runs."""
 
@@ -75,7 +69,7 @@ class ControlDeployment:
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = self._settings
         redis = connect_async(settings.redis_url)
-        wiring = import_object(settings.wiring)(redis, settings.redis_url, settings.working_dir)
+        wiring = pkgutil.resolve_name(settings.wiring)(redis, settings.redis_url, settings.working_dir)
         store = RunStore(redis, orphaned_after_s=math.inf)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
         self._reconciler = reconciler = Reconciler(

@@ -1,8 +1,8 @@
 """The process of one foreign agent (`services.rollout.agents`): a function that is called, or a command that is run."""
 
-import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,8 @@ def find_agent(path: str) -> Callable[[AgentTask], Any]:
     Raises:
         ValueError: there is none.
     """
-    module_name, _, attribute = path.partition(":")
     try:
-        found: object = importlib.import_module(module_name)
-        for name in attribute.split("."):
-            found = getattr(found, name)
+        found: object = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"agent_runner.path {path!r}: {error}") from error
     if not callable(found):
