@@ -1,9 +1,9 @@
-"""Every estimator and every loss on FrozenLake, and what staleness does to some of them: short runs of the whole mesh.
+"""Every estimator and every loss on FrozenLake, every recipe, and what staleness does to some: short runs of the whole mesh.
 
-    python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness] [--steps 15] [--seeds 1,2]
+    python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--steps 15] [--seeds 1,2]
 
-Each run is the quickstart with other keys, from a short warm start, on the real mesh (`offbeat train`): success on held-out
-maps before and after, sampled at temperature 1 and greedy. A run whose report is in DIR already is not repeated, so a table
+Each run is the quickstart with other keys, or a file of deploy/configs/recipes as it stands, from a short warm start, on the
+real mesh (`offbeat train`): success on held-out maps before and after, sampled at temperature 1 and greedy. A run whose report is in DIR already is not repeated, so a table
 may be filled over several calls; what failed is in the table, with its reason. `DIR/table.md` and `DIR/results.json` are
 written anew after each run.
 """
@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-QUICKSTART = Path(__file__).parents[1] / "deploy" / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parents[1] / "deploy" / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+RECIPES = {path.stem: path for path in sorted((CONFIGS / "recipes").glob("*.yaml"))}
 OWN_COMPARISON = "reward_normalization.method=null"
 """Leaves it to the estimator."""
 WHITENED = "whiten_advantages=true"
@@ -58,20 +60,31 @@ class Run:
 
     name: str
     seed: int
-    staleness: int
+    staleness: int | None
+    """None: of the recipe `name`, which has its own."""
 
     @property
     def label(self) -> str:
-        return f"{self.name}-s{self.seed}-lag{self.staleness}"
+        bound = "recipe" if self.staleness is None else f"lag{self.staleness}"
+        return f"{self.name}-s{self.seed}-{bound}"
+
+    @property
+    def config(self) -> Path:
+        return RECIPES[self.name] if self.staleness is None else QUICKSTART
 
     def overrides(self, folder: Path, steps: int) -> list[str]:
-        """Of the quickstart. A bound of 16 needs enough groups in play to reach it."""
-        groups = 8 * (self.staleness + 2)
+        """Of `config`."""
         return [
             f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"seed={self.seed}", f"max_steps={steps}",
-            "warm_start.steps=120", f"max_staleness={self.staleness}", f"train_env_manager.num_env_groups={groups}",
-            "val_batch_size=32", "final_val_batch_size=128", "eval_steps=0", *ALGORITHMS[self.name],
+            "warm_start.steps=120", "val_batch_size=32", "final_val_batch_size=128", "eval_steps=0", *self._own(),
         ]  # fmt: skip
+
+    def _own(self) -> list[str]:
+        """A bound of 16 needs enough groups in play to reach it; a critic's ten steps alone would leave five to the policy."""
+        if self.staleness is None:
+            return ["critic_warmup=4"] if self.name == "ppo" else []
+        groups = 8 * (self.staleness + 2)
+        return [f"max_staleness={self.staleness}", f"train_env_manager.num_env_groups={groups}", *ALGORITHMS[self.name]]
 
 
 def measure(run: Run, folder: Path, steps: int, timeout_s: float) -> dict[str, Any]:
@@ -81,7 +94,7 @@ def measure(run: Run, folder: Path, steps: int, timeout_s: float) -> dict[str, A
         command = [
             str(Path(sys.executable).with_name("offbeat")),
             "train",
-            str(QUICKSTART),
+            str(run.config),
             *run.overrides(folder, steps),
         ]
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +136,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     lines[1] = "|" + "---|" * 9
     for row in rows:
-        head = f"| `{row['name']}` | {row['seed']} | {row['staleness']} |"
+        bound = "its own" if row["staleness"] is None else row["staleness"]
+        head = f"| `{row['name']}` | {row['seed']} | {bound} |"
         if "failed" in row:
             lines.append(f"{head} failed: {row['failed']} | | | | | |")
             continue
@@ -136,15 +150,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
-    parser.add_argument("--only", nargs="+", choices=sorted(ALGORITHMS), help="these alone")
-    parser.add_argument("--staleness", action="store_true", help=f"{', '.join(STALE)} at {STALENESS}")
+    parser.add_argument("--only", nargs="+", choices=sorted({*ALGORITHMS, *RECIPES}), help="these alone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--staleness", action="store_true", help=f"{', '.join(STALE)} at {STALENESS}")
+    which.add_argument("--recipes", action="store_true", help="the files of deploy/configs/recipes")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds of a run")
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    names = args.only or (STALE if args.staleness else tuple(ALGORITHMS))
-    bounds = STALENESS if args.staleness else (1,)
+    names = args.only or (STALE if args.staleness else tuple(RECIPES if args.recipes else ALGORITHMS))
+    bounds: tuple[int | None, ...] = STALENESS if args.staleness else (None,) if args.recipes else (1,)
+    if unknown := sorted(set(names) - set(RECIPES if args.recipes else ALGORITHMS)):
+        parser.error(f"{', '.join(unknown)}: {'no recipe' if args.recipes else 'a recipe: add --recipes'}")
     runs = [Run(name, seed, bound) for name in names for bound in bounds for seed in seeds]
     rows: list[dict[str, Any]] = []
     for number, run in enumerate(runs, start=1):
