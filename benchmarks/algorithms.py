@@ -3,9 +3,9 @@
     python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--steps 15] [--seeds 1,2]
 
 Each run is the quickstart with other keys, or a file of deploy/configs/recipes as it stands, from a short warm start, on the
-real mesh (`offbeat train`): success on held-out maps before and after, sampled at temperature 1 and greedy. A run whose report is in DIR already is not repeated, so a table
-may be filled over several calls; what failed is in the table, with its reason. `DIR/table.md` and `DIR/results.json` are
-written anew after each run.
+real mesh (`offbeat train`): success on held-out maps before and after, sampled at temperature 1 and greedy. A run whose
+report is in DIR already is not repeated, so a table may be filled over several calls; what failed is in the table, with its
+reason. `DIR/table.md` and `DIR/results.json` are written anew after each run.
 """
 
 # pyright: basic
@@ -27,7 +27,8 @@ WHITENED = "whiten_advantages=true"
 RECOMPUTE = ("old_logprobs=recompute", "train_infer_correction.is_weight={upper_bound: 2.0}")
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     **{
-        name: (f"adv_estimator={name}", OWN_COMPARISON) for name in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "gigpo")
+        name: (f"adv_estimator={name}", OWN_COMPARISON)
+        for name in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "remax", "gigpo")
     },
     **{
         name: (f"adv_estimator={name}", OWN_COMPARISON, WHITENED)
@@ -80,7 +81,7 @@ class Run:
         ]  # fmt: skip
 
     def _own(self) -> list[str]:
-        """A bound of 16 needs enough groups in play to reach it; a critic's ten steps alone would leave five to the policy."""
+        """A bound of 16 needs enough groups in play; ten steps of the critic alone would leave five to the policy."""
         if self.staleness is None:
             return ["critic_warmup=4"] if self.name == "ppo" else []
         groups = 8 * (self.staleness + 2)

@@ -65,12 +65,13 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
             f"(rollout_batch_size {batch} / group_size {size}): take at least {groups_per_step}, "
             f"or a rollout_batch_size of at most {manager.num_env_groups * size}",
         )
-    played = size + manager.group_size_redundancy
+    played = size + manager.group_size_redundancy + config.num_baselines
     if rollout.max_env_num_per_worker * rollout.num_workers < played:
         yield Problem(
             "rollout.max_env_num_per_worker",
             f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't play one group of {played} "
-            f"(group_size + group_size_redundancy): take at least {-(-played // rollout.num_workers)}",
+            f"(group_size + group_size_redundancy, and {config.num_baselines} greedy): take at least "
+            f"{-(-played // rollout.num_workers)}",
         )
 
 

@@ -62,6 +62,7 @@ def buffer_limits(config: RunConfig) -> BufferLimits:
         max_attempts=config.buffer.max_attempts,
         worker_timeout_s=config.buffer.worker_timeout_s,
         stale_policy=config.buffer.stale_policy,
+        baselines=config.num_baselines,
     )
 
 

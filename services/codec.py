@@ -158,6 +158,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         t.worker_id,
         t.duration_s,
         list(t.text),
+        t.baseline,
     ]
     return _pack("trajectory", body)
 
@@ -170,7 +171,9 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     """
     body = _unpack("trajectory", blob)
     try:
-        group_id, index, attempt, tag, seed, segments, turns, stop, metrics, worker_id, duration_s, text = body
+        group_id, index, attempt, tag, seed, segments, turns, stop, metrics, worker_id, duration_s, text, baseline = (
+            body
+        )
         trajectory = Trajectory(
             group_id=str(group_id),
             index=_count(index, "index"),
@@ -184,6 +187,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
             worker_id=str(worker_id),
             duration_s=_finite(duration_s, "duration"),
             text=tuple(str(part) for part in text),
+            baseline=bool(baseline),
         )
         _check_turns(trajectory)
     except MALFORMED as error:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -140,6 +140,8 @@ class Trajectory:
     duration_s: float = 0.0
     text: tuple[str, ...] = ()
     """For people: system prompt, then observation and answer in turn. Never the source of training data."""
+    baseline: bool = False
+    """Played greedily to be compared with (ReMax): its reward counts, its tokens are never trained on."""
 
     @property
     def reward(self) -> float:
@@ -179,10 +181,12 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     temperature: float | None = None
     """That its tokens were sampled at, where the run's has been changed since it started."""
+    baselines: tuple[Trajectory, ...] = ()
+    """Greedy episodes of the same task and seed, where the run plays any."""
 
     @property
     def oldest_version(self) -> int:
-        ranges = [r for t in self.trajectories if (r := t.version_range())]
+        ranges = [r for t in (*self.trajectories, *self.baselines) if (r := t.version_range())]
         return min((r[0] for r in ranges), default=self.admitted_version)
 
 
@@ -201,6 +205,11 @@ class EpisodeTask:
     """Which of the run's sampling settings to use: `train`, or for evaluation `sampled` or `greedy`."""
     temperature: float | None = None
     """Instead of that setting's own."""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is played to compare a group's episodes with."""
+        return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +43,16 @@ def make_trajectory(
     )
 
 
-def make_group(number: int, *, rewards: Sequence[float] = (0.0, 1.0), version: int = 0) -> Group:
-    """Siblings with those rewards, sampled by `version`."""
-    members = tuple(make_trajectory(number, i, reward=reward, version=version) for i, reward in enumerate(rewards))
-    return Group(f"{number + 1}-0", f"run:{number}", number, "tag", number, version, members)
+def make_group(
+    number: int, *, rewards: Sequence[float] = (0.0, 1.0), version: int = 0, greedy: Sequence[float] = ()
+) -> Group:
+    """Siblings with those rewards, sampled by `version`. greedy: rewards of baselines."""
+    members, baselines = (
+        tuple(make_trajectory(number, i, reward=reward, version=version) for i, reward in enumerate(each, start))
+        for each, start in ((rewards, 0), (greedy, len(rewards)))
+    )
+    marked = tuple(replace(each, baseline=True) for each in baselines)
+    return Group(f"{number + 1}-0", f"run:{number}", number, "tag", number, version, members, baselines=marked)
 
 
 class CrashError(Exception):

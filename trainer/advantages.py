@@ -26,6 +26,7 @@ from trainer.algorithms.normalization import (
 from trainer.algorithms.opo import length_weighted_baseline
 from trainer.algorithms.ratio import ratio_of
 from trainer.algorithms.reinforce import discounted_returns
+from trainer.algorithms.remax import less_greedy
 from trainer.algorithms.rloo import leave_one_out
 from trainer.algorithms.turn_gae import turn_advantages
 from trainer.algorithms.vtrace import vtrace
@@ -244,8 +245,15 @@ BASELINE_OF: dict[str, Callable[[Batch], Tensor]] = {
     "rloo": lambda batch: leave_one_out(batch.episode_reward, batch.group),
     "opo": lambda batch: length_weighted_baseline(batch.episode_reward, batch.lengths.float(), batch.group),
     "maxrl": lambda batch: mean_normalized(batch.episode_reward, batch.group),
+    "remax": lambda batch: less_greedy(batch.episode_reward, _greedy_rewards(batch), batch.group),
 }
 """[T] rewards as estimators compare them that have a way of their own."""
+
+
+def _greedy_rewards(batch: Batch) -> Tensor:
+    if batch.greedy_reward is None:
+        raise ValueError("remax needs a greedy episode of each group")
+    return batch.greedy_reward
 
 
 def _clip(config: AlgorithmConfig, rewards: Tensor) -> Tensor:

@@ -43,6 +43,11 @@ def _estimator_complaints(config: AlgorithmConfig, group_size: int) -> Iterator[
             f"adv_estimator {config.adv_estimator} compares the members of a group, and a group of 1 has nobody to compare "
             "with: take at least 2, or adv_estimator gae, reinforce or reinforce_plus_plus",
         )
+    if config.adv_estimator == "remax" and config.pg_variant == "gpg":
+        yield Complaint(
+            "pg_variant",
+            "gpg weighs groups by whether their members differ, remax compares with a greedy episode: take ppo",
+        )
     if config.adv_estimator == "gigpo" and not config.step_reward_weight and not config.episode_reward_weight:
         yield Complaint("step_reward_weight", "0 beside an episode_reward_weight of 0 leaves nothing to learn from")
     if config.value_targets == "vtrace" and config.old_logprobs != "recompute":

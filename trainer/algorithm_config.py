@@ -38,9 +38,11 @@ COMPARING: dict[str, RewardMethod] = {
     "reinforce_plus_plus_baseline": "mean",
 }
 """Estimators that subtract their group's mean, and whether they divide by its deviation unless told otherwise."""
-BASELINES = ("rloo", "opo", "maxrl")
-"""Estimators that compare a group's members in a way of their own."""
-NEEDS_GROUPS = (*COMPARING, *BASELINES)
+BASELINES = ("rloo", "opo", "maxrl", "remax")
+"""Estimators that compare a group's episodes in a way of their own."""
+GREEDY_BASELINE = ("remax",)
+"""Estimators that compare them with a greedy episode of the same task, played beside them."""
+NEEDS_GROUPS = (*COMPARING, *(name for name in BASELINES if name not in GREEDY_BASELINE))
 TURN_WISE = ("gigpo", "step_reinforce")
 """Estimators that rate turns and know no reward per token."""
 WHITENING = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -64,8 +66,8 @@ class AlgorithmConfig(ConditionalConfig):
     # --- From rewards to advantages
     adv_estimator: Estimator = "grpo"
     """How rewards become advantages. `gae` builds a critic; `grpo`, `dr_grpo`, `rloo`, `opo`, `maxrl`, `gigpo` and
-    `reinforce_plus_plus_baseline` compare the members of a group; `step_reinforce` and `gigpo` rate turns; `opd` asks
-    teachers."""
+    `reinforce_plus_plus_baseline` compare the members of a group; `remax` has a greedy episode played beside each group and
+    compares with that; `step_reinforce` and `gigpo` rate turns; `opd` asks teachers."""
     use_opd: Annotated[bool, NotWith("it is distilled already", adv_estimator=DISTILLING)] = False
     """On-policy distillation beside the rewards: subtract the KL to the teachers from each token's advantage.
     `adv_estimator: opd` learns from teachers alone (ROLL's `is_pure_opd`)."""
@@ -206,16 +208,6 @@ class AlgorithmConfig(ConditionalConfig):
     critic_warmup: Annotated[int, OnlyWith(adv_estimator=("gae",))] = Field(default=0, ge=0)
     """Steps that train the critic alone."""
 
-    @field_validator("adv_estimator")
-    @classmethod
-    def _can_be_played(cls, value: Estimator) -> Estimator:
-        if value == "remax":
-            raise ValueError(
-                "remax needs a greedy episode of each task as its baseline, and the rollout service samples all members of "
-                "a group alike: take rloo (baseline: the siblings' mean) or opo (the variance-optimal one)"
-            )
-        return value
-
     @field_validator("reward_normalization")
     @classmethod
     def _suits_the_estimator(cls, value: RewardNormalization, info: ValidationInfo) -> RewardNormalization:
@@ -280,6 +272,11 @@ class AlgorithmConfig(ConditionalConfig):
         if told.norm_mean_type or told.norm_std_type:
             return told.norm_std_type
         return "group" if self.reward_method == "mean_std" else None
+
+    @property
+    def num_baselines(self) -> int:
+        """Greedy episodes that are played beside each group."""
+        return 1 if self.adv_estimator in GREEDY_BASELINE else 0
 
     @property
     def compares_siblings(self) -> bool:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ class Batch:
     (turns count through the whole batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
     each turn's reward on its last token; last: [M] bool, the last sampled token of its trajectory; episode_reward: [T]
     float32; group: [T] int64; tag: [T] int64, a place in `tags`; truncated: [T] bool, ended for want of room; temperatures:
-    [M] float32 that the tokens were sampled at, NaN where the run's own was, or None where it was for all.
+    [M] float32 that the tokens were sampled at, NaN where the run's own was, or None where it was for all; greedy_reward:
+    [G] float32, of each group's greedy episodes (their mean), or None where a group has none.
     Of turns, trajectory after trajectory: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64,
     one number for the turns of a group that answered the same state, and one of its own for a turn without a state hash.
     """
@@ -61,6 +63,7 @@ class Batch:
     score: Tensor
     anchor: Tensor
     temperatures: Tensor | None = None
+    greedy_reward: Tensor | None = None
 
     @property
     def last_turn(self) -> Tensor:
@@ -191,7 +194,16 @@ def pack(groups: Sequence[Group]) -> Batch:
         score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
         anchor=torch.tensor(columns.anchors, dtype=torch.int64),
         temperatures=_temperatures(of_members, trajectory_of),
+        greedy_reward=_greedy_rewards(groups),
     )
+
+
+def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
+    """[G]"""
+    if not all(group.baselines for group in groups):
+        return None
+    means = [fmean(trajectory.reward for trajectory in group.baselines) for group in groups]
+    return torch.tensor(means, dtype=torch.float32)
 
 
 def _temperatures(of_members: Sequence[float | None], trajectory: IntArray) -> Tensor | None:

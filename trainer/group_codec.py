@@ -8,7 +8,7 @@ from services.schema import Group
 
 def pack_group(group: Group) -> list[object]:
     """Plain values; trajectories in the buffer's own form."""
-    members = [encode_trajectory(trajectory) for trajectory in group.trajectories]
+    members = [encode_trajectory(trajectory) for trajectory in (*group.trajectories, *group.baselines)]
     head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
     return [*head, group.temperature, members]
 
@@ -16,4 +16,10 @@ def pack_group(group: Group) -> list[object]:
 def unpack_group(body: list[Any]) -> Group:
     """What `pack_group` was given."""
     *head, temperature, members = body
-    return Group(*head, trajectories=tuple(decode_trajectory(member) for member in members), temperature=temperature)
+    everybody = [decode_trajectory(member) for member in members]
+    return Group(
+        *head,
+        trajectories=tuple(each for each in everybody if not each.baseline),
+        temperature=temperature,
+        baselines=tuple(each for each in everybody if each.baseline),
+    )

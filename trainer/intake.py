@@ -69,7 +69,7 @@ class Intake:
         return taken
 
     def _sort(self, group: Group, step: int, taken: Taken) -> None:
-        complaint = _problem(group, self.vocab_size)
+        complaint = _problem(group, self.vocab_size, self.config.num_baselines)
         if complaint:
             logger.error("group %d is dropped: %s", group.number, complaint)
             self._drop(group, MALFORMED, taken)
@@ -91,8 +91,10 @@ class Intake:
         taken.dropped[reason] = taken.dropped.get(reason, 0) + 1
 
 
-def _problem(group: Group, vocab_size: int) -> str:
+def _problem(group: Group, vocab_size: int, num_baselines: int) -> str:
     """Why a step could not compute on the group, or nothing."""
+    if len(group.baselines) < num_baselines:
+        return "nobody played its baseline, which is wanted since the run was resumed"
     return next((p for trajectory in group.trajectories if (p := _problem_of(trajectory, vocab_size))), "")
 
 

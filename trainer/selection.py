@@ -37,7 +37,8 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
     if not config.compares_siblings:
         return True
     (group,) = shaped([group], config)
-    rewards = [trajectory.reward for trajectory in group.trajectories]
+    compared = (*group.trajectories, *group.baselines) if config.num_baselines else group.trajectories
+    rewards = [trajectory.reward for trajectory in compared]
     if config.adv_estimator == "step_reinforce":
         return _turns_differ(group, config, by_state=config.reward_normalization.grouping == "state")
     of_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0

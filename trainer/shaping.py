@@ -14,7 +14,11 @@ def shaped(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
     if not config.reward_shaping.is_on:
         return list(groups)
     return [
-        replace(group, trajectories=tuple(_shaped(each, config.reward_shaping) for each in group.trajectories))
+        replace(
+            group,
+            trajectories=tuple(_shaped(each, config.reward_shaping) for each in group.trajectories),
+            baselines=tuple(_shaped(each, config.reward_shaping) for each in group.baselines),
+        )
         for group in groups
     ]
 

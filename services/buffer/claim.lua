@@ -19,7 +19,9 @@ end
 
 local function add_sampling()
   for _, row in ipairs(reply) do
-    local sampling, temperature = unpack(redis.call('HMGET', meta_key(row[1]), 'sampling', 'temperature'))
+    local sampling, temperature, members, baselines =
+      unpack(redis.call('HMGET', meta_key(row[1]), 'sampling', 'temperature', 'members', 'baselines'))
+    if is_baseline(row[2], members, baselines) then sampling, temperature = 'greedy', nil end
     row[5], row[6] = sampling, temperature or ''
   end
 end
@@ -57,10 +59,11 @@ end
 
 local function admit(limits, step)
   local number = redis.call('HINCRBY', LEDGER, 'next', 1) - 1
-  local unit, members = 't:' .. number, limits.group_size + limits.redundancy
+  local unit, baselines = 't:' .. number, limits.baselines or 0
+  local members = limits.group_size + limits.redundancy + baselines
   redis.call('HINCRBY', LEDGER, 'admitted', 1)
-  redis.call('HSET', meta_key(unit), 'size', limits.group_size, 'members', members, 'done', 0, 'failed', 0,
-    'version', step, 'sampling', 'train')
+  redis.call('HSET', meta_key(unit), 'size', limits.group_size + baselines, 'members', members, 'baselines', baselines,
+    'greedy', 0, 'done', 0, 'failed', 0, 'version', step, 'sampling', 'train')
   if limits.temperature then redis.call('HSET', meta_key(unit), 'temperature', limits.temperature) end
   redis.call('ZADD', ASSEMBLING, step, number)
   for i = 0, members - 1 do redis.call('RPUSH', QUEUE_TRAIN, unit .. ':' .. i) end

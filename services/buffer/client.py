@@ -50,6 +50,8 @@ class BufferLimits:
     worker_timeout_s: float
     stale_policy: Literal["drop", "train"]
     """Under `drop`, groups still being played that no step can consume within the bound are dropped as `expired`."""
+    baselines: int = 0
+    """Members of each group beside those that are played greedily: `Group.baselines`."""
 
 
 class RolloutBuffer(Protocol):

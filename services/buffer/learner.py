@@ -171,8 +171,9 @@ class RedisLearnerBuffer:
             first.tag,
             first.seed,
             version,
-            tuple(trajectories),
+            tuple(each for each in trajectories if not each.baseline),
             float(temperature) if temperature else None,
+            tuple(each for each in trajectories if each.baseline),
         )
 
     def _member(self, number: int, index: int, blob: bytes) -> Trajectory:

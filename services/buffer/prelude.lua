@@ -7,7 +7,9 @@
 --   assembling        zset    number of each group being played -> version at its admission
 --   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
 --   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,
---                             done, failed, version, sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
+--                             baselines (the last of its members: played greedily, all of them needed), greedy (those of
+--                             them that are done), spared (called off while others play), done, failed, version,
+--                             sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
 --                             a<i> attempts that failed, x<i> who failed it last and when, s<i> oldest version that was
 --                             submitted, d<i> reason for which it failed for good
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped
@@ -34,6 +36,7 @@ local function claims_key(worker) return ROOT .. ':claims:' .. worker end
 local function worker_key(worker) return ROOT .. ':worker:' .. worker end
 local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
 local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
+local function is_baseline(index, members, baselines) return tonumber(index) >= members - (baselines or 0) end
 local function split_token(token) return string.match(token, '^(.*):(%d+)$') end
 
 local function now_ms()
@@ -104,10 +107,10 @@ local function give_back(unit, index, owner, limits, reason, now)
     if attempts >= tonumber(limits.max_attempts) then
       redis.call('HSET', meta, 'd' .. index, reason)
       local failed = redis.call('HINCRBY', meta, 'failed', 1)
-      local size, members, done = unpack(redis.call('HMGET', meta, 'size', 'members', 'done'))
+      local size, members, done, baselines = unpack(redis.call('HMGET', meta, 'size', 'members', 'done', 'baselines'))
       if not is_group(unit) then
         if done + failed == tonumber(members) then ring('eval') end
-      elseif members - failed < tonumber(size) then
+      elseif members - failed < tonumber(size) or is_baseline(index, members, baselines) then
         end_group(unit, tonumber(members), 'failed', reason)
       end
       return

@@ -18,9 +18,12 @@ class Reporter:
         add = self._adder(kind, trajectory.tag)
         add("episodes", Partial("sum", 1.0))
         add("episode_s", Partial("mean", trajectory.duration_s))
-        add("reward", Partial("mean", trajectory.reward))
         add("trajectory_tokens", Partial("mean", float(trajectory.num_tokens)))
         add(f"stop/{trajectory.stop_reason.value}", Partial("sum", 1.0))
+        if trajectory.baseline:
+            add("baseline_reward", Partial("mean", trajectory.reward))
+            return
+        add("reward", Partial("mean", trajectory.reward))
         for name, value in trajectory.metrics.items():
             add(name, Partial("mean", value))
 

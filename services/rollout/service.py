@@ -309,8 +309,10 @@ class EnvWorker:
             return await sample(prompt, max_new_tokens)
 
         if plan.env.agent_runner and self._desk:
-            return await play_with_agent(plan, plan.env.agent_runner, env, lent.traits, answer, self._desk)
-        return await play(plan, env, lent.traits, answer, self._chat)
+            played = await play_with_agent(plan, plan.env.agent_runner, env, lent.traits, answer, self._desk)
+        else:
+            played = await play(plan, env, lent.traits, answer, self._chat)
+        return replace(played, baseline=task.is_baseline)
 
     def _task_of(self, task: EpisodeTask) -> Task:
         if task.kind is EpisodeKind.EVAL:

@@ -27,7 +27,14 @@ def rich_groups() -> list[Group]:
         members = [_member(n, i) for i in range(size)]
         groups.append(group(n, *members, tag=f"tag{n % 2}"))
     equal = [trajectory(i, [(2, 2 + i, 0.0), (1, 1, 0.5)], base=900 + 20 * i, tag="tag0") for i in range(3)]
-    return [*groups, group(5, *equal, tag="tag0")]
+    everybody = [*groups, group(5, *equal, tag="tag0")]
+    return [replace(each, baselines=(_greedy(each),)) for each in everybody]
+
+
+def _greedy(one: Group) -> Trajectory:
+    """Of the same task, with tokens that no member has; only `remax` may look at it."""
+    played = trajectory(9, [(2, 1, 0.3 * one.number)], base=3000 + 20 * one.number, tag=one.tag)
+    return replace(played, baseline=True)
 
 
 def _member(number: int, index: int) -> Trajectory:

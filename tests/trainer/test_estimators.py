@@ -66,6 +66,11 @@ def maxrl(group: Group, trajectory: Trajectory) -> float:
     return (trajectory.reward - mean) / (mean + 1e-6)
 
 
+def remax(group: Group, trajectory: Trajectory) -> float:
+    (greedy,) = group.baselines
+    return trajectory.reward - greedy.reward
+
+
 def reinforce(groups: list[Group], gamma: float = 0.9) -> Advantages:
     out: Advantages = {}
     for trajectory in (t for g in groups for t in g.trajectories):
@@ -128,6 +133,7 @@ ESTIMATORS: dict[str, tuple[AlgorithmConfig, Callable[[list[Group]], Advantages]
     "rloo": (AlgorithmConfig(adv_estimator="rloo"), of_episodes(rloo)),
     "opo": (AlgorithmConfig(adv_estimator="opo"), of_episodes(opo)),
     "maxrl": (AlgorithmConfig(adv_estimator="maxrl"), of_episodes(maxrl)),
+    "remax": (AlgorithmConfig(adv_estimator="remax"), of_episodes(remax)),
     "reinforce": (AlgorithmConfig(adv_estimator="reinforce", gamma=0.9), reinforce),
     "reinforce_plus_plus": (AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.9), whitened(reinforce)),
     "reinforce_plus_plus_baseline": (

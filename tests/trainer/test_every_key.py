@@ -42,6 +42,7 @@ EFFECTS: dict[str, list[Change]] = {
             "reinforce_plus_plus_baseline",
             "opo",
             "maxrl",
+            "remax",
             "gigpo",
             "step_reinforce",
             "agentic_reinforce",
@@ -233,7 +234,7 @@ def test_every_key_has_an_effect_that_is_shown():
 @pytest.mark.parametrize(
     ("settings", "path", "says"),
     [
-        ({"adv_estimator": "remax"}, "adv_estimator", "rloo"),
+        ({"adv_estimator": "remax"} | normalized(method="mean"), "reward_normalization", "its own way"),
         ({"adv_estimator": "opd", "gamma": 0.9}, "gamma", "use_opd"),
         ({"adv_estimator": "opd", "use_opd": True}, "use_opd", "already"),
         ({"adv_estimator": "opd"} | normalized(method="mean"), "reward_normalization", "use_opd"),

@@ -29,6 +29,14 @@ def test_a_group_at_the_bound_is_trained_and_one_beyond_it_dropped(bound: float)
     assert taken.dropped == {"stale": 1}
 
 
+def test_a_group_without_the_baseline_that_the_estimator_wants_is_dropped() -> None:
+    groups = [make_group(0), make_group(1, greedy=(0.5,)), make_group(2, greedy=(0.5,))]
+    taken, buffer = take(groups, adv_estimator="remax")
+    assert taken is not None
+    assert [group.number for group in taken.groups] == [1, 2]
+    assert buffer.dropped == [(0, "malformed")]
+
+
 def test_the_oldest_token_of_the_group_decides() -> None:
     young = make_group(0, version=4)
     member = young.trajectories[0]

@@ -5,6 +5,7 @@ own logits, so whatever had the wrong sign anywhere between a reward and a weigh
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ SEVERAL: dict[str, Any] = {"ppo_epochs": 3}
 """Passes over a batch, after the first of which the ratio is not 1."""
 RECOMPUTE: dict[str, Any] = {"old_logprobs": "recompute"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{name: {"adv_estimator": name} for name in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "gigpo")},
+    **{name: {"adv_estimator": name} for name in ("grpo", "dr_grpo", "rloo", "opo", "maxrl", "remax", "gigpo")},
     **{
         name: {"adv_estimator": name, "whiten_advantages": True}
         for name in ("reinforce", "step_reinforce", "agentic_reinforce")
@@ -94,6 +95,24 @@ def play(policy: PackedPolicy, version: int, draw: torch.Generator) -> list[Grou
     return groups
 
 
+def play_greedily(policy: PackedPolicy, groups: list[Group]) -> list[Group]:
+    """The groups with what the policy would do without chance, as far as rewards go: nothing else of it may count."""
+    return [replace(group, baselines=(greedy_episode(policy, group.trajectories[0]),)) for group in groups]
+
+
+def greedy_episode(policy: PackedPolicy, sibling: Trajectory) -> Trajectory:
+    seen = torch.from_numpy(sibling.segments[0].tokens[[0, 2]]).long()
+    row, turns = torch.zeros(0, dtype=torch.int64), []
+    for turn, word in zip(sibling.turns, seen, strict=True):
+        row = torch.cat([row, word[None]])
+        packing = Packing.of(torch.tensor([0, len(row)]))
+        with torch.no_grad():
+            logits = policy.model(row[None], attention_mask=None, packing=packing, use_cache=False).logits[0]
+        row = torch.cat([row, logits[-1].argmax()[None]])
+        turns.append(replace(turn, reward=0.5 * float(row[-1] == (word + 1) % WORDS)))
+    return replace(sibling, index=MEMBERS, turns=tuple(turns), baseline=True)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_learns(name: str, folder: Path):
     tree = ALGORITHMS[name] | {"max_steps": 1000, "critic": {"learning_rate": 2e-2}}
@@ -106,6 +125,8 @@ def test_an_algorithm_learns(name: str, folder: Path):
     rewards: list[float] = []
     for step in range(12):
         groups = play(policy, step, draw)
+        if config.num_baselines:
+            groups = play_greedily(policy, groups)
         rewards.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
         batches.train(groups, step)
     assert sum(rewards[-4:]) / 4 > 3 * rewards[0]

@@ -40,7 +40,7 @@ def test_a_recipe_moves_the_policy_by_finite_steps(recipe: Path, folder: Path):
     reference = frozen if config.needs_reference else None
     batches = BatchTrainer(config, Models(policy, critic, reference), ALONE)
     before = [tensor.clone() for _, tensor in policy.tensors()]
-    groups = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(4)]
+    groups = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5), greedy=(0.5,)) for n in range(4)]
     for step in range(config.critic_warmup, config.critic_warmup + 2):
         gauges = batches.train(groups, step)
         assert gauges["actor/skipped_steps"].total == 0

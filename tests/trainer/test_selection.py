@@ -41,6 +41,25 @@ def test_difficulty_is_the_mean_reward_between_two_thresholds():
     assert not carries_signal(of_rewards(0, 0.8, 0.8, 0.9), config)
 
 
+def test_remax_learns_from_a_group_unless_all_did_as_well_as_the_greedy_episode():
+    config = AlgorithmConfig(adv_estimator="remax")
+    greedy = replace(trajectory(3, [(1, 1, 1.0)], base=90), baseline=True)
+    assert carries_signal(replace(of_rewards(0, 0.0, 0.0), baselines=(greedy,)), config)
+    assert carries_signal(replace(of_rewards(0, 0.0), baselines=(greedy,)), config)
+    assert not carries_signal(replace(of_rewards(0, 1.0, 1.0), baselines=(greedy,)), config)
+    assert not carries_signal(replace(of_rewards(0, 0.0, 0.0), baselines=(greedy,)), AlgorithmConfig())
+
+
+def test_the_greedy_episode_is_shaped_like_the_others_and_its_tokens_are_not_in_the_batch():
+    config = AlgorithmConfig(adv_estimator="remax", reward_shaping=RewardShaping(response_length_penalty_coef=0.1))
+    greedy = replace(trajectory(3, [(1, 4, 1.0)], base=90), baseline=True)
+    batch = pack(shaped([replace(of_rewards(0, 0.0, 0.5), baselines=(greedy,))], config))
+    assert batch.greedy_reward is not None
+    torch.testing.assert_close(batch.greedy_reward, torch.tensor([0.6]))
+    assert batch.num_trajectories == 2
+    assert int(batch.tokens.max()) < 90
+
+
 def test_a_filter_by_its_class_path_has_the_last_word():
     config = AlgorithmConfig(group_filter_cls=f"{__name__}:LongGroups")
     assert carries_signal(of_rewards(0, 0, 1, 0), config)

@@ -53,6 +53,7 @@ def trajectory_for(
         stop_reason=StopReason.TERMINATED,
         metrics={"success": reward},
         worker_id=worker,
+        baseline=task.is_baseline,
     )
 
 

@@ -12,6 +12,7 @@ from trainer.algorithms.gpg import informative_share_inverse
 from trainer.algorithms.maxrl import mean_normalized
 from trainer.algorithms.normalization import RunningMoments, moments_of_group, normalize
 from trainer.algorithms.opo import length_weighted_baseline
+from trainer.algorithms.remax import less_greedy
 from trainer.algorithms.rloo import leave_one_out
 from trainer.algorithms.shaping import overlong_penalty
 
@@ -44,6 +45,30 @@ def test_each_baseline_is_its_definition(rows: list[tuple[int, float, int]]):
         assert float(likely[i]) == pytest.approx((r - mean) / (mean + 1e-6) if mean > 1e-6 else 0.0, abs=1e-9)
     expected = len(rows) / informative if informative else 1.0
     assert informative_share_inverse(rewards, group) == pytest.approx(expected)
+
+
+@given(rows_of, st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4))
+def test_remax_takes_off_what_the_greedy_episode_of_the_same_task_got(
+    rows: list[tuple[int, float, int]], greedy: list[float]
+):
+    group, rewards = torch.tensor([g for g, _, _ in rows]), torch.tensor([r for _, r, _ in rows], dtype=torch.float64)
+    got = less_greedy(rewards, torch.tensor(greedy, dtype=torch.float64), group)
+    assert got.tolist() == pytest.approx([r - greedy[g] for g, r, _ in rows], abs=1e-12)
+
+
+def test_the_gradient_under_remax_is_the_policy_gradient_without_a_baseline():
+    """Over all actions of a softmax policy: sum_a p(a) (R(a) - b) d log p(a) = sum_a p(a) R(a) d log p(a), b = R(greedy)."""
+    logits = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
+    rewards = torch.tensor([1.0, 0.0, 0.25, 2.0], dtype=torch.float64)
+    logp = logits.log_softmax(0)
+    greedy = rewards[logp.argmax()][None]
+    advantages = less_greedy(rewards, greedy, torch.zeros(4, dtype=torch.int64))
+    assert float(greedy) == 0.25
+    found, expected = (
+        torch.autograd.grad((logp.exp().detach() * a * logp).sum(), logits, retain_graph=True)[0]
+        for a in (advantages, rewards)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_maxrl_is_the_mean_of_the_successes_scores_less_that_of_all():
