@@ -19,9 +19,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,10 @@ _NUMBERS = itertools.count()
 
 class CheckpointError(Exception):
     """A checkpoint that was asked for can't be used; the message says what is wrong with it."""
+
+
+class UnsavedError(RuntimeError):
+    """A checkpoint could not be written, or not made durable; nothing of it is left, and the one before is as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +88,28 @@ class CheckpointStore:
 
         Returns its path, once it is durable and older ones than the newest `keep` are gone: digests, syncing and renaming go
         on beside the caller. One checkpoint at a time: the one before must be done.
+
+        Raises:
+            UnsavedError: it could not be written; the future raises it where it could not be made durable.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"{PREFIX}{state.step:06d}"
         aside = self._folder / f"{ASIDE}{_MINE}-{next(_NUMBERS)}-{target.name}"
-        aside.mkdir()
-        self._asides.append(aside)
-        write(aside)
-        _write_json(aside / LEARNER, asdict(state))
+        with _removed_if_unsaved(aside):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            aside.mkdir()
+            self._asides.append(aside)
+            write(aside)
+            _write_json(aside / LEARNER, asdict(state))
         return self._thread.submit(self._make_durable, aside, target)
 
     def _make_durable(self, aside: Path, target: Path) -> Path:
+        with _removed_if_unsaved(aside):
+            self._name(aside, target)
+        self._collect(target)
+        return target
+
+    def _name(self, aside: Path, target: Path) -> None:
+        """Sync what was written, and give it its name."""
         _write_json(aside / MANIFEST, {str(p.relative_to(aside)): _fingerprint(p) for p in _files(aside)})
         _sync(aside)
         if target.exists():
@@ -99,8 +117,6 @@ class CheckpointStore:
         if aside.exists():
             aside.rename(target)
         _sync_folder(self._folder)
-        self._collect(target)
-        return target
 
     def _make_room(self, target: Path, aside: Path) -> None:
         """There is a folder of that name: a learner that was thought dead may have written the same one, which then stays;
@@ -162,6 +178,16 @@ class CheckpointStore:
         for left_over in self._folder.glob(f"{ASIDE}*-{PREFIX}*"):
             if left_over in self._asides or _is_abandoned(left_over):
                 shutil.rmtree(left_over, ignore_errors=True)
+
+
+@contextmanager
+def _removed_if_unsaved(aside: Path) -> Iterator[None]:
+    """What libraries say of a disk that is full is an OSError, or one of their own with the system's words in it."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UnsavedError(" ".join(str(error).split())) from error
 
 
 def _is_abandoned(aside: Path) -> bool:

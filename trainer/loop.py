@@ -8,7 +8,6 @@ time, and a learner that goes on from the newest checkpoint repeats what came af
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from trainer.policy_trainer import Trainer
 from trainer.replay import Again, Replay
 from trainer.reporting import Reporter, replay_values, step_values, was_skipped
 from trainer.run import FINISHED, LearnerRun
+from trainer.saving import Saving
 from trainer.selection import silent_part
 
 logger = logging.getLogger(__name__)
@@ -56,18 +56,18 @@ class Learner:
 
     def __init__(self, run: LearnerRun, parts: Parts, *, num_processes: int = 1) -> None:
         self._num_processes = num_processes
-        self.saved_at: Path | None = None
-        """Where the newest checkpoint lies."""
         self._run = run
         self._config = run.config
         self._parts = parts
         self._step = 0
-        self._saved_step: int | None = None
-        self._entry_ids: list[str] = []
-        """Consumed since the newest checkpoint was begun."""
-        self._contained: tuple[str, ...] = ()
-        """In the buffer until the checkpoint that is under way is durable."""
-        self._saving: Future[Path] | None = None
+        self._saving = Saving(
+            parts.checkpoints,
+            parts.buffer,
+            parts.journal,
+            parts.reporter,
+            run.config.save_steps,
+            tolerant=num_processes == 1,
+        )
         self._next_number = 0
         self._seconds: dict[str, float] = {}
         self._settings: Settings = run.config.settings
@@ -79,6 +79,11 @@ class Learner:
         """Optimizer batches behind the weights."""
         return self._step
 
+    @property
+    def saved_at(self) -> Path | None:
+        """Where the newest checkpoint lies."""
+        return self._saving.newest
+
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
         state = checkpoint.state
@@ -87,9 +92,9 @@ class Learner:
         self._parts.buffer.ack(state.entry_ids, state.step)
         num_trained = state.step * self._config.groups_per_step
         self._restored = self._parts.buffer.restore(num_trained, state.next_number or None)
-        self._step = self._saved_step = state.step
+        self._step = state.step
         self._next_number = state.next_number
-        self.saved_at = checkpoint.path
+        self._saving.goes_on_from(checkpoint)
         logger.info("goes on from %s", checkpoint.path)
 
     def save_start(self) -> None:
@@ -98,10 +103,12 @@ class Learner:
         self._settle_checkpoint()
 
     def run(self) -> bool:
-        """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step.
+        """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step, unless
+        it was stopped and the disk had no room for one.
 
         Raises:
             ControlError: so many steps in a row had a gradient that is not finite that going on makes no sense.
+            UnsavedError: no checkpoint could be written for as long as that may be waited for.
         """
         self._parts.journal.resumed(self._step, self._restored)
         self._publish()
@@ -111,10 +118,8 @@ class Learner:
             self._parts.evaluations.collect()
             if self._step < self._config.max_steps:
                 self._between_steps()
-        if self._saved_step != self._step and self._step > 0:
-            self._checkpoint()
-        self._settle_checkpoint()
-        if self._step < self._config.max_steps:
+        saved = self._step == 0 or self._save_now()
+        if self._step < self._config.max_steps or not saved:
             return False
         return self._finish()
 
@@ -165,7 +170,7 @@ class Learner:
         bound = self._settings.max_staleness
         self._parts.journal.trained(self._step, taken, max_staleness=bound, skipped=skipped, again=again)
         self._num_skipped = self._num_skipped + 1 if skipped else 0
-        self._entry_ids += taken.entry_ids
+        self._saving.consumed(taken.entry_ids)
         self._next_number = max([self._next_number, *(group.number + 1 for group in taken.groups)])
 
     def _check_skips(self) -> None:
@@ -180,8 +185,10 @@ class Learner:
         every = self._config.eval_steps
         if every and self._step % every == 0:
             self._evaluate("during", greedy=False, num_episodes=self._config.val_batch_size)
-        if self._step % self._config.save_steps == 0:
+        if self._saving.is_due(self._step):
             self._checkpoint()
+        if self._saving.must_wait(self._step):
+            self._save_now()
 
     def _publish(self) -> None:
         with self._timed("publish"):
@@ -190,30 +197,28 @@ class Learner:
     def _checkpoint(self) -> None:
         self._settle_checkpoint()
         with self._timed("checkpoint"):
-            self._parts.journal.sync()
-            self._contained, self._entry_ids = tuple(self._entry_ids), []
-            state = LearnerState(
-                step=self._step,
-                lineage=self._run.lineage,
-                entry_ids=self._contained,
-                next_number=self._next_number,
-                kl_coef=self._parts.trainer.kl_coef,
-                num_processes=self._num_processes,
-                config=self._dumped_config(),
-            )
-            self._saving = self._parts.checkpoints.save(state, self._save)
-            self._saved_step = self._step
+            self._saving.begin(self._state(), self._save)
 
     def _settle_checkpoint(self) -> None:
-        """See the checkpoint through that is under way; what it contains leaves the buffer. Raises OSError if it failed."""
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        with self._timed("settle"):
-            self.saved_at = saving.result()
-            contained, self._contained = self._contained, ()
-            if contained:
-                self._parts.buffer.ack(contained, self._saved_step or 0)
+        """See the checkpoint through that is under way; what it contains leaves the buffer."""
+        if self._saving.is_under_way:
+            with self._timed("settle"):
+                self._saving.settle()
+
+    def _save_now(self) -> bool:
+        """See a checkpoint of this step through; False if the learner was stopped while there was no room for one."""
+        with self._timed("checkpoint"):
+            return self._saving.save_now(self._state(), self._save, self._parts.stopped)
+
+    def _state(self) -> LearnerState:
+        return LearnerState(
+            step=self._step,
+            lineage=self._run.lineage,
+            next_number=self._next_number,
+            kl_coef=self._parts.trainer.kl_coef,
+            num_processes=self._num_processes,
+            config=self._dumped_config(),
+        )
 
     def _save(self, folder: Path) -> None:
         self._parts.trainer.save(folder)

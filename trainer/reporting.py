@@ -48,6 +48,7 @@ class Reporter:
         self._sink = sink
         self._board = board
         self._phase = ""
+        self._trouble: str | None = None
 
     def phase(self, text: str) -> None:
         """Say what goes on, e.g. `warming up 120/300`."""
@@ -62,6 +63,17 @@ class Reporter:
     def doing(self, stage: str, *, step: int, **detail: float) -> None:
         """Say what the learner is at now: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
+
+    def trouble(self, what: str) -> None:
+        """Say what goes wrong while training goes on; nothing: all is well."""
+        if what == self._trouble:
+            return
+        self._trouble = what
+        if what:
+            logger.error("%s", what)
+            self._view.say(f"{what[:1].upper()}{what[1:]}.")
+            self._sink.append(MetricRecord("learner", {"checkpoints_failed": Partial("sum", 1.0)}))
+        self._board.show(learner_trouble=what)
 
     def stage(self, seconds: Mapping[str, float]) -> None:
         """Record how long parts of the start took, s."""

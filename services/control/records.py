@@ -262,12 +262,13 @@ class RunStore:
 
     async def learner(self, run_id: str) -> LearnerReport:
         """What the learner says of itself."""
-        names = ["learner_phase", "learner_doing", "learner_metrics"]
-        phase, doing, metrics = await cast(Any, self.redis.hmget(RunKeys(run_id).record, names))
+        names = ["learner_phase", "learner_doing", "learner_metrics", "learner_trouble"]
+        phase, doing, metrics, trouble = await cast(Any, self.redis.hmget(RunKeys(run_id).record, names))
         return LearnerReport(
             phase.decode() if phase else "",
             json.loads(doing) if doing else {},
             json.loads(metrics) if metrics else {},
+            trouble.decode() if trouble else "",
         )
 
     async def reports(self, run_id: str) -> PartReports:

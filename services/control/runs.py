@@ -168,6 +168,8 @@ class LearnerReport:
     """`stage`, the `step` it belongs to (0-based batches trained) and `since` when, Unix time; see `Reporter.doing`."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """Of its newest step."""
+    trouble: str = ""
+    """What goes wrong while it trains on: a checkpoint that can't be written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,10 +125,16 @@ def _running(picture: Picture) -> list[Link]:
         return [*_rollouts_wait(picture), starting]
     busy = _learner_busy(picture)
     if busy is not None:
-        return [*_rollouts_wait(picture), busy]
+        return [*_rollouts_wait(picture), busy, *_trouble(picture)]
     if EVALUATING in picture.learner.phase and not picture.buffer.ready:
-        return _evaluating(picture)
-    return _learner_waits(picture)
+        return [*_evaluating(picture), *_trouble(picture)]
+    return [*_learner_waits(picture), *_trouble(picture)]
+
+
+def _trouble(picture: Picture) -> list[Link]:
+    """What goes wrong though nobody waits for it yet."""
+    what = picture.learner.trouble
+    return [Link("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
 
 
 def _no_learner(picture: Picture, seen: Observation) -> Link:
@@ -148,6 +154,8 @@ def _learner_busy(picture: Picture) -> Link | None:
         "train": f"the learner trains step {step + 1}",
         "publish": f"the learner copies version {step} out",
         "checkpoint": f"the learner saves a checkpoint of step {step}",
+        "settle": f"the learner waits until its checkpoint of step {step} is on the disk",
+        "no_room": f"the learner waits for room on the disk: too much is unsaved to go on after step {step}",
         "resume": "the learner loads its checkpoint",
     }
     if stage not in clauses:
