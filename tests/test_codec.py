@@ -1,3 +1,7 @@
+import math
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -105,3 +109,89 @@ def test_requests_completions_and_manifests_come_back():
     assert codec.decode_completions(codec.encode_completions(completions)) == completions
     manifest = Manifest("run", 3, 3, 1, "shm", "/dev/shm/x", "d", 10, (TensorSpec("w", "float32", (2, 3)),), 1.5)
     assert codec.decode_manifest(codec.encode_manifest(manifest)) == manifest
+
+
+def decodes(broken: Trajectory) -> bool:
+    try:
+        codec.decode_trajectory(codec.encode_trajectory(broken))
+    except CodecError:
+        return False
+    return True
+
+
+def checks(broken: Trajectory) -> bool:
+    try:
+        codec.check_trajectory(broken)
+    except CodecError:
+        return False
+    return True
+
+
+SEGMENT_VALUES: dict[str, list[Any]] = {
+    "tokens": [np.full(11, -1, np.int32), np.arange(10, dtype=np.int32), np.arange(11, dtype=np.int32)[::-1]],
+    "loss_mask": [np.ones(11, np.bool_), np.zeros(10, np.bool_), np.zeros(11, np.bool_)],
+    "logprobs": [
+        np.full(11, math.nan, np.float32),
+        np.full(11, -math.inf, np.float32),
+        np.full(11, 3e38, np.float32),
+        np.zeros(12, np.float32),
+        np.zeros(22, np.float32)[::2],
+    ],
+    "versions": [
+        (),
+        (VersionSpan(2, 5, 0), VersionSpan(4, 9, 0)),
+        (VersionSpan(2, 5, -1), VersionSpan(7, 9, 0)),
+        (VersionSpan(2, 5, 1 << 63), VersionSpan(7, 9, 0)),
+        (VersionSpan(2, 5, 1.0), VersionSpan(7, 9, 0)),  # type: ignore[arg-type]
+        (VersionSpan(2, 5, 1), VersionSpan(7, 12, 0)),
+        (VersionSpan(2, 5, 9), VersionSpan(7, 9, 9)),
+    ],
+}
+VALUES: dict[str, list[Any]] = {
+    "index": [-1, 0, (1 << 63) - 1],
+    "attempt": [-1, 2],
+    "duration_s": [math.nan, math.inf, 3],
+    "metrics": [{}, {"success": 1}, {"success": "much"}],
+    "turns": [
+        (),
+        (Turn(1, 2, 5, 0.0),),
+        (Turn(0, 5, 5, 0.0),),
+        (Turn(0, 5, 12, 0.0),),
+        (Turn(0, 2, 5, math.nan),),
+        (Turn(0.0, 2, 5, 0.0),),  # type: ignore[arg-type]
+        (Turn(0, 2, 5, 1),),
+    ],
+    "segments": [()],
+}
+
+
+@given(st.sampled_from([(name, i) for name, values in VALUES.items() for i in range(len(values))]))
+def test_a_trajectory_is_checked_as_it_would_be_read(place: tuple[str, int]):
+    name, i = place
+    broken = replace(trajectory(), **{name: VALUES[name][i]})
+    assert checks(broken) == decodes(broken)
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in SEGMENT_VALUES.items()}))
+def test_a_segment_is_checked_as_it_would_be_read(parts: dict[str, Any]):
+    sound = trajectory()
+    segment = replace(sound.segments[0], **parts)
+    broken = replace(sound, segments=(segment,))
+    if len(segment.tokens) == len(segment.loss_mask):
+        assert checks(broken) == decodes(broken)
+    else:  # its bits may be padded or cut to what is sound
+        assert not checks(broken)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"tokens": np.arange(11, dtype=np.int64)},
+        {"loss_mask": np.zeros(11, np.int8)},
+        {"logprobs": np.zeros(11, np.float64)},
+        {"tokens": np.zeros((11, 1), np.int32)},
+    ],
+)
+def test_arrays_of_another_type_are_refused_where_they_would_be_cut_to_size(parts: dict[str, Any]):
+    sound = trajectory()
+    assert not checks(replace(sound, segments=(replace(sound.segments[0], **parts),)))
