@@ -1,5 +1,6 @@
 """The process of one env (`services.rollout.process`)."""
 
+import resource
 from typing import Any
 
 from envs.registry import TextEnv, make
@@ -25,7 +26,9 @@ class EnvServer:
             raise RuntimeError("make comes first")
         return self._env
 
-    def _make(self, env_type: str, env_config: dict[str, Any]) -> Any:
+    def _make(self, env_type: str, env_config: dict[str, Any], memory_bytes: int) -> Any:
+        # Of what is written to: libraries map far more than they use
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         self._env = make(env_type, env_config)
         return traits_of(self._env)
 

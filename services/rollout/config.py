@@ -54,6 +54,8 @@ class CustomEnv(Config):
     execution: Literal["inline", "thread", "process"] = "thread"
     """Where reset and step run. `inline`: on the worker's loop, for envs that answer in microseconds; `thread`: for envs
     that wait; `process`: a child of its own, killed when it hangs."""
+    memory_gib: float = Field(default=4.0, gt=0)
+    """Of an env with `execution: process`: one that asks for more gets a MemoryError, and its episode fails."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)

@@ -78,7 +78,7 @@ class EnvPool:
 
     def _make(self, env: CustomEnv, kind: EpisodeKind) -> EnvRunner:
         config = env.env_config if kind is EpisodeKind.TRAIN else held_out_config(env.env_type, env.env_config)
-        spec = EnvSpec(env.env_type, config, env.reset_timeout_s, env.step_timeout_s)
+        spec = EnvSpec(env.env_type, config, env.reset_timeout_s, env.step_timeout_s, env.memory_gib)
         match env.execution:
             case "inline":
                 return InlineEnv(spec)

@@ -31,6 +31,8 @@ class EnvSpec:
     reset_timeout_s: float
     """Also of making the env."""
     step_timeout_s: float
+    memory_gib: float = 4.0
+    """Of a process."""
 
 
 class EnvTraits(NamedTuple):

@@ -5,6 +5,7 @@ their pipe end and kill their groups; only msgpack crosses the pipe.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import struct
@@ -16,9 +17,16 @@ import msgpack
 
 from services.rollout.failures import EpisodeError
 
+logger = logging.getLogger(__name__)
+
 LENGTH = struct.Struct("<I")
 LONGEST_MESSAGE = 64 * 1024 * 1024
 """Bytes; a child that announces more is taken for broken."""
+MOST_PRINTED = 1024 * 1024
+"""Bytes that a child may print in its life: they end up in a log file."""
+CHUNK = 64 * 1024
+SLOW_S = 0.01
+"""Between two chunks of a child that has printed too much: 6 MB/s, so that it can't keep its worker busy."""
 
 
 class PipedChild:
@@ -29,6 +37,7 @@ class PipedChild:
         self._module = module
         self._crash_reason = crash_reason
         self._child: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Task[None] | None = None
         self.healthy = True
 
     @property
@@ -45,12 +54,14 @@ class PipedChild:
                 *(sys.executable, "-m", self._module),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 env=environment,
             )
         )
         try:
             self._child = await asyncio.shield(starting)
+            self._listening = asyncio.create_task(_forward(self._child), name="what a child prints")
         except asyncio.CancelledError:
             self._child = await starting
             await self.kill()
@@ -89,7 +100,11 @@ class PipedChild:
             os.killpg(child.pid, signal.SIGKILL)
         if child.stdin is not None:
             child.stdin.close()
-        return await asyncio.shield(child.wait())
+        try:
+            return await asyncio.shield(child.wait())
+        finally:
+            if self._listening is not None:
+                self._listening.cancel()
 
     async def _exchange(self, command: list[Any]) -> tuple[bool, Any]:
         child = self._child
@@ -104,3 +119,19 @@ class PipedChild:
             raise ValueError(f"the child announces {length} bytes")
         ok, answer = msgpack.unpackb(await child.stdout.readexactly(length))
         return bool(ok), answer
+
+
+async def _forward(child: asyncio.subprocess.Process) -> None:
+    """Pass on to our own stderr what the child prints, up to a limit; who prints on is slowed down, and not heard."""
+    assert child.stderr is not None
+    heard = 0
+    while chunk := await child.stderr.read(CHUNK):
+        heard += len(chunk)
+        if heard <= MOST_PRINTED:
+            os.write(2, chunk)
+            continue
+        if heard - len(chunk) <= MOST_PRINTED:
+            logger.warning(
+                "process %d has printed %d bytes: what it prints from here on is thrown away", child.pid, heard
+            )
+        await asyncio.sleep(SLOW_S)

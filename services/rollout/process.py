@@ -31,7 +31,8 @@ class ProcessEnv:
         """See `EnvRunner.start`."""
         spec = self._spec
         await self._child.start()
-        return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, spec.env_type, dict(spec.env_config)))
+        what = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
+        return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *what))
 
     async def reset(self, seed: int) -> str:
         """See `EnvRunner.reset`."""

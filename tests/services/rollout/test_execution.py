@@ -13,6 +13,7 @@ import pytest
 
 from services.rollout.execution import EnvRunner, EnvSpec, InlineEnv, StepResult, ThreadEnv
 from services.rollout.failures import EpisodeError
+from services.rollout.piped import MOST_PRINTED
 from services.rollout.process import ProcessEnv
 from services.rollout.threads import DaemonThreads, HungError
 from tests.fakes_rollout import HERE
@@ -148,6 +149,41 @@ async def test_what_an_env_prints_does_not_reach_the_protocol(tmp_path: Path):
         await runner.reset(0)
         assert [(await runner.step("a")).observation for _ in range(3)] == ["_ 1", "_ 2", "_ 3"]
         assert (tmp_path / "m").exists()
+
+
+def on_order(orders: Path, **limits: float) -> EnvSpec:
+    config = {"orders": str(orders)}
+    return EnvSpec("deploy.chaos.misbehaving:MisbehavingLakeEnv", config, 20.0, limits.pop("timeout_s", 20.0), **limits)
+
+
+async def test_a_process_that_takes_all_memory_fails_its_episode_and_nothing_else(tmp_path: Path):
+    (tmp_path / "hog").touch()
+    async with running("process", on_order(tmp_path, memory_gib=0.5)) as runner:
+        await runner.start()
+        await runner.reset(0)
+        with pytest.raises(EpisodeError, match="MemoryError") as failed:
+            await runner.step("Right")
+        assert failed.value.reason == "step_error"
+
+
+async def test_of_what_an_env_prints_without_end_a_megabyte_is_passed_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "flood").touch()
+    async with running("process", on_order(tmp_path, timeout_s=2.0)) as runner:
+        await runner.start()
+        await runner.reset(0)
+        turns = 0
+        step = asyncio.create_task(runner.step("Right"))
+        while not step.done():  # the worker's loop goes on beside it
+            turns += 1
+            await asyncio.sleep(0.01)
+        with pytest.raises(EpisodeError) as failed:
+            await step
+        assert failed.value.reason == "step_timeout"
+    printed = len(capfd.readouterr().err)
+    assert MOST_PRINTED / 2 < printed <= MOST_PRINTED
+    assert turns > 20
 
 
 @pytest.mark.parametrize("during", ["step", "idle"])
