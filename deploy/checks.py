@@ -15,7 +15,7 @@ from deploy.prompt_check import first_prompt_problems
 from deploy.run_folder import holds_run
 from services.rollout.config import AgentRunner, EnvManagerConfig
 from trainer.algorithm_checks import algorithm_complaints
-from trainer.learner_checks import learner_complaints
+from trainer.learner_checks import learner_complaints, staleness_complaints
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST_NAME = 255
@@ -163,14 +163,18 @@ def _algorithm_problems(config: RunConfig) -> Iterator[Problem]:
             "actor_infer.generating_args.temperature",
             "0 (greedy) has no probabilities to train on: take a positive one; greedy evaluation is done in any case",
         )
+    groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
     complaints = algorithm_complaints(
         config,
         group_size=config.train_env_manager.group_size,
-        groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
+        groups_per_step=groups_per_step,
         max_steps=config.max_steps,
         tags=config.train_env_manager.tags or tuple(config.custom_envs),
     )
-    for path, message in (*complaints, *learner_complaints(config)):
+    controller = staleness_complaints(
+        config, groups_per_step=groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
+    )
+    for path, message in (*complaints, *learner_complaints(config), *controller):
         yield Problem(path, message)
 
 

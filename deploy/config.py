@@ -17,6 +17,7 @@ SETTING_PATHS = {
     "learning_rate": "actor_train.training_args.learning_rate",
     "temperature": "actor_infer.generating_args.temperature",
     "max_staleness": "max_staleness",
+    "num_env_groups": "train_env_manager.num_env_groups",
 }
 """Where each of the run's `Settings` stands in its configuration."""
 
@@ -43,4 +44,4 @@ class RunConfig(LearnerConfig):
     @property
     def settings(self) -> Settings:
         """What may be changed while the run goes on."""
-        return settings_of(self, self.rollout, self.actor_infer)
+        return settings_of(self, self.train_env_manager, self.rollout, self.actor_infer)

@@ -12,6 +12,8 @@ from services.errors import CodecError
 
 COUNTS = ("num_workers", "num_replicas")
 """What the reconciler takes as soon as it is asked for; the learner adopts the others at a step boundary."""
+WHOLE = (*COUNTS, "num_env_groups")
+"""Whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,12 @@ class Settings:
     """Of groups that start from then on; `actor_infer.generating_args.temperature`."""
     max_staleness: float
     """`max_staleness`."""
+    num_env_groups: int
+    """Groups in play at most; `train_env_manager.num_env_groups`."""
 
     def changed(self, values: Mapping[str, float]) -> "Settings":
         """These settings with `values` in their place."""
-        return replace(self, **{name: int(value) if name in COUNTS else value for name, value in values.items()})
+        return replace(self, **{name: int(value) if name in WHOLE else value for name, value in values.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Change:
     """Unix time at which it was asked for, s."""
     step: int | None = None
     """The optimizer batch (0-based) from which on it holds; None until a learner has adopted it."""
+    why: str = ""
+    """Of the learner's controller, where it has asked."""
 
 
 def encode_settings(settings: Settings) -> str:
@@ -58,16 +64,17 @@ def decode_settings(text: str | bytes) -> Settings:
         raise CodecError(f"malformed settings: {error}") from error
 
 
-def encode_change(values: Mapping[str, float], at: float) -> str:
+def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
     """As JSON, for the list of changes; adopt.lua reads it too."""
-    return json.dumps({"values": dict(values), "at": at})
+    return json.dumps({"values": dict(values), "at": at, "why": why})
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
     """Undo `encode_change`. step: from which on it holds, if a learner has adopted it. Raises `CodecError`."""
     try:
         tree = json.loads(blob)
-        return Change({str(name): value for name, value in tree["values"].items()}, float(tree["at"]), step)
+        values = {str(name): value for name, value in tree["values"].items()}
+        return Change(values, float(tree["at"]), step, str(tree.get("why", "")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CodecError(f"malformed change: {error}") from error
 

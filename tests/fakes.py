@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from services.buffer.client import Boundary, Counters
 from services.schema import Group, Manifest, Segment, StopReason, Trajectory, Turn, VersionSpan
+from services.settings import Change
 from services.telemetry import MetricRecord, Partial
 from trainer.algorithms.aggregation import Silent
 
@@ -93,6 +94,7 @@ class FakeLearnerBuffer:
     boundaries: list[Boundary] = field(default_factory=list[Boundary])
     """What the next boundaries say, before `boundary` does."""
     adopted_at: list[int] = field(default_factory=list[int])
+    playing: int = 0
     _delivered: int = 0
 
     def reconnect(self) -> None:
@@ -133,6 +135,17 @@ class FakeLearnerBuffer:
     def adopt(self, step: int) -> Boundary:
         self.adopted_at.append(step)
         return self.boundaries.pop(0) if self.boundaries else self.boundary
+
+    def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
+        """Holds from the next boundary on."""
+        del why
+        if if_lost and self.boundary.changes:
+            return False
+        self.boundary = replace(self.boundary, changes=(*self.boundary.changes, Change(dict(values), step=step)))
+        return True
+
+    def num_playing(self) -> int:
+        return self.playing
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
         self.restored.append((num_trained, next_number))

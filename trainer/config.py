@@ -9,6 +9,7 @@ from envs.config import Config
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.conditions import SET, ConditionalConfig, OnlyWith
 from trainer.replay_config import ReplayConfig
+from trainer.staleness_config import StalenessControllerConfig
 
 
 class TinyPolicyConfig(Config):
@@ -168,6 +169,8 @@ class LearnerConfig(AlgorithmConfig):
     max_staleness: float = Field(default=1.0, ge=0)
     """Versions that a consumed group may lag behind; ROLL's `async_generation_ratio`. 0 is synchronous. A fraction admits
     that part of a batch ahead; a group's lag is a whole number, so it is held against the next one."""
+    staleness_controller: StalenessControllerConfig | None = None
+    """Sets `max_staleness` and `train_env_manager.num_env_groups` while the run goes on; None leaves them alone."""
     replay: ReplayConfig = ReplayConfig()
     track_with: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     actor_train: ActorTrainConfig = ActorTrainConfig()

@@ -28,6 +28,31 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
     yield from _replay_complaints(config)
 
 
+def staleness_complaints(config: LearnerConfig, *, groups_per_step: int, num_env_groups: int) -> Iterator[Complaint]:
+    """Limits of the staleness controller that the run does not start within, or can't reach."""
+    control = config.staleness_controller
+    if control is None:
+        return
+    if not control.min_staleness <= config.max_staleness <= control.max_staleness:
+        yield Complaint(
+            "max_staleness",
+            f"{config.max_staleness:g} is not between staleness_controller.min_staleness {control.min_staleness:g} and "
+            f"max_staleness {control.max_staleness:g}: start within its bounds",
+        )
+    least = groups_per_step if control.min_env_groups is None else control.min_env_groups
+    most = num_env_groups if control.max_env_groups is None else control.max_env_groups
+    if least < groups_per_step:
+        yield Complaint(
+            "staleness_controller.min_env_groups", f"{least} groups are less than one batch of {groups_per_step}"
+        )
+    if not least <= num_env_groups <= most:
+        yield Complaint(
+            "train_env_manager.num_env_groups",
+            f"{num_env_groups} is not between staleness_controller.min_env_groups {least} and max_env_groups {most}: start "
+            "within its bounds",
+        )
+
+
 def _replay_complaints(config: LearnerConfig) -> Iterator[Complaint]:
     replay, weighs = config.replay, config.train_infer_correction.is_weight is not None
     if replay.samples_per_insert is None:

@@ -27,6 +27,7 @@ from trainer.reporting import Reporter, replay_values, step_values, was_skipped
 from trainer.run import FINISHED, LearnerRun
 from trainer.saving import Saving
 from trainer.selection import silent_part
+from trainer.staleness import StalenessController
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Parts:
     reporter: Reporter
     journal: StepJournal
     replay: Replay
+    staleness: StalenessController
     stopped: Callable[[], bool]
     """Whether somebody wants the learner to end."""
 
@@ -89,6 +91,7 @@ class Learner:
         state = checkpoint.state
         self._parts.trainer.load(checkpoint.path, state.kl_coef)
         self._parts.replay.load(checkpoint.path)
+        self._parts.staleness.load(checkpoint.path, state.step)
         self._parts.buffer.ack(state.entry_ids, state.step)
         num_trained = state.step * self._config.groups_per_step
         self._restored = self._parts.buffer.restore(num_trained, state.next_number or None)
@@ -142,16 +145,19 @@ class Learner:
             gauges = parts.trainer.train(groups, step, silent_part(taken.masked, self._config), weights)
         self._step = step + 1
         parts.replay.trained(taken.signal, again)
+        parts.staleness.trained()
         self._remember(taken, again, skipped=was_skipped(gauges))
         self._publish()
         self._settle_checkpoint()
         seconds, self._seconds = {**self._seconds, "step": time.monotonic() - began}, {}
-        parts.reporter.step(self._step, step_values(taken, step, {**gauges, **replay_values(again, step)}, seconds))
+        gauges = {**gauges, **replay_values(again, step), **parts.staleness.observe(gauges, seconds, self._settings)}
+        parts.reporter.step(self._step, step_values(taken, step, gauges, seconds))
         self._check_skips()
         return True
 
     def _boundary(self) -> bool:
         """Let changes of the settings hold from here on, and wait while the run is paused; False if it is to end."""
+        self._parts.staleness.decide(self._step, self._settings)
         while True:
             boundary = self._parts.buffer.adopt(self._step)
             if boundary.ends or self._parts.stopped():
@@ -223,6 +229,7 @@ class Learner:
     def _save(self, folder: Path) -> None:
         self._parts.trainer.save(folder)
         self._parts.replay.save(folder)
+        self._parts.staleness.save(folder)
 
     def _dumped_config(self) -> dict[str, Any]:
         return self._config.model_dump(mode="json")

@@ -38,6 +38,7 @@ from trainer.replay import Replay
 from trainer.reporting import RedisBoard, Reporter
 from trainer.run import LearnerRun, ends, read_run
 from trainer.signals import stopping_on_signals
+from trainer.staleness import StalenessController
 from trainer.trackers import TrackerThread
 from trainer.view import LearnerView, SilentView
 
@@ -243,6 +244,12 @@ class LearnerProcess:
             reporter=self._reporter,
             journal=StepJournal(run.output_dir, buffer.epoch),
             replay=Replay(config.replay, config.groups_per_step, config.seed),
+            staleness=StalenessController(
+                config.staleness_controller,
+                buffer,
+                groups_per_step=config.groups_per_step,
+                num_env_groups=config.train_env_manager.num_env_groups,
+            ),
             stopped=self._is_over,
         )
         return Learner(run, parts, num_processes=ranks.world_size)

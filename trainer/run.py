@@ -48,10 +48,12 @@ class LearnerRunConfig(LearnerConfig):
     @property
     def settings(self) -> Settings:
         """What may be changed while the run goes on, as the configuration has it."""
-        return settings_of(self, self.rollout, self.actor_infer)
+        return settings_of(self, self.train_env_manager, self.rollout, self.actor_infer)
 
 
-def settings_of(learner: LearnerConfig, rollout: RolloutConfig, actor_infer: GenerationConfig) -> Settings:
+def settings_of(
+    learner: LearnerConfig, manager: EnvManagerConfig, rollout: RolloutConfig, actor_infer: GenerationConfig
+) -> Settings:
     """What of a configuration may be changed while the run goes on."""
     return Settings(
         num_workers=rollout.num_workers,
@@ -59,6 +61,7 @@ def settings_of(learner: LearnerConfig, rollout: RolloutConfig, actor_infer: Gen
         learning_rate=learner.actor_train.training_args.learning_rate,
         temperature=actor_infer.generating_args.temperature,
         max_staleness=learner.max_staleness,
+        num_env_groups=manager.num_env_groups,
     )
 
 

@@ -29,6 +29,7 @@ from trainer.policy_trainer import PolicyTrainer, Trainer
 from trainer.replay import Replay
 from trainer.reporting import Reporter
 from trainer.run import LearnerRun, LearnerRunConfig
+from trainer.staleness import StalenessController
 from trainer.warm_start import Progress
 
 START = "start"
@@ -122,6 +123,7 @@ class BenchLearner:
             reporter=Reporter(self.records, self.records),
             journal=StepJournal(run.output_dir, epoch),
             replay=Replay(run.config.replay, run.config.groups_per_step, run.config.seed),
+            staleness=StalenessController(None, buffer, groups_per_step=1, num_env_groups=1),
             stopped=lambda: False,
         )
         self._learner = Learner(run, parts)

@@ -148,7 +148,8 @@ def set_values(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Change settings while a run goes on: learning_rate, temperature, max_staleness, num_workers, num_replicas."""
+    """Change settings while a run goes on: learning_rate, temperature, max_staleness, num_env_groups, num_workers,
+    num_replicas."""
     from deploy.rest.calls import change_run
 
     raise typer.Exit(change_run(url, token, run, values, as_json=json))

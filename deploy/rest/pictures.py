@@ -62,7 +62,10 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
     for change in view.changes:
         values = ", ".join(f"{name} {value:g}" for name, value in change.values.items())
         taken = f"from step {change.from_step} on" if change.from_step is not None else "not adopted yet"
-        yield "changed", f"{values} ({_ago(change.at)} ago, {taken})"
+        yield (
+            "changed",
+            f"{values} ({_ago(change.at)} ago, {taken})" + (f": {escape(change.why)}" if change.why else ""),
+        )
     for name, place in view.places.model_dump().items():
         yield name, escape(place)
 

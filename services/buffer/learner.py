@@ -7,7 +7,7 @@ acknowledges what that contains and gets the rest as it got it the first time.
 import heapq
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from redis import Redis
@@ -19,7 +19,7 @@ from services.buffer.watch import snapshot_from
 from services.codec import decode_trajectory
 from services.errors import CodecError
 from services.schema import Group, Trajectory
-from services.settings import decode_change
+from services.settings import decode_change, encode_change
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,19 @@ class RedisLearnerBuffer:
         as admitted and trained, so that admission goes on where the checkpoint stands and numbers from `next_number`
         (default: `num_trained`) on are handed out. Groups acknowledged past the checkpoint, whose own checkpoints are
         gone, are given up as dropped `rewound`, and admission makes up for them. Both are 0 in an ordinary restart.
+
+    def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
+        """Before `adopt(step)`: ask for other settings, as a person could. False if nothing was asked for, because it was
+        decided for this step before, or its weights exist.
+
+        if_lost: only where this Redis knows of no earlier suggestion.
+        """
+        change = encode_change(values, time.time(), why)
+        return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
+
+    def num_playing(self) -> int:
+        """Groups that are being played."""
+        return self.snapshot().playing
 
         Returns:
             Groups that were added (positive) or given up (negative).

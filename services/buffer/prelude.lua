@@ -155,3 +155,4 @@ end
 
 -- Note that a worker lives, if it is known; `enter` makes it so.
 local function touch(worker) redis.call('ZADD', WORKERS, 'XX', redis.call('HGET', LEDGER, 'clock') or 0, worker) end
+  if values.num_env_groups then redis.call('HSET', LIMITS, 'max_groups_in_flight', values.num_env_groups) end

@@ -81,6 +81,8 @@ class SettingsView(View):
     temperature: float
     """Of groups that start now (`actor_infer.generating_args.temperature`)."""
     max_staleness: float
+    num_env_groups: int
+    """Groups in play at most (`train_env_manager.num_env_groups`)."""
 
     @classmethod
     def of(cls, settings: Settings) -> "SettingsView":
@@ -102,6 +104,8 @@ class ChangeBody(BaseModel):
     """Of groups that start after the next step boundary (`actor_infer.generating_args.temperature`)."""
     max_staleness: float | None = Field(default=None, ge=0)
     """Versions that a consumed group may lag behind: from the next step on, at admission and at consumption."""
+    num_env_groups: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Groups in play at most (`train_env_manager.num_env_groups`): from the next step on."""
 
     def values(self) -> dict[str, float]:
         """What is to change."""
@@ -117,10 +121,12 @@ class ChangeView(View):
     from_step: int | None
     """The optimizer batch (0-based) from which on it holds; null until the learner has come to a step boundary.
     Numbers of workers and replicas hold at once."""
+    why: str = ""
+    """Of the learner's staleness controller, where it has asked; empty for a person's."""
 
     @classmethod
     def of(cls, change: Change) -> "ChangeView":
-        return cls(values=change.values, at=change.at, from_step=change.step)
+        return cls(values=change.values, at=change.at, from_step=change.step, why=change.why)
 
 
 class PlacesView(View):

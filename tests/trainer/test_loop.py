@@ -34,6 +34,7 @@ from trainer.loop import Learner, Parts
 from trainer.replay import Replay
 from trainer.reporting import Reporter
 from trainer.run import LearnerRun, LearnerRunConfig
+from trainer.staleness import StalenessController
 
 GROUPS_PER_STEP = 2
 
@@ -92,6 +93,12 @@ class World:
             reporter=Reporter(self.sink, self.board),
             journal=StepJournal(self.folder, next(self.epochs)),
             replay=Replay(self.config.replay, GROUPS_PER_STEP, self.config.seed),
+            staleness=StalenessController(
+                self.config.staleness_controller,
+                self.buffer,
+                groups_per_step=GROUPS_PER_STEP,
+                num_env_groups=self.config.train_env_manager.num_env_groups,
+            ),
             stopped=stopped,
         )
         learner = Learner(LearnerRun("run", "now", self.folder, self.config), parts)

@@ -11,7 +11,9 @@ from services.keys import RunKeys
 from services.settings import Settings, encode_change, settings_at, settings_now
 from tests.services.buffer.buffer_play import RUN, Run, publish
 
-BASE = Settings(num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0)
+BASE = Settings(
+    num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=24
+)
 
 
 def ask(redis: Redis, **values: float) -> None:
