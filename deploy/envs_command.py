@@ -59,6 +59,8 @@ def check(
     if report.num_turns:
         times = f"make {_ms(report.make_s)}, reset {_ms(report.reset_s)}, step {_ms(report.step_s)}"
         typer.echo(f"{report.num_episodes} episodes, {report.num_turns} turns; slowest {times}: {_execution(report)}")
+    if report.sandbox:
+        typer.echo(f"programs that it runs are {report.sandbox}")
     if report.problems:
         raise typer.Exit(EXIT_FOUND)
     typer.secho(f"{env} holds the contract", fg=typer.colors.GREEN)

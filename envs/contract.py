@@ -48,6 +48,8 @@ class ContractReport:
     step_s: float = 0.0
     mean_s: float = 0.0
     """Of resets and steps."""
+    sandbox: str = ""
+    """What holds in the programs that the env runs; empty where it runs none."""
     digest: str = ""
     """Of all that was shown and paid: equal wherever the same seeds and answers are played."""
 

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pydantic import JsonValue, TypeAdapter
 
 from envs.contract import ContractReport, Finding, check_contract
+from envs.sandbox import sandbox_in_use
 
 REPORT = TypeAdapter(ContractReport)
 
@@ -78,6 +79,7 @@ def main() -> None:
 
     report = check_contract(order["env_type"], order["env_config"], num_seeds=order["num_seeds"], on_call=on_call)
     faulthandler.cancel_dump_traceback_later()
+    report.sandbox = sandbox_in_use()
     sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
 
 

@@ -9,7 +9,7 @@ from pydantic import field_validator
 from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
 from envs.dataset.rows import Row
 from envs.parsing import compile_pattern
-from envs.sandbox import Limits, run_python
+from envs.sandbox import Limits, check_isolation, run_python
 
 FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
 
@@ -40,6 +40,11 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
     config_class: ClassVar[type[CodeConfig]] = CodeConfig
     system_prompt: str = "Write a Python program that does what is asked, in a fenced block."
+
+    def __init__(self, config: CodeConfig) -> None:
+        """Raises IsolationError where this machine can't hold programs in."""
+        check_isolation(config.sandbox)
+        super().__init__(config)
 
     def judge(self, row: Row, answer: str) -> Judgement:
         """See `QuestionEnv.judge`."""

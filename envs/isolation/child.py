@@ -1,6 +1,9 @@
-"""What runs inside the sandbox, started by `envs.sandbox.running` with a folder and limits; imports the library alone."""
+"""What runs in a process that `envs.sandbox.running` started: a supervisor, and in a child of it the program, held in.
 
-import ctypes
+Invariants: the program starts only when each promise that was asked for is held by the kernel; the supervisor, which the
+program can't reach, ends it with its time.
+"""
+
 import json
 import os
 import resource
@@ -11,60 +14,129 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-NEW_USER, NEW_PID, NEW_NET, NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-REFUSED = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "pty.", "ctypes.")
+from envs.isolation import kernel, landlock, namespaces, seccomp
+from envs.isolation.promises import missing_promises
+
+REFUSED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "pty.", "ctypes.")
+MAX_THREADS = 64
 
 
 def main() -> None:
-    """Isolate, limit, run `main.py`, end as it ends."""
-    folder, limits = Path(sys.argv[1]), json.loads(sys.argv[2])
+    """Isolate, limit, run `main.py` of the folder in argv[1]; `outcome.json` there tells how it ended."""
+    folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     source = (folder / "main.py").read_text(encoding="utf-8", errors="surrogateescape")
-    libc = ctypes.CDLL(None, use_errno=True)
-    isolated = libc.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC) == 0
-    (folder / "isolation").write_text("namespaces" if isolated else "audit")
-    child = os.fork()
-    if child:
-        _wait(child, time.monotonic() + limits["timeout_s"])
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _limit(limits)
-    if not isolated:
+    layers: list[str] = []
+    program_id = _namespaces(wanted, layers)
+    kernel.die_with_parent()
+    if os.getppid() != wanted["parent"]:
+        os._exit(1)
+    told, tell = os.pipe()
+    program = os.fork()
+    if program:
+        os.close(tell)
+        _supervise(program, folder, told, time.monotonic() + wanted["timeout_s"])
+    os.close(told)
+    os.setsid()
+    _hold_in(folder, wanted, layers, program_id)
+    missing = missing_promises(layers, one_process=wanted["max_processes"] == 1)
+    started = not (wanted["required"] and missing)
+    os.write(tell, json.dumps({"layers": layers, "started": started}).encode())
+    os.close(tell)
+    if not started:
+        os._exit(1)
+    if missing:
         sys.addaudithook(_refuse)
     sys.argv = ["main.py"]
     _run(source)
 
 
-def _wait(child: int, deadline: float) -> None:
-    """End as the program ends, whose death takes its whole namespace along."""
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            if code < 0:
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-                os.kill(os.getpid(), -code)
-            os._exit(code)
-        time.sleep(0.002)
-    signal.pause()
+def _namespaces(wanted: dict[str, Any], layers: list[str]) -> int:
+    if "namespaces" not in wanted["layers"]:
+        return 0
+    try:
+        program_id = namespaces.enter()
+    except OSError:
+        return 0
+    layers.append("namespaces")
+    return program_id
 
 
-def _limit(limits: dict[str, Any]) -> None:
-    mib = 1 << 20
+def _hold_in(folder: Path, wanted: dict[str, Any], layers: list[str], program_id: int) -> None:
+    """Each layer that is wanted and that the kernel gives, outermost first."""
+    offered, work = wanted["layers"], str(folder / "work")
+    readable, one_process = _readable(), wanted["max_processes"] == 1
+    own_pid = None if "namespaces" in layers else os.getpid()
+
+    def new_root() -> None:
+        sizes = {"disk_mib": wanted["disk_mib"], "max_files": wanted["max_files"]}
+        namespaces.new_root(folder, readable, program_id=program_id, **sizes)
+
+    if "mounts" in offered and "namespaces" in layers and _held(new_root):
+        layers.append("mounts")
+        work = namespaces.WORK
+    os.chdir(work)
+    os.environ.update(HOME=work, TMPDIR=work)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if program_id and "mounts" in layers:
+        namespaces.become(program_id)
+    kernel.drop_capabilities()
+    _limit(wanted)
+    allowed = [work, *namespaces.DEVICES]
+    if "landlock" in offered and _held(lambda: landlock.restrict(readable=readable, writable=allowed)):
+        layers.append("landlock")
+    kernel.die_with_parent()
+    if "seccomp" in offered and _held(lambda: seccomp.restrict(one_process=one_process, own_pid=own_pid)):
+        layers.append("seccomp")
+
+
+def _held(layer: Any) -> bool:
+    try:
+        layer()
+    except OSError:
+        return False
+    return True
+
+
+def _readable() -> list[str]:
+    """What Python and its libraries need to be read, the interpreter's own folders last."""
+    system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
+    return [*system, *dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))]
+
+
+def _limit(wanted: dict[str, Any]) -> None:
+    mib, processes = 1 << 20, wanted["max_processes"]
+    memory = wanted["memory_mib"] * mib // processes
     for name, soft, hard in (
-        (resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1),
-        (resource.RLIMIT_AS, limits["memory_mib"] * mib, limits["memory_mib"] * mib),
-        (resource.RLIMIT_FSIZE, limits["file_mib"] * mib, limits["file_mib"] * mib),
+        (resource.RLIMIT_CPU, wanted["cpu_s"], wanted["cpu_s"] + 1),
+        (resource.RLIMIT_AS, memory, memory),
+        (resource.RLIMIT_FSIZE, wanted["file_mib"] * mib, wanted["file_mib"] * mib),
         (resource.RLIMIT_NOFILE, 128, 128),
-        (resource.RLIMIT_NPROC, 256, 256),
+        (resource.RLIMIT_NPROC, *(2 * (MAX_THREADS if processes == 1 else processes,))),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
         (resource.RLIMIT_CORE, 0, 0),
     ):
         resource.setrlimit(name, (soft, hard))
 
 
+def _supervise(program: int, folder: Path, told: int, deadline: float) -> None:
+    """Wait for the program, or end it; what it started ends with it, as its namespace does. Does not return."""
+    status, timed_out = None, False
+    while status is None:
+        done, status = os.waitpid(program, os.WNOHANG)
+        if not done:
+            status = None
+            if time.monotonic() > deadline and not timed_out:
+                timed_out = True
+                os.kill(program, signal.SIGKILL)
+            time.sleep(0.002)
+    isolation = json.loads(os.read(told, 1 << 16) or b'{"layers": [], "started": true}')
+    outcome = {"exit_code": os.waitstatus_to_exitcode(status), "timed_out": timed_out, **isolation}
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    os._exit(0)
+
+
 def _refuse(event: str, _: tuple[Any, ...]) -> None:
-    if event.startswith(REFUSED):
+    if event.startswith(REFUSED_EVENTS):
         raise PermissionError(f"{event} is not allowed here")
 
 
@@ -78,7 +150,3 @@ def _run(source: str) -> None:
         below = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, below)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,23 @@
-"""Running a policy's Python where it can do little harm."""
+"""Running a policy's Python where it can do no harm, or saying that it can."""
 
-from envs.sandbox.running import Limits, Outcome, run_python
+from envs.sandbox.running import (
+    IsolationError,
+    Limits,
+    Outcome,
+    check_isolation,
+    lacking,
+    platform_isolation,
+    run_python,
+    sandbox_in_use,
+)
 
-__all__ = ["Limits", "Outcome", "run_python"]
+__all__ = [
+    "IsolationError",
+    "Limits",
+    "Outcome",
+    "check_isolation",
+    "lacking",
+    "platform_isolation",
+    "run_python",
+    "sandbox_in_use",
+]

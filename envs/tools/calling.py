@@ -14,7 +14,7 @@ from envs.dataset.env import last_group
 from envs.dataset.rows import read_table
 from envs.extras import require
 from envs.parsing import compile_pattern
-from envs.sandbox import Limits, run_python
+from envs.sandbox import Limits, check_isolation, run_python
 from envs.tools.mcp_server import McpAddress, McpSession
 from envs.webshop.search import words
 
@@ -116,6 +116,11 @@ class PythonTool(OwnTool):
     pattern: str = FENCED
     instruction: str = "You may run Python in a fenced block (```python) and will see what it prints."
     limits: Limits = Limits()
+
+    def open(self) -> OpenTool:
+        """See `Tool.open`."""
+        check_isolation(self.limits)
+        return self
 
     def use(self, text: str) -> ToolResult:
         """See `OpenTool.use`."""

@@ -1,0 +1,66 @@
+"""The C library and the numbers of the kernel's calls that Python has no names for."""
+
+import ctypes
+import os
+import platform
+import signal
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+CAPABILITIES_V3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+machine = platform.machine()
+
+
+class KernelError(OSError):
+    """The kernel refused a call."""
+
+
+def call(number: int, *arguments: object) -> int:
+    """A system call by its number; raises `KernelError`."""
+    return _checked(_libc.syscall(ctypes.c_long(number), *(_plain(argument) for argument in arguments)))
+
+
+def prctl(option: int, value: int) -> None:
+    """Set a property of this process; raises `KernelError`."""
+    _checked(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces for new ones; raises `KernelError`."""
+    _checked(_libc.unshare(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2); raises `KernelError`."""
+    _checked(
+        _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
+    )
+
+
+def detach(target: str) -> None:
+    """Take a mount out of sight (umount2 with MNT_DETACH); raises `KernelError`."""
+    _checked(_libc.umount2(target.encode(), 2))
+
+
+def die_with_parent() -> None:
+    """Be killed when the thread that started this process ends; to be said again after each change of user."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def drop_capabilities() -> None:
+    """Keep none, whoever this process runs as; raises `KernelError`."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
+    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+
+def _plain(argument: object) -> object:
+    return ctypes.c_long(argument) if isinstance(argument, int) else argument
+
+
+def _checked(answer: int) -> int:
+    if answer < 0:
+        number = ctypes.get_errno()
+        raise KernelError(number, os.strerror(number))
+    return answer

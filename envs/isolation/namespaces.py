@@ -1,0 +1,151 @@
+"""Namespaces: users, processes, network and mounts of a program's own.
+
+Started as root, a program runs as a user that nobody else is; started as somebody else, as that one, without capabilities.
+"""
+
+import ctypes
+import os
+import stat
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from envs.isolation import kernel
+
+NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+BIND, RECURSIVE, PRIVATE, NOSUID, NODEV = 4096, 16384, 1 << 18, 2, 4
+MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
+AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = -100, 0x8000, 1, 2, 4
+PROGRAM_ID = 1000
+"""User and group of the program, seen from inside."""
+FIRST_OUTSIDE_ID = 1 << 30
+"""Seen from outside, where root starts the sandbox: this plus the supervisor's process id."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+WORK = "/sandbox"
+
+
+def enter() -> int:
+    """Move this process into new namespaces; its children will be in new ones of processes too.
+
+    Returns: the program's user and group in there, 0 where it can have none of its own.
+
+    Raises:
+        OSError: the kernel refuses them here.
+    """
+    uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
+    if uid or not _others_may_read(os.__file__):
+        kernel.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
+        _write(pid, "setgroups", "deny")
+        _write(pid, "gid_map", f"0 {gid} 1")
+        _write(pid, "uid_map", f"0 {uid} 1")
+        return 0
+    told, tell = os.pipe()
+    mapper = os.fork()
+    if not mapper:
+        os.close(tell)
+        _map_when_told(told, pid)
+    try:
+        kernel.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
+        os.write(tell, b"x")
+    finally:
+        os.close(tell)
+        os.close(told)
+        _, status = os.waitpid(mapper, 0)
+    return PROGRAM_ID if status == 0 else 0
+
+
+def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
+    """See a tree of its own from now on: `readable` read-only, four devices, and `/sandbox`, empty and of bounded size.
+
+    Raises:
+        OSError: the kernel refuses a mount; what was mounted is seen by this process alone.
+    """
+    kernel.unshare(NEW_NS)
+    kernel.mount("none", "/", "none", RECURSIVE | PRIVATE)
+    root = folder / "root"
+    root.mkdir()
+    kernel.mount("none", str(root), "tmpfs", NOSUID | NODEV, "mode=755,size=1m,nr_inodes=1k")
+    for path in readable:
+        _show(Path(path), root)
+    for path in DEVICES:
+        _bind(Path(path), root)
+    work = root / WORK.lstrip("/")
+    work.mkdir()
+    options = f"mode=700,uid={program_id},gid={program_id},size={disk_mib}m,nr_inodes={max_files}"
+    kernel.mount("none", str(work), "tmpfs", NOSUID | NODEV, options)
+    for path in (root / "tmp", root / "dev/shm"):
+        if not path.exists():
+            path.symlink_to(WORK)
+    _read_only(str(root))
+    os.chdir(root)
+    kernel.call(PIVOT_ROOT[kernel.machine], b".", b".")
+    kernel.detach(".")
+    os.chdir(WORK)
+
+
+def become(program_id: int) -> None:
+    """Leave the user that mounted for the program's own."""
+    os.setgroups([])
+    os.setresgid(program_id, program_id, program_id)
+    os.setresuid(program_id, program_id, program_id)
+
+
+def _others_may_read(path: str) -> bool:
+    return bool(os.stat(path).st_mode & stat.S_IROTH)
+
+
+def _map_when_told(told: int, pid: int) -> None:
+    """In a process that stayed outside: give `pid`'s users their numbers once it has a namespace; does not return.
+
+    Ends with 0 where the program has one of its own, with 1 where only root could be mapped.
+    """
+    if os.read(told, 1):
+        for code, more in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):
+            try:
+                for name in ("gid_map", "uid_map"):
+                    _write(pid, name, f"0 0 1{more}")
+            except OSError:
+                continue
+            os._exit(code)
+    os._exit(1)
+
+
+def _write(pid: int, name: str, text: str) -> None:
+    with open(f"/proc/{pid}/{name}", "w") as file:
+        file.write(text)
+
+
+def _show(path: Path, root: Path) -> None:
+    """A path read-only at its own place below `root`; a symbolic link as one."""
+    target = root / str(path).lstrip("/")
+    if target.exists() or target.is_symlink():
+        return
+    if path.is_symlink():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(os.readlink(path))
+    elif path.exists():
+        _bind(path, root)
+        _read_only(str(target), recursive=True)
+
+
+def _bind(path: Path, root: Path) -> None:
+    target = root / str(path).lstrip("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        target.mkdir(exist_ok=True)
+    else:
+        target.touch()
+    kernel.mount(str(path), str(target), "none", BIND | RECURSIVE)
+
+
+def _read_only(path: str, *, recursive: bool = False) -> None:
+    attributes = struct.pack("=4Q", ATTR_RDONLY | (ATTR_NOSUID | ATTR_NODEV if recursive else 0), 0, 0, 0)
+    flags = AT_RECURSIVE if recursive else 0
+    kernel.call(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, ctypes.create_string_buffer(attributes, 32), 32)

@@ -1,0 +1,159 @@
+"""seccomp: calls that no program needs which computes, refused by a filter in the kernel that can't be taken off again.
+
+Refused: sockets, looking into or signalling other processes, mounts and namespaces, memory that no limit counts
+(memfd, System V), io_uring, keys, BPF, modules, clocks; with `one_process`, new processes (threads are none).
+"""
+
+import ctypes
+import errno
+import struct
+
+from envs.isolation.kernel import KernelError, call, machine
+
+ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+"""Where they stand in what the filter sees (struct seccomp_data); of the argument, the low half."""
+CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
+X32 = 0x40000000
+"""Calls of x86-64's second ABI have this bit, and would slip through a list of numbers."""
+
+ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
+"""Column below, the kernel's name of it, number of seccomp(2)."""
+
+# name: number on x86-64, on 64-bit ARM; None where there is no such call
+REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "tkill": (200, 130),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+}
+NEW_PROCESS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
+CLONE, CLONE3, PRCTL = (56, 220), (435, 435), (157, 167)
+ON_ITSELF: dict[str, tuple[int, int]] = {
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+}
+"""Calls whose first argument says on which process: this one alone."""
+ZERO_IS_ITSELF = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+PR_SET_PDEATHSIG = 1
+
+
+def restrict(*, one_process: bool, own_pid: int | None) -> None:
+    """From now on the calls above fail with EPERM, in this process and its children.
+
+    own_pid: signals and limits reach this process alone; None where a namespace sees to that.
+
+    Raises:
+        KernelError: the kernel has no seccomp filters, or the machine is neither x86-64 nor 64-bit ARM.
+    """
+    if machine not in ARCHITECTURES:
+        raise KernelError(errno.ENOSYS, f"no list of system calls for {machine}")
+    _, _, number = ARCHITECTURES[machine]
+    code = b"".join(_program(one_process=one_process, own_pid=own_pid))
+    kept = ctypes.create_string_buffer(code, len(code))
+    described = struct.pack("@HP", len(code) // 8, ctypes.addressof(kept))
+    call(number, 1, 0, ctypes.create_string_buffer(described, len(described)))
+
+
+def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
+    """A list of tests on the call's number; each refusal stands right behind its test."""
+    column, architecture, _ = ARCHITECTURES[machine]
+    code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, architecture, 1, 0), _step(RETURN, KILL), _step(LOAD, NUMBER)]
+    if machine == "x86_64":
+        code += [_step(AT_LEAST, X32, 0, 1), _refuse(errno.ENOSYS)]
+    for numbers in (*REFUSED.values(), *(NEW_PROCESS.values() if one_process else ())):
+        if (number := numbers[column]) is not None:
+            code += [_step(EQUAL, number, 0, 1), _refuse()]
+    # glibc falls back to clone, whose flags can be seen
+    code += [_step(EQUAL, CLONE3[column], 0, 1), _refuse(errno.ENOSYS)]
+    code += _on_argument(CLONE[column], [_step(ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse()])
+    if one_process:
+        code += _on_argument(CLONE[column], [_step(ANY_BIT, CLONE_THREAD, 1, 0), _refuse()])
+    code += _on_argument(PRCTL[column], [_step(EQUAL, PR_SET_PDEATHSIG, 0, 1), _refuse()])
+    if own_pid is not None:
+        for name, numbers in ON_ITSELF.items():
+            zero = [_step(EQUAL, 0, 2, 0)] if name in ZERO_IS_ITSELF else []
+            code += _on_argument(numbers[column], [*zero, _step(EQUAL, own_pid, 1, 0), _refuse()])
+    return [*code, _step(RETURN, ALLOW)]
+
+
+def _on_argument(number: int, tests: list[bytes]) -> list[bytes]:
+    """Tests of the first argument of one call; the call's number is loaded again behind them."""
+    inner = [_step(LOAD, FIRST_ARGUMENT), *tests, _step(LOAD, NUMBER)]
+    return [_step(EQUAL, number, 0, len(inner)), *inner]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _refuse(number: int = errno.EPERM) -> bytes:
+    return _step(RETURN, ERRNO | number)

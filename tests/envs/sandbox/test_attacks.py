@@ -1,0 +1,329 @@
+"""Programs that try to get out. Each is first run without the sandbox, where it must succeed: no attack is a straw man."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from envs.sandbox import Limits, platform_isolation, run_python
+from envs.sandbox.running import LAYERS, Layer
+from tests.waiting import wait_until_sync
+
+FULL, CONTAINER, NO_FILTERS = LAYERS, ("landlock", "seccomp"), ("namespaces", "mounts")
+"""All layers; what a container without user namespaces gives; a kernel with namespaces alone."""
+SECRET = "the answer is 42"
+
+SERVERS = {
+    "TCP": "import socket; s = socket.create_connection(('127.0.0.1', {port}), timeout=5); s.recv(3)",
+    "UDP": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+    "a Unix socket's path": "import socket; socket.socket(socket.AF_UNIX).connect({path!r})",
+    "a Unix socket's name": "import socket; socket.socket(socket.AF_UNIX).connect(chr(0) + {name!r})",
+}
+READS = {
+    "by its path": "open({secret!r}).read()",
+    "by a symbolic link": "import os; os.symlink({secret!r}, {link!r}); open({link!r}).read()",
+    "by a hard link": "import os; os.link({secret!r}, {link!r}); open({link!r}).read()",
+    "from another process' root": "open('/proc/{victim}/root{secret}').read()",
+    "from its parent's root": "import os; open(f'/proc/{{os.getppid()}}/root{secret}').read()",
+    "from another process' environment": "assert b'VICTIM' in open('/proc/{victim}/environ', 'rb').read()",
+    "by climbing": "import os; os.chdir('/'); [os.chdir('..') for n in range(50)]; open('.' + {secret!r}).read()",
+    "a list of accounts": "open('/etc/passwd').read()",
+    "of this project": "open({project!r}).read()",
+}
+WRITES = {
+    "into /tmp": "open('/tmp/{name}', 'w').write('x')",
+    "into /dev/shm": "open('/dev/shm/{name}', 'w').write('x')",
+    "beside a secret": "open({secret!r} + '.new', 'w').write('x')",
+    "over a secret": "open({secret!r}, 'a').write('')",
+    "a secret away": "import os; os.remove({secret!r})",
+}
+CALL = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
+PROCESSES = {
+    "a signal": "import os; os.kill({victim}, 0)",
+    "ptrace": CALL + "assert libc.ptrace(16, {victim}, 0, 0) == 0",
+    "its memory": CALL
+    + "b = ctypes.create_string_buffer(8); io = (ctypes.c_void_p * 2)(ctypes.addressof(b), 8); "
+    + "at = int(open('/proc/{victim}/maps').readline().split('-')[0], 16); there = (ctypes.c_void_p * 2)(at, 8); "
+    + "assert libc.process_vm_readv({victim}, io, 1, there, 1, 0) == 8",
+    "its limits": "import resource; resource.prlimit({victim}, resource.RLIMIT_NOFILE, (64, 64))",
+    "its priority": "import os; os.setpriority(os.PRIO_PROCESS, {victim}, 1)",
+    "a look at it": "open('/proc/{victim}/cmdline').read()",
+    "a handle on it": "import os; os.pidfd_open({victim})",
+}
+
+
+@pytest.fixture
+def victim() -> Iterator[int]:
+    process = subprocess.Popen(["sleep", "600"], env={"VICTIM": SECRET})
+    yield process.pid
+    assert process.poll() is None, "the attack killed a process that is not its own"
+    process.kill()
+    process.wait()
+
+
+def held(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers, or a skip where this machine lacks one of them."""
+    if lacks := set(layers) - set(platform_isolation()):
+        pytest.skip(f"this machine's kernel refuses {', '.join(sorted(lacks))}")
+    return layers
+
+
+def attack(program: str, layers: tuple[Layer, ...] = FULL, limits: Limits | None = None) -> str:
+    """What the program prints, or the name of what it ended with."""
+    outcome = run_python(program, layers=held(layers), limits=limits or Limits())
+    assert outcome.layers == layers
+    return outcome.stdout.strip() or outcome.error
+
+
+TRIES = """
+import os
+home = os.getcwd()
+for how, code in {attacks!r}.items():
+    try:
+        exec(code, {{}})
+        print(how, "-> SUCCEEDED")
+    except BaseException as error:
+        print(how, "->", type(error).__name__, str(error).replace(chr(10), " "))
+    os.chdir(home)
+"""
+REFUSALS = (
+    "PermissionError",
+    "FileNotFoundError",
+    "ProcessLookupError",
+    "AssertionError",
+    "OSError",
+    "ConnectionRefused",
+    "ValueError",
+)
+
+
+def assert_succeed_outside(attacks: dict[str, str]) -> None:
+    code = TRIES.format(attacks=attacks)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("\n")[:-1] == [f"{how} -> SUCCEEDED" for how in attacks], "not an attack at all"
+
+
+def assert_refused(attacks: dict[str, str], layers: tuple[Layer, ...]) -> None:
+    said = attack(TRIES.format(attacks=attacks), layers).split("\n")
+    assert len(said) == len(attacks), said
+    for line in said:
+        assert line.split(" -> ")[1].startswith(REFUSALS), line
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[dict[str, object]]:
+    """Servers of every kind that a program might reach."""
+    name = f"offbeat-{os.getpid()}"
+    tcp = socket.create_server(("127.0.0.1", 0))
+    path, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    path.bind(str(tmp_path / "s"))
+    abstract.bind("\0" + name)
+    for server in (path, abstract):
+        server.listen()
+    with tcp, path, abstract:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = tcp.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"yes")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield {"port": tcp.getsockname()[1], "path": str(tmp_path / "s"), "name": name}
+        tcp.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("layers", [FULL, CONTAINER, NO_FILTERS], ids="+".join)
+def test_no_server_of_any_kind_is_reached(layers: tuple[Layer, ...], listener: dict[str, object]):
+    attacks = {how: code.format(**listener) for how, code in SERVERS.items()}
+    assert_succeed_outside(attacks)
+    assert_refused(attacks, layers)
+
+
+@pytest.mark.parametrize("layers", [FULL, CONTAINER, NO_FILTERS], ids="+".join)
+def test_no_file_is_read_but_its_own_and_the_libraries(layers: tuple[Layer, ...], victim: int, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+
+    def attacks(folder: str) -> dict[str, str]:
+        names = {"secret": str(secret), "victim": victim, "project": __file__}
+        return {how: code.format(link=f"{folder}{how}", **names) for how, code in READS.items()}
+
+    assert_succeed_outside(attacks(f"{tmp_path}/"))
+    assert_refused(attacks(""), layers)
+
+
+@pytest.mark.parametrize("layers", [FULL, CONTAINER, NO_FILTERS], ids="+".join)
+def test_no_file_is_written_but_its_own(layers: tuple[Layer, ...], tmp_path: Path):
+    secret, name = tmp_path / "secret", f"offbeat-attack-{os.getpid()}"
+    outside = {how: code.format(secret=str(secret), name=name) for how, code in WRITES.items()}
+    secret.write_text(SECRET)
+    assert_succeed_outside(outside)
+    left = (tmp_path / "secret.new", Path("/tmp", name), Path("/dev/shm", name))
+    for path in left:
+        path.unlink()
+    secret.write_text(SECRET)
+    into_library = {"into the interpreter": "open(__import__('os').__file__, 'a').write('')"}
+    own = {} if layers == CONTAINER else {how: outside.pop(how) for how in ("into /tmp", "into /dev/shm")}
+    assert_refused(outside | into_library, layers)
+    attack(TRIES.format(attacks=own), layers)
+    assert secret.read_text() == SECRET
+    assert not [path for path in left if path.exists()], "what it wrote there was its own"
+
+
+@pytest.mark.parametrize("layers", [FULL, CONTAINER, NO_FILTERS], ids="+".join)
+def test_no_other_process_is_touched_or_seen(layers: tuple[Layer, ...], victim: int):
+    attacks = {what: code.format(victim=victim) for what, code in PROCESSES.items()}
+    assert_succeed_outside(attacks)
+    assert_refused(attacks, layers)
+
+
+@pytest.mark.parametrize("layers", [FULL, CONTAINER], ids="+".join)
+def test_what_was_dropped_can_not_be_taken_back(layers: tuple[Layer, ...]):
+    namespaces = {"users": 0x10000000, "mounts": 0x20000, "processes": 0x20000000}
+    attacks = {f"new {what}": CALL + f"assert libc.unshare({flag}) == 0" for what, flag in namespaces.items()}
+    attacks["root"] = "import os; os.setuid(0); open('/etc/shadow').read()"
+    attacks["a mount"] = CALL + "assert libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0"
+    attacks["no death with the supervisor"] = CALL + "assert libc.prctl(1, 0, 0, 0, 0) == 0"
+    attacks["another root"] = "import os; os.chroot('.')"
+    attacks["more memory"] = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))"
+    assert_refused(attacks, layers)
+
+
+LEAVES = """
+import ctypes, os, signal, time
+ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.execv(%r, [%r, "600"])
+    os._exit(0)
+print("left", flush=True)
+time.sleep(%d)
+"""
+
+
+@pytest.mark.parametrize("stays_s", [0, 600], ids=["and ends", "and stays"])
+@pytest.mark.parametrize("layers", [FULL, NO_FILTERS], ids="+".join)
+def test_a_daemon_that_ignores_every_signal_ends_with_its_program(layers: tuple[Layer, ...], stays_s: int):
+    mark = f"offbeat-daemon-{os.getpid()}-{stays_s}-{len(layers)}"
+    code = LEAVES % ("/usr/bin/sleep", mark, stays_s)
+    limits = Limits(timeout_s=1.5, max_processes=8)
+    assert attack(code, layers, limits) == "left"
+    wait_until_sync(lambda: not running(mark))
+
+
+def test_a_program_ends_with_the_process_that_asked_for_it():
+    mark = f"offbeat-orphan-{os.getpid()}"
+    limits = "Limits(timeout_s=600, max_processes=8)"
+    asks = f"from envs.sandbox import *; run_python({LEAVES % ('/usr/bin/sleep', mark, 600)!r}, limits={limits})"
+    held(FULL)
+    asker = subprocess.Popen([sys.executable, "-c", asks])
+    try:
+        wait_until_sync(lambda: bool(running(mark)))
+    finally:
+        asker.send_signal(signal.SIGKILL)
+        asker.wait()
+    wait_until_sync(lambda: not running(mark))
+
+
+FORKS = """
+import os, time
+made = 0
+try:
+    while made < 500:
+        if not os.fork():
+            time.sleep(60)
+        made += 1
+except OSError as error:
+    print(made, type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(("max_processes", "made"), [(1, 0), (8, 7)])
+def test_a_fork_bomb_makes_no_more_processes_than_allowed(max_processes: int, made: int):
+    said = attack(FORKS, limits=Limits(max_processes=max_processes))
+    assert said in (f"{made} PermissionError", f"{made} BlockingIOError")
+    if max_processes == 1:
+        assert attack(FORKS, CONTAINER) == said
+
+
+MEMORY = {
+    "its own": "x = b'x' * (600 << 20)",
+    "memfd": "import os\nfor n in range(100): os.write(os.memfd_create('x'), b'x' * (8 << 20))\nx = b'x' * (600 << 20)",
+    "System V": CALL + "assert libc.shmget(0, 100 << 20, 0o1600) >= 0",
+    "many processes": "import os\nos.fork(); os.fork(); x = b'x' * (300 << 20)",
+    "threads": "import threading, time\n"
+    + "for n in range(500): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+}
+
+
+@pytest.mark.parametrize("what", MEMORY)
+def test_memory_is_bounded_whatever_holds_it(what: str):
+    limits = Limits(max_processes=4 if what == "many processes" else 1, timeout_s=10)
+    said = attack(MEMORY[what], limits=limits)
+    assert said.startswith(("MemoryError", "PermissionError", "AssertionError", "RuntimeError: can't start")), said
+
+
+FILES = """
+made = 0
+try:
+    while made < 100_000:
+        with open(str(made), "wb") as file:
+            file.write(bytes({size}))
+        made += 1
+except OSError as error:
+    import errno
+    print(made, errno.errorcode[error.errno])
+"""
+
+
+def test_files_are_bounded_in_number_and_in_sum():
+    many, code = attack(FILES.format(size=1), limits=Limits(max_files=200)).split()
+    assert (int(many) < 200, code) == (True, "ENOSPC")
+    big, code = attack(FILES.format(size=1 << 20), limits=Limits(disk_mib=16)).split()
+    assert (int(big) <= 16, code) == (True, "ENOSPC")
+
+
+def test_endless_output_ends_and_is_cut():
+    outcome = run_python("import os\nwhile True: os.write(1, b'x' * 65536)", limits=Limits(file_mib=1))
+    assert not outcome.ok
+    assert len(outcome.stdout) < 11_000
+    assert len(outcome.stderr) < 11_000
+
+
+def open_files(run: Callable[[str], str]) -> str:
+    """Numbers above 2 that are open, as the program sees them."""
+    return run("import os\nfor n in range(3, 256):\n try: os.fstat(n)\n except OSError: continue\n print(n)")
+
+
+def test_no_open_file_of_ours_is_inherited(tmp_path: Path):
+    with (tmp_path / "open").open("w") as ours:
+        os.set_inheritable(ours.fileno(), True)
+        outside = open_files(
+            lambda code: subprocess.run(
+                [sys.executable, "-c", code], check=True, capture_output=True, close_fds=False
+            ).stdout.decode()
+        )
+        assert str(ours.fileno()) in outside.split()
+        for layers in (FULL, CONTAINER):
+            assert open_files(lambda code, layers=layers: attack(code, layers)) == ""
+
+
+def running(mark: str) -> list[str]:
+    """Processes with the mark on their command line, zombies aside."""
+    found = [
+        path.read_bytes().decode(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
+    ]
+    return [line for line in found if line.startswith(mark)]
