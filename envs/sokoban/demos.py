@@ -1,17 +1,17 @@
-"""Weak play to warm a policy start up with: it moves where it can, and now and then does what solves the room."""
+"""Weak play to warm a policy start up with: it moves where it can, and more often than not does what solves the room."""
 
 import numpy as np
 
 from envs.prompting import fill_template
 from envs.sokoban.env import SokobanEnv
-from envs.sokoban.rooms import ACTIONS, Room
-from envs.sokoban.solver import solve
+from envs.sokoban.rooms import ACTIONS, Cell, Room
+from envs.sokoban.solver import distances
 
-SOLVING_SHARE = 0.25
-"""Of the turns in which a solving player does the right thing."""
+SKILL = 0.6
+"""Of the turns in which the player does what is best; in others it makes any move that changes something."""
 
 
-def restless_pushing(
+def clumsy_solving(
     env: SokobanEnv,
     rng: np.random.Generator,
     *,
@@ -21,14 +21,15 @@ def restless_pushing(
 ) -> list[dict[str, str]]:
     """One episode on a fresh room as chat messages, in the format of a rollout with the same templates.
 
-    Each turn is, one time in four, a shortest solution's next move, and else any move that changes something. The last
-    message is the last answer. Room and play depend on `rng` alone.
+    Each turn is, six times in ten, any of the moves after which the least remain to be made, and else any move that changes
+    something. The last message is the last answer. Room and play depend on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
+    left = distances(env.room)
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
     for turn in range(max_turns):
         content = fill_template(agent_template, observation=observation, step=turn + 1, actions_left=max_turns - turn)
-        answer = env.config.action_lookup[_choose(env.room, rng) + 1]
+        answer = env.config.action_lookup[_choose(env.room, left, rng) + 1]
         messages += [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         observation, _, terminated, truncated, _ = env.step(answer)
         if terminated or truncated:
@@ -41,7 +42,13 @@ def moves(room: Room) -> list[int]:
     return [action for action in range(len(ACTIONS)) if room.push(action) is not room]
 
 
-def _choose(room: Room, rng: np.random.Generator) -> int:
-    if rng.random() < SOLVING_SHARE and (solution := solve(room)):
-        return solution[0]
-    return int(rng.choice(moves(room) or range(len(ACTIONS))))
+def best_moves(room: Room, left: dict[tuple[Cell, frozenset[Cell]], int]) -> list[int]:
+    """Actions after which the least moves are left; empty where the room can't be solved any more."""
+    after = {action: room.push(action) for action in moves(room)}
+    ends = {action: left[key] for action, at in after.items() if (key := (at.player, at.boxes)) in left}
+    return [action for action, distance in ends.items() if distance == min(ends.values())]
+
+
+def _choose(room: Room, left: dict[tuple[Cell, frozenset[Cell]], int], rng: np.random.Generator) -> int:
+    best = best_moves(room, left) if rng.random() < SKILL else []
+    return int(rng.choice(best or moves(room) or range(len(ACTIONS))))

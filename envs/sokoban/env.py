@@ -48,8 +48,9 @@ class SokobanConfig(Config):
     """What a sign is called in the system prompt; empty leaves the legend out of it."""
     action_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(ACTIONS, 1)))
     """The word for each direction: 1 up, 2 down, 3 left, 4 right."""
-    observation_format: Literal["grid", "coord", "grid_coord"] = "grid"
-    """The room as rows of signs, as where player, boxes and targets are and what lies around the player, or both."""
+    observation_format: Literal["grid", "coord", "grid_coord", "relative"] = "grid"
+    """The room as rows of signs, as where player, boxes and targets are and what lies around the player, or both; or as what
+    lies around the player and how far it is to the boxes, and from these to the targets."""
     show_grid: Literal["first", "always"] = "always"
     """With `grid_coord`: whether later turns show the rows too, or the places alone."""
     action_pattern: str = WHOLE_PATTERN
@@ -167,19 +168,42 @@ class SokobanEnv(gymnasium.Env[str, str]):
     def coord_text(self) -> str:
         """`P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: the player's row and column, what lies around it, where boxes and
         targets are, each kind from the top left."""
-        room, sign, words = self.room, self.config.grid_lookup, self.config.action_lookup
-        ways = range(len(ACTIONS))
-        around = [f"{words[action + 1]} {sign[room.code(room.player + room.offset(action))]}" for action in ways]
+        room, sign = self.room, self.config.grid_lookup
         places = [*((4, box) for box in sorted(room.boxes)), *((2, target) for target in sorted(room.targets))]
         rest = [f"{sign[code]} {at // room.width} {at % room.width}" for code, at in places]
         row, column = room.cell(room.player)
-        return " ".join([f"{sign[5]} {row} {column}", *around, *rest])
+        return " ".join([f"{sign[5]} {row} {column}", *self._around(), *rest])
+
+    def relative_text(self) -> str:
+        """`Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: what lies around the player, how far from it each
+        box is, and how far from the box nearest to it each target; each kind from the top left."""
+        room, sign = self.room, self.config.grid_lookup
+        boxes = [f"{sign[4]} {self._way(room.player, box)}" for box in sorted(room.boxes)]
+        targets = [f"{sign[2]} {self._way(self._nearest_box(target), target)}" for target in sorted(room.targets)]
+        return " ".join([*self._around(), *boxes, *targets])
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
         """The room as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_room(self.room)
         return self.grid_text() if self.render_mode == "ansi" else None
+
+    def _around(self) -> list[str]:
+        room, sign, words = self.room, self.config.grid_lookup, self.config.action_lookup
+        cells = [room.player + room.offset(action) for action in range(len(ACTIONS))]
+        return [f"{words[action + 1]} {sign[room.code(cell)]}" for action, cell in enumerate(cells)]
+
+    def _nearest_box(self, target: int) -> int:
+        row, column = self.room.cell(target)
+        places = [(self.room.cell(box), box) for box in sorted(self.room.boxes)]
+        return min(places, key=lambda place: abs(place[0][0] - row) + abs(place[0][1] - column))[1]
+
+    def _way(self, start: int, end: int) -> str:
+        """Rows and columns from one cell to another: `1 Up 0 Right`."""
+        words = self.config.action_lookup
+        (row, column), (to_row, to_column) = self.room.cell(start), self.room.cell(end)
+        vertical, horizontal = words[1 if to_row < row else 2], words[3 if to_column < column else 4]
+        return f"{abs(to_row - row)} {vertical} {abs(to_column - column)} {horizontal}"
 
     def _make(self, rng: np.random.Generator) -> Room:
         config = self.config
@@ -198,6 +222,8 @@ class SokobanEnv(gymnasium.Env[str, str]):
                 return self.grid_text()
             case "coord":
                 return self.coord_text()
+            case "relative":
+                return self.relative_text()
             case "grid_coord" if self._steps and self.config.show_grid == "first":
                 return self.coord_text()
             case "grid_coord":

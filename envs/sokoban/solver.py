@@ -1,6 +1,6 @@
 """The shortest solution of a room, by breadth-first search over pushes and steps; knows nothing of how rooms are made."""
 
-from envs.sokoban.rooms import ACTIONS, Room
+from envs.sokoban.rooms import ACTIONS, Cell, Room, pulls
 
 MAX_POSITIONS = 500_000
 
@@ -32,6 +32,30 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
             raise RuntimeError(f"no solution among the first {len(came_from):,} positions")
         level = reached
     return None
+
+
+def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
+    """Moves that solve each position (player, boxes) of a room which can be solved: one search back from the solved ones.
+
+    Raises:
+        RuntimeError: there are more than 500,000 such positions.
+    """
+    found = {(player, room.targets): 0 for player in room.floor - room.targets}
+    level, depth = list(found), 0
+    while level:
+        depth += 1
+        reached: list[tuple[Cell, frozenset[Cell]]] = []
+        for player, boxes in level:
+            for action in range(len(ACTIONS)):
+                for before, moved in pulls(room.floor, player, tuple(boxes), room.offset(action)):
+                    key = before, frozenset(moved)
+                    if key not in found and key[1] != room.targets:
+                        found[key] = depth
+                        reached.append(key)
+        if len(found) > MAX_POSITIONS:
+            raise RuntimeError(f"more than {MAX_POSITIONS:,} positions from which this room can be solved")
+        level = reached
+    return found
 
 
 def _actions(came_from: dict[tuple[int, frozenset[int]], tuple[Room, int] | None], room: Room) -> list[int]:

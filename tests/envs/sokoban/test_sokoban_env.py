@@ -55,6 +55,16 @@ def test_max_steps_truncates():
     assert env.step("?")[3] is False
 
 
+def test_ways_are_shown_from_the_player_to_boxes_and_from_these_to_targets():
+    env = placed(SokobanConfig(observation_format="relative"))
+    assert env.relative_text() == "Up _ Down _ Left # Right X X 0 Down 1 Right O 1 Up 1 Right"
+    assert env.step("Up")[0] == "Up # Down _ Left # Right _ X 1 Down 1 Right O 1 Up 1 Right"
+    assert set(env.relative_text().split()) <= set(WORDS)
+    two = "# # # # # #\n# P O _ _ #\n# _ _ X O #\n# X _ _ _ #\n# # # # # #"
+    shown = placed(SokobanConfig(observation_format="relative"), two).relative_text()
+    assert shown.endswith(" X 1 Down 2 Right X 2 Down 0 Right O 1 Up 1 Left O 0 Down 1 Right")
+
+
 def test_rows_places_or_both_are_shown():
     places = "P 2 1 Up _ Down _ Left # Right X X 2 2 O 1 3"
     moved = "P 2 2 Up _ Down _ Left _ Right X X 2 3 O 1 3"

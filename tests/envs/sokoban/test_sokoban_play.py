@@ -3,9 +3,9 @@ import pytest
 
 from envs.sokoban import SokobanConfig, SokobanEnv
 from envs.sokoban.baselines import baselines, room_baselines, scripted_policy
-from envs.sokoban.demos import restless_pushing
+from envs.sokoban.demos import best_moves, clumsy_solving
 from envs.sokoban.rooms import ACTIONS, parse_room
-from envs.sokoban.solver import solve
+from envs.sokoban.solver import distances, solve
 
 CORRIDOR = parse_room("# # # # # #\n# P X _ O #\n# # # # # #")
 
@@ -55,7 +55,7 @@ def test_baselines_are_ordered_as_the_players_are_good():
 def demos(count: int, seed: int = 3) -> list[list[dict[str, str]]]:
     env, rng = SokobanEnv(SokobanConfig(search_depth=8)), np.random.default_rng(seed)
     return [
-        restless_pushing(env, rng, max_turns=8, agent_template="{step}/{actions_left}\n{observation}")
+        clumsy_solving(env, rng, max_turns=8, agent_template="{step}/{actions_left}\n{observation}")
         for _ in range(count)
     ]
 
@@ -75,3 +75,16 @@ def test_demonstrations_are_weak_and_depend_on_the_generator_alone():
     assert demos(4) == demos(4)
     unsolved = sum(len(messages) == 17 for messages in demos(60))
     assert 15 < unsolved < 55
+
+
+def test_distances_are_the_lengths_of_shortest_solutions_and_leave_out_what_can_not_be_solved():
+    env = SokobanEnv(SokobanConfig(search_depth=8, num_boxes=2))
+    rng = np.random.default_rng(5)
+    for seed in range(4):
+        env.reset(seed=seed)
+        left, room = distances(env.room), env.room
+        for _ in range(6):
+            solution = solve(room)
+            assert left.get((room.player, room.boxes)) == (None if solution is None else len(solution))
+            assert not solution or solution[0] in best_moves(room, left)
+            room = room.push(int(rng.integers(4)))
