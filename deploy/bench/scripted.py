@@ -47,6 +47,9 @@ class ScriptedEngine:
             await asyncio.sleep(self._delay_s)
         return self._policy.answer(request, version)
 
+    async def stage(self, path: Path) -> None:
+        """See `PolicyEngine.stage`."""
+
     async def load(self, path: Path, version: int) -> LoadTimes:
         """See `PolicyEngine.load`. The bytes are left alone."""
         del path, version

@@ -69,7 +69,7 @@ class ReplicaSeen:
     """Median time of one token in a request during which no weights changed: a step of the engine."""
     pauses_s: tuple[float, ...]
     loads_s: tuple[float, ...]
-    """Of each pause, loading and comparing."""
+    """Loading and comparing: before the pause where the version could be staged, else in it."""
 
 
 class LoadedReplica:
@@ -133,7 +133,8 @@ class _Timed:
     def __init__(self, engine: Any, loads: list[Any]) -> None:
         self._engine = engine
         self._loads = loads
-        self.generate, self.check, self.close = engine.generate, engine.check, engine.close
+        self.generate, self.stage = engine.generate, engine.stage
+        self.check, self.close = engine.check, engine.close
 
     async def load(self, path: Path, version: int) -> Any:
         times = await self._engine.load(path, version)

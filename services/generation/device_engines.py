@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer, packed_nccl_broadcast_consumer
 
-from services.generation.weight_engine import LoadError, finish_reload
+from services.generation.reloading import LoadError, finish_reload
 from services.weights.device import checksum
 
 

@@ -1,6 +1,7 @@
 """The one seam to vLLM: an engine that samples token ids and changes its weights while it runs."""
 
 # pyright: basic
+import asyncio
 import json
 import os
 import time
@@ -15,6 +16,8 @@ from services.schema import Completion, FinishReason, GenerateRequest, Sampling,
 WORKER_EXTENSION = "services.generation.weight_engine.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
 """Weight transport -> the engine of `weight_engine` that loads what its `fetch` gives."""
+TICKET = ".json"
+"""Suffix of what tells the engine how to fetch weights from a learner's GPU."""
 SHUTDOWN_S = 0.5
 """How long the engine's process may take to end by itself."""
 
@@ -26,7 +29,7 @@ class LoadTimes:
     pause_s: float
     """From asking the engine to pause until it runs again."""
     load_s: float
-    """Of that, loading and comparing."""
+    """Loading and comparing: before the pause where the version could be staged, else in it."""
 
 
 class PolicyEngine(Protocol):
@@ -41,8 +44,12 @@ class PolicyEngine(Protocol):
         """
         ...
 
+    async def stage(self, path: Path) -> None:
+        """Prepare a version while the engine goes on sampling with the one that it has, as far as it can."""
+        ...
+
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Change the weights while running requests wait; any error leaves the engine unusable."""
+        """Change the weights to those staged last while running requests wait; any error leaves the engine unusable."""
         ...
 
     async def check(self) -> None:
@@ -106,6 +113,9 @@ class VllmEngine:
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
         self._recompute = config.on_weight_update == "recompute"
+        self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
+        self._stage_s: float | None = None
+        self._pausing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -158,6 +168,15 @@ class VllmEngine:
             raise RetryableError(f"request {request.request_id} was aborted")
         return _completion(request.request_id, answer)
 
+    async def stage(self, path: Path) -> None:
+        """See `PolicyEngine.stage`. A CPU's model is reloaded beside the one that samples, in slices between its steps; any
+        other one is left to `load`."""
+        began, self._stage_s = time.monotonic(), None
+        if path.suffix != TICKET and await self._call_worker("stage_weights", path=str(path)):
+            while not await self._call_worker("stage_more"):
+                pass
+            self._stage_s = time.monotonic() - began
+
     async def load(self, path: Path, version: int) -> LoadTimes:
         """See `PolicyEngine.load`. With `on_weight_update: recompute` the pause drops every key and value, of running
         requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
@@ -168,16 +187,33 @@ class VllmEngine:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket["init"]))
         await self._start_what_waits()
         asked = time.monotonic()
-        await self.llm.pause_generation(mode="keep", clear_cache=self._recompute)
+        await self._pause()
         paused = time.monotonic()
-        await self.llm.collective_rpc("take_weights", kwargs={"update_info": ticket["update"]})
-        await self.llm.update_weight_version(str(version))
+        taking = self._call_worker("take_weights", update_info=ticket["update"])
+        await asyncio.gather(taking, self.llm.update_weight_version(str(version)))
         loaded = time.monotonic()
         await self.llm.resume_generation()
         running = time.monotonic()
         if ticket["init"] is not None:
             await self.llm.shutdown_weight_transfer_engine()
-        return LoadTimes(pause_s=running - asked, load_s=loaded - paused)
+        staged_s, self._stage_s = self._stage_s, None
+        return LoadTimes(pause_s=running - asked, load_s=loaded - paused if staged_s is None else staged_s)
+
+    async def _call_worker(self, method: str, **arguments: Any) -> Any:
+        return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
+
+    async def _pause(self) -> None:
+        """Return when no step runs or will start. After its pause vLLM sleeps 20 ms for the order of outputs, which do not
+        matter here: where the engine answers between two steps, to know that it is paused is enough."""
+        if self._pausing is not None:
+            await self._pausing
+        self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
+        if self._recompute or self._steps_ahead:
+            await self._pausing
+        while not self._pausing.done() and not await self.llm.is_paused():
+            pass
+        if self._pausing.done():
+            self._pausing.result()
 
     async def _start_what_waits(self) -> None:
         """Let requests that were handed in get their first token before weights change, or they are sampled again. The
@@ -201,7 +237,7 @@ class VllmEngine:
 
 def _ticket(path: Path) -> dict[str, Any]:
     """What vLLM's transfer engine is told: the file itself, or what the learner wrote into it (see `weights.pulls`)."""
-    return json.loads(path.read_bytes()) if path.suffix == ".json" else {"init": None, "update": {"path": str(path)}}
+    return json.loads(path.read_bytes()) if path.suffix == TICKET else {"init": None, "update": {"path": str(path)}}
 
 
 def _parameters(request: GenerateRequest) -> Any:

@@ -113,11 +113,14 @@ class GenerationReplica:
         await self._subscriber.report(self._replica_id, self._version, load)
 
     async def _load(self, path: Path, version: int) -> None:
-        self._updating = True
         try:
             async with asyncio.timeout(self._update_timeout_s):
+                await self._engine.stage(path)
+                self._updating = True
                 times = await self._engine.load(path, version)
         except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._updating:
+                raise  # nothing that serves was touched
             # The model may be half loaded. This replica is done; Serve puts a new one in its place.
             await self._break(f"version {version} could not be loaded: {str(error) or type(error).__name__}")
             raise GenerationError(self._broken) from error

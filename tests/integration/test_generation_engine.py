@@ -48,6 +48,14 @@ class Policies:
 
     async def load(self, index: int, engine: VllmEngine | None = None) -> int:
         """Serve these weights as a new version."""
+        await self.stage(index, engine)
+        return await self.load_at_once(index, engine)
+
+    async def stage(self, index: int, engine: VllmEngine | None = None) -> None:
+        await (engine or self.engine).stage(self.files[index])
+
+    async def load_at_once(self, index: int, engine: VllmEngine | None = None) -> int:
+        """Load what was staged, or else the file, as a new version."""
         self.version += 1
         await (engine or self.engine).load(self.files[index], self.version)
         return self.version
@@ -97,6 +105,29 @@ async def test_logprobs_after_an_update_are_those_of_the_new_weights(
         top_k = sampling.get("top_k")
         assert mismatch(policies.models[index], request, completion, top_k=top_k).max() < FLOAT_NOISE
         assert mismatch(policies.models[1 - index], request, completion).max() > 0.1
+
+
+async def test_a_version_that_is_loaded_in_the_pause_serves_like_a_staged_one(policies: Policies) -> None:
+    for index, load in ((0, policies.load), (1, policies.load_at_once), (2, policies.load), (0, policies.load_at_once)):
+        version = await load(index)
+        request = policies.request(PROMPT, max_new_tokens=24)
+        completion = await policies.generate(request)
+        assert [tuple(span) for span in completion.versions] == [(0, 24, version)]
+        assert mismatch(policies.models[index], request, completion).max() < FLOAT_NOISE
+
+
+async def test_until_it_is_loaded_a_staged_version_changes_nothing(policies: Policies) -> None:
+    version = await policies.load(0)
+    request = policies.request(PROMPT, max_new_tokens=300)
+    running = asyncio.create_task(policies.engine.generate(request, version))
+    for index in (1, 2, 1):
+        await policies.stage(index)
+    completion = await running
+    assert [tuple(span) for span in completion.versions] == [(0, 300, version)]
+    assert mismatch(policies.models[0], request, completion).max() < FLOAT_NOISE
+    await policies.load_at_once(1)
+    request = policies.request(PROMPT, max_new_tokens=24)
+    assert mismatch(policies.models[1], request, await policies.generate(request)).max() < FLOAT_NOISE
 
 
 async def test_a_stop_token_is_kept_and_ends_the_answer(policies: Policies) -> None:
@@ -218,7 +249,7 @@ async def test_with_a_learning_rate_of_zero_the_mismatch_stays_float_noise_throu
 
 
 async def test_a_packed_matrix_that_differs_is_noticed() -> None:
-    from services.generation.weight_engine import _probe_agrees
+    from services.generation.reloading import _probe_agrees
 
     class Packed:
         def __init__(self, weight: torch.Tensor) -> None:
@@ -264,9 +295,14 @@ async def test_the_handle_of_device_memory_survives_json() -> None:
 
 
 async def test_a_file_without_one_of_the_tensors_is_refused(policies: Policies, tmp_path: Path) -> None:
-    """The last test: an engine whose update failed must not be used any more."""
+    """The last test: an engine whose update failed in a pause must not be used any more."""
+    version = await policies.load(1)
     tensors = load_file(policies.files[0])
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "incomplete.safetensors")
+    with pytest.raises(Exception, match=r"up_proj\.weight is not in the file"):
+        await policies.engine.stage(tmp_path / "incomplete.safetensors")
+    request = policies.request(PROMPT, max_new_tokens=24)
+    assert mismatch(policies.models[1], request, await policies.engine.generate(request, version)).max() < FLOAT_NOISE
     with pytest.raises(Exception, match=r"up_proj\.weight is not in the file"):
         await policies.engine.load(tmp_path / "incomplete.safetensors", 1000)

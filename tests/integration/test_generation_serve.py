@@ -210,7 +210,7 @@ async def test_the_replica_tells_what_it_did_and_the_broker_how_far_it_lags(
         merged = merge_all(record.values for _, record in await metrics.read(count=10_000))
         assert merged["tokens"].value > 12 * 16 * 12
         assert merged["weight_updates"].value > 5
-        assert 0.02 < merged["pause_s"].value < 1.0
+        assert 0 < merged["pause_s"].value < 1.0
         broker = WeightBroker(connection, RUN, WEIGHTS, tmp_path)
         assert list((await broker.measure()).values()) == [0]
 

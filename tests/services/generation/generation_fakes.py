@@ -26,6 +26,9 @@ class FakeEngine:
         self.handed_in: list[tuple[str, int]] = []
         self.asked: dict[str, asyncio.Future[VersionSpan]] = {}
         self.given_up: list[str] = []
+        self.staged: list[Path] = []
+        self.may_stage = asyncio.Event()
+        self.may_stage.set()
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.load_error: Exception | None = None
@@ -48,7 +51,12 @@ class FakeEngine:
         for request_id in request_ids:
             self.asked.pop(request_id).set_result(VersionSpan(0, 1, self.version if version is None else version))
 
+    async def stage(self, path: Path) -> None:
+        self.staged.append(path)
+        await self.may_stage.wait()
+
     async def load(self, path: Path, version: int) -> LoadTimes:
+        assert self.staged[-1] == path
         await self.may_load.wait()
         if self.load_error is not None:
             raise self.load_error

@@ -206,6 +206,39 @@ async def test_a_broker_that_cannot_be_reached_is_asked_again(stage: Stage, monk
     await stage.publish(2)
 
 
+async def test_requests_are_taken_while_a_version_is_staged_and_wait_only_while_it_is_exchanged(stage: Stage) -> None:
+    await stage.publish(0)
+    stage.engine.may_stage.clear()
+    stage.engine.may_load.clear()
+    await stage.broker.publish(1)
+    await wait_until(lambda: len(stage.engine.staged) == 2)
+    early = stage.call("early")
+    await stage.asked("early")
+    stage.engine.may_stage.set()
+    await wait_until(lambda: stage.replica._updating)
+    late = stage.call("late")
+    await wait_until(lambda: stage.replica.status()["waiting"] == 1)
+    stage.engine.finish("early", version=0)
+    assert (await early)[0][0].versions[0].version == 0
+    stage.engine.may_load.set()
+    await stage.asked("late")
+    stage.engine.finish("late")
+    assert (await late)[0][0].versions[0].version == 1
+    assert stage.engine.handed_in == [("early", 0), ("late", 1)]
+
+
+async def test_a_replica_that_is_told_to_stop_while_it_stages_is_not_broken(stage: Stage) -> None:
+    await stage.publish(0)
+    stage.engine.may_stage.clear()
+    following = asyncio.create_task(stage.replica.follow())
+    await stage.broker.publish(1)
+    await wait_until(lambda: len(stage.engine.staged) >= 3)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    assert following.cancelled()
+    assert stage.replica.status()["broken"] == ""
+
+
 async def test_a_late_replica_catches_up_before_it_follows() -> None:
     engine, broker = FakeEngine(), FakeBroker()
     for version in range(3):
