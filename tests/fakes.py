@@ -100,7 +100,7 @@ class FakeLearnerBuffer:
     def reconnect(self) -> None:
         self._delivered = 0
 
-    def take(self, timeout_s: float) -> Group | None:
+    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
         del timeout_s
         if self._delivered == len(self.stream) and self.on_empty is not None:
             self.on_empty(self)

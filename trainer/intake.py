@@ -62,7 +62,7 @@ class Intake:
         while len(taken.groups) < self.groups_per_step:
             if stopped():
                 return None
-            group = self.buffer.take(POLL_S)
+            group = self.buffer.take(POLL_S, self.groups_per_step - len(taken.groups))
             if group is not None:
                 self._sort(group, step, taken)
         taken.wait_s = time.monotonic() - began

@@ -1,29 +1,26 @@
 -- Hand out episodes: evaluations first, then what was given back, then members of groups, admitting new ones as needed.
 --
 -- ARGV     1 worker, 2 its session, 3 nonce, 4 how many at most
--- Returns  {doorbell position, {unit, member, attempt, min_version, sampling, temperature or nothing} ...}
+-- Returns  {doorbell position, msgpack of {unit, member, attempt, min_version, sampling, temperature or nothing} ..., or
+--          nothing for none}
 -- Invariants  C3: a group is admitted only while admitted - dropped - failed is below
 --          min((step + max_staleness + 1) * groups_per_step, total_groups), fewer than max_groups_in_flight are being
 --          played, and weights are published. The same nonce again gives the same episodes and admits nothing, so a
 --          caller that did not hear the answer asks again.
 local worker, session, nonce, limit = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local RETRY_ELSEWHERE_MS = 5000
-local reply = {}
+local reply, claims = {}, {}
 
-local function hand_out(token, unit, index, attempts, version)
-  attempts = attempts or '0'
-  redis.call('HSET', meta_key(unit), 'o' .. index, worker, 'c' .. index, version)
-  redis.call('HSET', claims_key(worker), token, attempts .. ':' .. nonce)
-  reply[#reply + 1] = {unit, tonumber(index), tonumber(attempts), tonumber(version), false}
+-- `settings` of the unit: {sampling, temperature, members, baselines}
+local function answer(unit, index, attempts, version, settings)
+  local sampling, temperature, members, baselines = unpack(settings)
+  if is_baseline(index, members, baselines) then sampling, temperature = 'greedy', nil end
+  reply[#reply + 1] = {unit, tonumber(index), tonumber(attempts), tonumber(version), sampling, temperature or ''}
 end
 
-local function add_sampling()
-  for _, row in ipairs(reply) do
-    local sampling, temperature, members, baselines =
-      unpack(redis.call('HMGET', meta_key(row[1]), 'sampling', 'temperature', 'members', 'baselines'))
-    if is_baseline(row[2], members, baselines) then sampling, temperature = 'greedy', nil end
-    row[5], row[6] = sampling, temperature or ''
-  end
+local function hand_out(unit, index, attempts, version, settings)
+  answer(unit, index, attempts, version, settings)
+  claims[#claims + 1], claims[#claims + 2] = unit .. ':' .. index, attempts .. ':' .. nonce
 end
 
 -- An episode goes to another worker than the one that just failed it, if there is one to take it in time.
@@ -38,35 +35,50 @@ local function take_from(queue, step, now, aside)
     local token = redis.call('LPOP', queue)
     if not token then return end
     local unit, index = split_token(token)
-    local attempts, failed_by, version =
-      unpack(redis.call('HMGET', meta_key(unit), 'a' .. index, 'x' .. index, 'version'))
+    local attempts, failed_by, version, sampling, temperature, members, baselines = unpack(redis.call(
+      'HMGET', meta_key(unit), 'a' .. index, 'x' .. index, 'version', 'sampling', 'temperature', 'members', 'baselines'))
     if belongs_elsewhere(failed_by, now) then
       aside[#aside + 1] = {queue, token}
     else
       if is_group(unit) then version = step end
-      hand_out(token, unit, index, attempts, version)
+      redis.call('HSET', meta_key(unit), 'o' .. index, worker, 'c' .. index, version)
+      hand_out(unit, index, attempts or '0', version, {sampling, temperature, members, baselines})
     end
   end
 end
 
-local function can_admit(limits, step)
+-- How many groups may start now.
+local function count_admissible(limits, step)
   local admitted, dropped, failed = unpack(redis.call('HMGET', LEDGER, 'admitted', 'dropped', 'failed'))
   local standing = (admitted or 0) - (dropped or 0) - (failed or 0)
   local lookahead = (step + limits.max_staleness + 1) * limits.groups_per_step
-  return standing < lookahead and standing < tonumber(limits.total_groups)
-    and redis.call('ZCARD', ASSEMBLING) < tonumber(limits.max_groups_in_flight)
+  return math.min(
+    math.ceil(lookahead) - standing, limits.total_groups - standing,
+    limits.max_groups_in_flight - redis.call('ZCARD', ASSEMBLING))
 end
 
+-- Admit a group; its first members are handed out, the others wait in the queue.
 local function admit(limits, step)
   local number = redis.call('HINCRBY', LEDGER, 'next', 1) - 1
   local unit, baselines = 't:' .. number, limits.baselines or 0
   local members = limits.group_size + limits.redundancy + baselines
+  local taken, settings = math.min(members, limit - #reply), {'train', limits.temperature, members, baselines}
+  local fields, queued = {}, {}
+  for index = 0, members - 1 do
+    if index < taken then
+      hand_out(unit, index, '0', step, settings)
+      fields[#fields + 1], fields[#fields + 2], fields[#fields + 3], fields[#fields + 4] =
+        'o' .. index, worker, 'c' .. index, step
+    else
+      queued[#queued + 1] = unit .. ':' .. index
+    end
+  end
+  if limits.temperature then fields[#fields + 1], fields[#fields + 2] = 'temperature', limits.temperature end
   redis.call('HINCRBY', LEDGER, 'admitted', 1)
   redis.call('HSET', meta_key(unit), 'size', limits.group_size + baselines, 'members', members, 'baselines', baselines,
-    'greedy', 0, 'done', 0, 'failed', 0, 'version', step, 'sampling', 'train')
-  if limits.temperature then redis.call('HSET', meta_key(unit), 'temperature', limits.temperature) end
+    'greedy', 0, 'done', 0, 'failed', 0, 'version', step, 'sampling', 'train', unpack(fields))
   redis.call('ZADD', ASSEMBLING, step, number)
-  for i = 0, members - 1 do redis.call('RPUSH', QUEUE_TRAIN, unit .. ':' .. i) end
+  if #queued > 0 then redis.call('RPUSH', QUEUE_TRAIN, unpack(queued)) end
   record(number, 'admitted', step)
 end
 
@@ -75,11 +87,12 @@ local function claim_new(limits, step, now)
   take_from(QUEUE_EVAL, step, now, aside)
   -- Given-back members of groups can exist only once weights are published, so `step` is there when it is read.
   take_from(QUEUE_TRAIN, step, now, aside)
-  while step and #reply < limit and can_admit(limits, step) do
+  local room = step and count_admissible(limits, step) or 0
+  while #reply < limit and room > 0 do
     admit(limits, step)
-    admitted = true
-    take_from(QUEUE_TRAIN, step, now, aside)
+    room, admitted = room - 1, true
   end
+  call_in_parts(claims, 'HSET', claims_key(worker))
   for i = #aside, 1, -1 do redis.call('LPUSH', aside[i][1], aside[i][2]) end
   if admitted and redis.call('LLEN', QUEUE_TRAIN) > 0 then ring('admit') end
 end
@@ -90,8 +103,9 @@ local function claim_again()
     local attempt, given = string.match(flat[i + 1], '^(%d+):(.*)$')
     if given == nonce then
       local unit, index = split_token(flat[i])
-      local version = redis.call('HGET', meta_key(unit), 'c' .. index)
-      reply[#reply + 1] = {unit, tonumber(index), tonumber(attempt), tonumber(version), false}
+      local version, sampling, temperature, members, baselines = unpack(redis.call(
+        'HMGET', meta_key(unit), 'c' .. index, 'sampling', 'temperature', 'members', 'baselines'))
+      answer(unit, index, attempt, version, {sampling, temperature, members, baselines})
     end
   end
 end
@@ -106,7 +120,6 @@ if limits then
     redis.call('HSET', worker_key(worker), 'nonce', nonce)
     claim_new(limits, step, now)
   end
-  add_sampling()
 end
 local newest = redis.call('XREVRANGE', DOORBELL, '+', '-', 'COUNT', 1)
-return {newest[1] and newest[1][1] or '0-0', reply}
+return {newest[1] and newest[1][1] or '0-0', #reply > 0 and cmsgpack.pack(reply) or ''}

@@ -198,9 +198,13 @@ class LearnerBuffer(Protocol):
     """The buffer as the learner sees it; every writing call carries the lease's epoch and raises FencedError when a newer
     learner holds the run."""
 
-    def take(self, timeout_s: float) -> Group | None:
+    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
         """The next group in stream order, or in order of admission if the run wants that; None when none came in time. After
-        (re)connecting, groups that were delivered and not acknowledged come first, in their old order."""
+        (re)connecting, groups that were delivered and not acknowledged come first, in their old order.
+
+        wanted: how many the caller is about to take; those that are there already may come with this one, and count as
+        delivered.
+        """
         ...
 
     def adopt(self, step: int) -> Boundary:

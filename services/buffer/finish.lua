@@ -16,24 +16,24 @@ local function quarantine(number, unit)
   redis.call('LTRIM', QUARANTINE, 0, QUARANTINE_KEPT - 1)
 end
 
-local count = 0
+local ids, blobs, numbers, seen = {}, {}, {}, {}
 for i = 6, #ARGV do
   local entry = redis.call('XRANGE', STREAM, ARGV[i], ARGV[i])[1]
-  if entry then
+  if entry and not seen[entry[1]] then
+    seen[entry[1]] = true
     local number = entry[2][2]
     local unit = 't:' .. number
     if unreadable ~= '' then quarantine(number, unit) end
-    redis.call('XACK', STREAM, LEARNER, ARGV[i])
-    redis.call('XDEL', STREAM, ARGV[i])
-    redis.call('DEL', blobs_key(unit))
-    if outcome == 'trained' then
-      redis.call('HINCRBY', LEDGER, 'trained', 1)
-      record(number, 'trained', detail)
-    else
-      count_out(number, outcome, detail)
-    end
-    count = count + 1
+    ids[#ids + 1], blobs[#blobs + 1], numbers[#numbers + 1] = entry[1], blobs_key(unit), number
   end
 end
-if count > 0 then ring(outcome) end
-return count
+if #ids == 0 then return 0 end
+call_in_parts(ids, 'XACK', STREAM, LEARNER)
+call_in_parts(ids, 'XDEL', STREAM)
+call_in_parts(blobs, 'DEL')
+if outcome == 'trained' then redis.call('HINCRBY', LEDGER, 'trained', #ids) end
+for _, number in ipairs(numbers) do
+  if outcome == 'trained' then record(number, 'trained', detail) else count_out(number, outcome, detail) end
+end
+ring(outcome)
+return #ids

@@ -7,9 +7,11 @@ acknowledges what that contains and gets the rest as it got it the first time.
 import heapq
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import msgpack
 from redis import Redis
 
 from services.buffer.client import Boundary, Counters, Snapshot
@@ -23,6 +25,8 @@ from services.settings import decode_change, encode_change
 
 logger = logging.getLogger(__name__)
 
+MOST_GROUPS = 16
+"""That one round trip carries."""
 ENDINGS = (b"stopped", b"killed")
 """What a run's record says is wanted when its learner should end."""
 
@@ -42,6 +46,8 @@ class RedisLearnerBuffer:
         self._run = BufferScripts(redis, run_id)
         self._last = "0-0"
         self._by_admission = order == "admission"
+        self._fetched: deque[list[Any]] = deque()
+        """What came with a group that was taken, in stream order."""
         self._ahead: list[tuple[int, Group]] = []
         """Taken out of the stream while groups with lower numbers are being played: a heap by number."""
 
@@ -50,19 +56,22 @@ class RedisLearnerBuffer:
         """Of the lease that every write carries."""
         return self._epoch
 
-    def take(self, timeout_s: float) -> Group | None:
+    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
         """See `LearnerBuffer.take`. Groups that can't be read are dropped as `corrupt`, their blobs kept in quarantine."""
         deadline = time.monotonic() + timeout_s
         while True:
-            position = self._newest_ring() if self._ahead else ""
-            reply = self._run("take", self._epoch, self._last)
-            if not isinstance(reply, int):
-                self._last = reply[0].decode()
-                group = self._read(reply)
+            if self._fetched:
+                group = self._read(self._fetched.popleft())
                 if group is not None and not self._by_admission:
                     return group
                 if group is not None:
                     heapq.heappush(self._ahead, (group.number, group))
+                continue
+            position = self._newest_ring() if self._ahead else ""
+            reply = self._run("take", self._epoch, self._last, min(max(wanted, 1), MOST_GROUPS))
+            if not isinstance(reply, int):
+                self._last = reply[-1][0].decode()
+                self._fetched.extend(reply)
                 continue
             if self._ahead and (reply < 0 or self._ahead[0][0] < reply):
                 return heapq.heappop(self._ahead)[1]
@@ -88,14 +97,6 @@ class RedisLearnerBuffer:
         changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
         return Boundary(changes, bool(paused), wanted in ENDINGS)
 
-    def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """Make the ledger agree with the checkpoint this learner goes on from; call it after that checkpoint's `ack`.
-
-        A Redis that lost its data (or a fresh one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
-        as admitted and trained, so that admission goes on where the checkpoint stands and numbers from `next_number`
-        (default: `num_trained`) on are handed out. Groups acknowledged past the checkpoint, whose own checkpoints are
-        gone, are given up as dropped `rewound`, and admission makes up for them. Both are 0 in an ordinary restart.
-
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
         """Before `adopt(step)`: ask for other settings, as a person could. False if nothing was asked for, because it was
         decided for this step before, or its weights exist.
@@ -108,6 +109,14 @@ class RedisLearnerBuffer:
     def num_playing(self) -> int:
         """Groups that are being played."""
         return self.snapshot().playing
+
+    def restore(self, num_trained: int, next_number: int | None = None) -> int:
+        """Make the ledger agree with the checkpoint this learner goes on from; call it after that checkpoint's `ack`.
+
+        A Redis that lost its data (or a fresh one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
+        as admitted and trained, so that admission goes on where the checkpoint stands and numbers from `next_number`
+        (default: `num_trained`) on are handed out. Groups acknowledged past the checkpoint, whose own checkpoints are
+        gone, are given up as dropped `rewound`, and admission makes up for them. Both are 0 in an ordinary restart.
 
         Returns:
             Groups that were added (positive) or given up (negative).
@@ -159,7 +168,8 @@ class RedisLearnerBuffer:
         return snapshot_from(self._run("snapshot"))
 
     def _read(self, row: Sequence[Any]) -> Group | None:
-        entry_id, number, version, flat, temperature = row
+        entry_id, number, version, temperature, packed = row
+        flat = msgpack.unpackb(packed, raw=True)
         members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
         trajectories: list[Trajectory] = []
         unreadable: dict[int, str] = {}

@@ -29,6 +29,7 @@ local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers',
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
+local UNPACKED = 1000 -- arguments that one command is given at most; even, so that pairs stay together
 
 local function meta_key(unit) return ROOT .. ':unit:' .. unit end
 local function blobs_key(unit) return ROOT .. ':blobs:' .. unit end
@@ -38,6 +39,15 @@ local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
 local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
 local function is_baseline(index, members, baselines) return tonumber(index) >= members - (baselines or 0) end
 local function split_token(token) return string.match(token, '^(.*):(%d+)$') end
+
+-- Run a command over a list of any length: `redis.call(..., unpack(list))`.
+local function call_in_parts(list, ...)
+  for first = 1, #list, UNPACKED do
+    local arguments = {...}
+    for i = first, math.min(first + UNPACKED - 1, #list) do arguments[#arguments + 1] = list[i] end
+    redis.call(unpack(arguments))
+  end
+end
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -151,8 +161,8 @@ local function apply_change(change)
     if values[field] then redis.call('HSET', LIMITS, field, values[field]) end
   end
   if values.max_staleness then redis.call('HDEL', LEDGER, 'expired_at') end
+  if values.num_env_groups then redis.call('HSET', LIMITS, 'max_groups_in_flight', values.num_env_groups) end
 end
 
 -- Note that a worker lives, if it is known; `enter` makes it so.
 local function touch(worker) redis.call('ZADD', WORKERS, 'XX', redis.call('HGET', LEDGER, 'clock') or 0, worker) end
-  if values.num_env_groups then redis.call('HSET', LIMITS, 'max_groups_in_flight', values.num_env_groups) end

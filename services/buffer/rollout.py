@@ -6,9 +6,9 @@ are derived from who holds what.
 
 import asyncio
 import uuid
-from collections.abc import Sequence
 from typing import Any, cast
 
+import msgpack
 from redis.asyncio import Redis as AsyncRedis
 
 from services.buffer.client import SubmitResult, WorkerOrders
@@ -54,10 +54,10 @@ class AsyncRolloutBuffer:
         it is more than the new `limit`."""
         async with self._claim_lock:
             nonce = self._claims.setdefault(worker_id, 0)
-            position, rows = await self._run("claim", worker_id, self._session, nonce, limit)
+            position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
             self._claims[worker_id] += 1
         self._seen = position.decode()
-        tasks = [self._task(row) for row in rows]
+        tasks = [self._task(*row) for row in msgpack.unpackb(packed)] if packed else []
         self._playing.setdefault(worker_id, {}).update((_token(task), task) for task in tasks)
         return tasks
 
@@ -90,7 +90,8 @@ class AsyncRolloutBuffer:
         blob = encode_trajectory(trajectory)
         versions = trajectory.version_range()
         unit = unit_of(task.kind, task.group_id, task.number)
-        result = await self._run("submit", worker_id, unit, task.index, versions[0] if versions else "", blob)
+        own = (unit, task.index, versions[0] if versions else "", blob)
+        result = await self._run.one_of_many("submit", (worker_id,), own)
         self._forget(worker_id, task)
         return SubmitResult(result.decode())
 
@@ -106,9 +107,10 @@ class AsyncRolloutBuffer:
         self._playing.pop(worker_id, None)
         return count
 
-    def _task(self, row: Sequence[Any]) -> EpisodeTask:
-        unit, index, attempt, min_version, sampling, temperature = row
-        kind, _, name = unit.decode().partition(":")
+    def _task(
+        self, unit: str, index: int, attempt: int, min_version: int, sampling: str, temperature: str
+    ) -> EpisodeTask:
+        kind, _, name = unit.partition(":")
         train = kind == "t"
         return EpisodeTask(
             kind=EpisodeKind.TRAIN if train else EpisodeKind.EVAL,
@@ -117,7 +119,7 @@ class AsyncRolloutBuffer:
             index=index,
             attempt=attempt,
             min_version=min_version,
-            sampling_name=sampling.decode(),
+            sampling_name=sampling,
             temperature=float(temperature) if temperature else None,
         )
 

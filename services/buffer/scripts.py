@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from redis.asyncio import Redis as AsyncRedis
 
 from services.errors import BufferError, FencedError, RetryableError
 from services.keys import RunKeys
+
+Argument = str | bytes | int | float
 
 FOLDER = Path(__file__).parent
 SHARED = ("prelude", "sweep")
@@ -98,7 +101,7 @@ class BufferScripts:
         self._keys = BufferKeys(run_id).of_scripts
         self._script = cache(lambda name: redis.register_script(script_source(name)))
 
-    def __call__(self, name: str, *args: str | bytes | int | float) -> Any:
+    def __call__(self, name: str, *args: Argument) -> Any:
         """Run a script. Raises as `errors_translated` says."""
         with errors_translated():
             return self._script(name)(keys=self._keys, args=args)
@@ -106,7 +109,7 @@ class BufferScripts:
 
 class AsyncBufferScripts:
     """The scripts of one run, called from a loop. Calls that come while others are under way travel together: one round trip
-    carries them, and each is still a command of its own."""
+    carries them, and each is a command of its own, or its part of one that answers many."""
 
     def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MOST_TRIPS) -> None:
         """trips: round trips that are under way together at most."""
@@ -116,9 +119,16 @@ class AsyncBufferScripts:
         self._waiting: deque[_Call] = deque()
         self._senders: set[asyncio.Task[None]] = set()
 
-    async def __call__(self, name: str, *args: str | bytes | int | float) -> Any:
+    async def __call__(self, name: str, *args: Argument) -> Any:
         """Run a script. Raises as `errors_translated` says."""
-        call = _Call(name, (len(self._keys), *self._keys, *args), asyncio.get_running_loop().create_future())
+        return await self._answer(_Call(name, args, None, asyncio.get_running_loop().create_future()))
+
+    async def one_of_many(self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...]) -> Any:
+        """Run a script that takes any number of `own` after what they share and answers each: calls of one name and `shared`
+        that travel together are one. Raises as `errors_translated` says."""
+        return await self._answer(_Call(name, shared, own, asyncio.get_running_loop().create_future()))
+
+    async def _answer(self, call: "_Call") -> Any:
         self._waiting.append(call)
         if len(self._senders) < self._trips:
             sender = asyncio.create_task(self._send())
@@ -137,8 +147,9 @@ class AsyncBufferScripts:
         while self._waiting:
             calls = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
             calls = [call for call in calls if not call.answer.done()]  # nobody waits for it any more
+            commands = _joined(calls)
             try:
-                replies = await self._replies(calls) if calls else []
+                replies = await self._replies(commands) if commands else []
             except BaseException as error:
                 # What ends the sending ends those who wait for it; each of them decides what it means.
                 _fail(calls, error)
@@ -146,22 +157,23 @@ class AsyncBufferScripts:
                     _fail(self._waiting, error)
                     raise
                 continue
-            for call, reply in zip(calls, replies, strict=True):
-                call.settle(reply)
+            for command, reply in zip(commands, replies, strict=True):
+                command.settle(reply)
 
-    async def _replies(self, calls: Sequence["_Call"]) -> list[Any]:
+    async def _replies(self, commands: Sequence["_Command"]) -> list[Any]:
+        lines = [(len(self._keys), *self._keys, *command.arguments) for command in commands]
         async with self._redis.pipeline(transaction=False) as pipe:
-            for call in calls:
-                pipe.evalsha(script_digest(call.name), *call.arguments)
+            for command, line in zip(commands, lines, strict=True):
+                pipe.evalsha(script_digest(command.name), *line)
             replies = await pipe.execute(raise_on_error=False)
-        for i, (call, reply) in enumerate(zip(calls, replies, strict=True)):
+        for i, reply in enumerate(replies):
             if isinstance(reply, redis_errors.NoScriptError):  # a Redis that is new or has lost its scripts
-                replies[i] = await self._whole(call)
+                replies[i] = await self._whole(commands[i].name, lines[i])
         return replies
 
-    async def _whole(self, call: "_Call") -> Any:
+    async def _whole(self, name: str, line: tuple[Any, ...]) -> Any:
         try:
-            return await cast(Awaitable[Any], self._redis.eval(script_source(call.name), *call.arguments))
+            return await cast(Awaitable[Any], self._redis.eval(script_source(name), *line))
         except redis_errors.ResponseError as error:
             return error
 
@@ -169,8 +181,15 @@ class AsyncBufferScripts:
 @dataclass(frozen=True, slots=True)
 class _Call:
     name: str
-    arguments: tuple[Any, ...]
+    shared: tuple[Argument, ...]
+    own: tuple[Argument, ...] | None
+    """None: it joins no other."""
     answer: asyncio.Future[Any]
+
+    def joins(self, other: "_Call") -> bool:
+        """Whether one command carries both."""
+        mine, others = self.own is not None, other.own is not None
+        return mine and others and (self.name, self.shared) == (other.name, other.shared)
 
     def settle(self, reply: Any) -> None:
         if self.answer.done():
@@ -179,6 +198,39 @@ class _Call:
             self.answer.set_exception(reply)
         else:
             self.answer.set_result(reply)
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What Redis is told at once: a call, or several that join."""
+
+    calls: list[_Call]
+
+    @property
+    def name(self) -> str:
+        return self.calls[0].name
+
+    @property
+    def arguments(self) -> Iterable[Argument]:
+        return chain(self.calls[0].shared, *(call.own or () for call in self.calls))
+
+    def settle(self, reply: Any) -> None:
+        """Give each call its part."""
+        if isinstance(reply, Exception) or self.calls[0].own is None:
+            reply = [reply] * len(self.calls)
+        for call, part in zip(self.calls, cast(list[Any], reply), strict=True):
+            call.settle(part)
+
+
+def _joined(calls: Iterable[_Call]) -> list[_Command]:
+    """Calls that join and follow each other become one command."""
+    commands: list[_Command] = []
+    for call in calls:
+        if commands and call.joins(commands[-1].calls[0]):
+            commands[-1].calls.append(call)
+        else:
+            commands.append(_Command([call]))
+    return commands
 
 
 def _fail(calls: Iterable[_Call], error: BaseException) -> None:

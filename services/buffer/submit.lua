@@ -1,54 +1,113 @@
--- Keep one finished trajectory; the last one that a group needs moves the group to the stream in the same step.
+-- Keep finished trajectories; the last one that a group needs moves the group to the stream in the same step.
 --
--- ARGV     1 worker, 2 unit, 3 member, 4 oldest version that sampled a token of it (empty: none), 5 blob
--- Returns  accepted | completed | duplicate | late, as `SubmitResult`
+-- ARGV     1 worker, then four of each trajectory: unit, member, oldest version that sampled a token of it (empty: none), blob
+-- Returns  for each accepted | completed | duplicate | late, as `SubmitResult`
 -- Invariants  a member is kept once, whoever played it and however often it is sent; a group enters the stream once,
---          with exactly `size` members, all its baselines among them; siblings that are not needed any more are cancelled.
-local worker, unit, index, oldest, blob = unpack(ARGV)
-local meta, blobs, token = meta_key(unit), blobs_key(unit), unit .. ':' .. index
-touch(worker)
-redis.call('HDEL', claims_key(worker), token)
-if redis.call('HEXISTS', blobs, index) == 1 then return 'duplicate' end
+--          with exactly `size` members, all its baselines among them; siblings that are not needed any more are cancelled;
+--          trajectories that come together are kept as if each had come alone, in their order.
+local worker = ARGV[1]
+local UNIT_FIELDS = {'size', 'members', 'done', 'failed', 'version', 'temperature', 'baselines', 'greedy'}
+local results, rung = {}, {}
 
-local size, members, done, failed, version, temperature, owner, claimed, given_up, baselines, greedy = unpack(redis.call(
-  'HMGET', meta, 'size', 'members', 'done', 'failed', 'version', 'temperature', 'o' .. index, 'c' .. index, 'd' .. index,
-  'baselines', 'greedy'))
-if not size or given_up then return 'late' end
-baselines, greedy = baselines or 0, greedy or 0
-local is_greedy, wanted = is_baseline(index, members, baselines), size - baselines
-if is_group(unit) and not is_greedy and done - greedy >= wanted then return 'late' end
-
-redis.call('HSET', blobs, index, blob)
-redis.call('HSET', meta, 's' .. index, oldest ~= '' and oldest or claimed or version)
-redis.call('HDEL', meta, 'o' .. index, 'c' .. index)
-done = redis.call('HINCRBY', meta, 'done', 1)
-if not owner then
-  redis.call('LREM', queue_of(unit), 1, token)
-elseif owner ~= worker then
-  redis.call('HDEL', claims_key(owner), token)
-end
-
-if not is_group(unit) then
-  if done + failed < tonumber(members) then return 'accepted' end
-  ring('eval')
-  return 'completed'
-end
-if is_greedy then greedy = redis.call('HINCRBY', meta, 'greedy', 1) end
-if done < tonumber(size) then
-  local sampled = members - baselines
-  if not is_greedy and done - greedy == wanted then -- a baseline still plays: its siblings need not
-    redis.call('HSET', meta, 'spared', sampled - wanted - failed)
-    vacate(unit, sampled)
-    for i = 0, sampled - 1 do redis.call('HDEL', meta, 'o' .. i, 'c' .. i) end
+-- What is known of a unit and of those of its members that came: ARGV[row] is such a member's unit.
+local function read(unit, rows)
+  local fields = {unpack(UNIT_FIELDS)}
+  for _, row in ipairs(rows) do
+    local index = ARGV[row + 1]
+    for _, kind in ipairs({'o', 'c', 'd', 's'}) do fields[#fields + 1] = kind .. index end
   end
-  return 'accepted'
+  local values = redis.call('HMGET', meta_key(unit), unpack(fields))
+  local known = {
+    unit = unit, group = is_group(unit), size = tonumber(values[1] or nil), members = tonumber(values[2] or nil),
+    done = tonumber(values[3] or nil), failed = tonumber(values[4] or nil), version = values[5], temperature = values[6],
+    baselines = tonumber(values[7] or 0), greedy = tonumber(values[8] or 0), blobs = {}, written = {}, left = {}, kept = {},
+  }
+  for i, row in ipairs(rows) do
+    local at = #UNIT_FIELDS + 4 * (i - 1)
+    known[row] = {owner = values[at + 1], claimed = values[at + 2], given_up = values[at + 3], submitted = values[at + 4]}
+  end
+  return known
 end
-local number = string.sub(unit, 3)
-if done + failed < tonumber(members) then vacate(unit, tonumber(members)) end
-redis.call('XADD', STREAM, '*', 'n', number, 'v', version, 't', temperature or '')
-redis.call('DEL', meta)
-redis.call('ZREM', ASSEMBLING, number)
-redis.call('HINCRBY', LEDGER, 'submitted', 1)
-record(number, 'submitted', version)
-ring('complete')
-return 'completed'
+
+local function is_spare(known, index)
+  return known.group and not is_baseline(index, known.members, known.baselines)
+    and known.done - known.greedy >= known.size - known.baselines
+end
+
+local function is_complete(known)
+  if known.group then return known.done == known.size end
+  return known.done + known.failed >= known.members
+end
+
+local function keep(known, row)
+  local index, oldest, blob, member = ARGV[row + 1], ARGV[row + 2], ARGV[row + 3], known[row]
+  if member.submitted or known.kept[index] then return 'duplicate' end
+  if not known.size then return redis.call('HEXISTS', blobs_key(known.unit), index) == 1 and 'duplicate' or 'late' end
+  if member.given_up or is_spare(known, index) then return 'late' end
+  known.kept[index] = true
+  local blobs, written, left = known.blobs, known.written, known.left
+  blobs[#blobs + 1], blobs[#blobs + 2] = index, blob
+  written[#written + 1], written[#written + 2] = 's' .. index, oldest ~= '' and oldest or member.claimed or known.version
+  left[#left + 1], left[#left + 2] = 'o' .. index, 'c' .. index
+  known.done = known.done + 1
+  if known.group and is_baseline(index, known.members, known.baselines) then known.greedy = known.greedy + 1 end
+  if not member.owner then
+    redis.call('LREM', queue_of(known.unit), 1, known.unit .. ':' .. index)
+  elseif member.owner ~= worker then
+    redis.call('HDEL', claims_key(member.owner), known.unit .. ':' .. index)
+  end
+  return is_complete(known) and 'completed' or 'accepted'
+end
+
+-- While its baseline still plays, a group that has all its sampled members needs no more of those.
+local function call_off_spares(known)
+  local sampled, wanted = known.members - known.baselines, known.size - known.baselines
+  if known.baselines == 0 or known.done - known.greedy < wanted then return end
+  if redis.call('HSETNX', meta_key(known.unit), 'spared', sampled - wanted - known.failed) == 0 then return end
+  vacate(known.unit, sampled)
+  for i = 0, sampled - 1 do redis.call('HDEL', meta_key(known.unit), 'o' .. i, 'c' .. i) end
+end
+
+local function enter_stream(known)
+  local number = string.sub(known.unit, 3)
+  if known.done + known.failed < known.members then vacate(known.unit, known.members) end
+  redis.call('XADD', STREAM, '*', 'n', number, 'v', known.version, 't', known.temperature or '')
+  redis.call('DEL', meta_key(known.unit))
+  redis.call('ZREM', ASSEMBLING, number)
+  redis.call('HINCRBY', LEDGER, 'submitted', 1)
+  record(number, 'submitted', known.version)
+  rung.complete = true
+end
+
+local function write(known)
+  if #known.blobs == 0 then return end
+  redis.call('HSET', blobs_key(known.unit), unpack(known.blobs))
+  if known.group and is_complete(known) then return enter_stream(known) end -- and nothing of it is written any more
+  redis.call('HDEL', meta_key(known.unit), unpack(known.left))
+  redis.call('HSET', meta_key(known.unit), 'done', known.done, 'greedy', known.greedy, unpack(known.written))
+  if known.group then
+    call_off_spares(known)
+  elseif is_complete(known) then
+    rung.eval = true
+  end
+end
+
+local units, rows_of, tokens = {}, {}, {}
+for row = 2, #ARGV, 4 do
+  local unit = ARGV[row]
+  if not rows_of[unit] then
+    rows_of[unit] = {}
+    units[#units + 1] = unit
+  end
+  table.insert(rows_of[unit], row)
+  tokens[#tokens + 1] = unit .. ':' .. ARGV[row + 1]
+end
+touch(worker)
+redis.call('HDEL', claims_key(worker), unpack(tokens))
+for _, unit in ipairs(units) do
+  local known = read(unit, rows_of[unit])
+  for _, row in ipairs(rows_of[unit]) do results[(row + 2) / 4] = keep(known, row) end
+  write(known)
+end
+for event in pairs(rung) do ring(event) end
+return results

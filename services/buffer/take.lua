@@ -1,11 +1,11 @@
--- Deliver the next group to the learner: first those that were delivered before and not acknowledged, in stream order.
+-- Deliver the next groups to the learner: first those that were delivered before and not acknowledged, in stream order.
 --
--- ARGV     1 epoch, 2 entry id that this learner saw last (0-0: none)
--- Returns  {entry id, number, version at admission, {member, blob, ...}, temperature or nothing}, or when there is none the
---          lowest number of those that are still being played, -1 for nobody; FENCED
--- Invariants  the same arguments give the same entry until it is acknowledged or dropped, so an answer that got lost is
---          asked for again; a learner that was replaced takes nothing.
-local epoch, last = ARGV[1], ARGV[2]
+-- ARGV     1 epoch, 2 entry id that this learner saw last (0-0: none), 3 how many at most
+-- Returns  {entry id, number, version at admission, temperature or nothing, msgpack of {member, blob, ...}} ..., or when there
+--          is none the lowest number of those that are still being played, -1 for nobody; FENCED
+-- Invariants  the same arguments give the same first entry until it is acknowledged or dropped, and no entry is passed over,
+--          so an answer that got lost is asked for again; a learner that was replaced takes nothing.
+local epoch, last, count = unpack(ARGV)
 if is_fenced(epoch) then return fenced_reply(epoch) end
 
 -- Versions never fall as numbers rise, so the lowest number is among those of the lowest version.
@@ -22,18 +22,27 @@ end
 if redis.call('EXISTS', STREAM) == 0 then return lowest_being_played() end
 
 local function read(after)
-  local streams = redis.call('XREADGROUP', 'GROUP', LEARNER, LEARNER, 'COUNT', 1, 'STREAMS', STREAM, after)
-  return streams and streams[1][2][1]
+  local streams = redis.call('XREADGROUP', 'GROUP', LEARNER, LEARNER, 'COUNT', count, 'STREAMS', STREAM, after)
+  local whole, hollow = {}, false
+  for _, entry in ipairs(streams and streams[1][2] or {}) do
+    if entry[2] then
+      whole[#whole + 1] = entry
+    else -- pending, but taken out of the stream by hand
+      redis.call('XACK', STREAM, LEARNER, entry[1])
+      hollow = true
+    end
+  end
+  if hollow and #whole == 0 then return read(after) end
+  return whole
 end
 
-local entry = read(last)
-while entry and not entry[2] do -- pending, but taken out of the stream by hand
-  redis.call('XACK', STREAM, LEARNER, entry[1])
-  entry = read(last)
+local entries = read(last)
+if #entries == 0 then entries = read('>') end
+if #entries == 0 then return lowest_being_played() end
+local reply = {}
+for i, entry in ipairs(entries) do
+  local number, version, temperature = entry[2][2], entry[2][4], entry[2][6]
+  local blobs = cmsgpack.pack(redis.call('HGETALL', blobs_key('t:' .. number)))
+  reply[i] = {entry[1], tonumber(number), tonumber(version), temperature or '', blobs}
 end
-entry = entry or read('>')
-if not entry then return lowest_being_played() end
-local number, version, temperature = entry[2][2], entry[2][4], entry[2][6]
-return {
-  entry[1], tonumber(number), tonumber(version), redis.call('HGETALL', blobs_key('t:' .. number)), temperature or '',
-}
+return reply

@@ -19,11 +19,12 @@ from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.buffer.watch import configure_buffer
 from services.keys import RunKeys
-from services.schema import EpisodeTask
 
 WORKER = "worker"
 STREAM = "bench-raw"
 READER = "reader"
+HANDS = 2
+"""Into which what is in hand of our side is parted: while one claims, the other hands in."""
 
 
 def offbeat_side(redis: Redis, url: str) -> Side:
@@ -38,7 +39,7 @@ def offbeat_side(redis: Redis, url: str) -> Side:
         into = asyncio.run(_claim_and_submit(load, url))
         start = time.perf_counter()
         for _ in range(load.num_groups // load.batch):
-            groups = [group for _ in range(load.batch) if (group := buffer.take(5.0)) is not None]
+            groups = [group for i in range(load.batch) if (group := buffer.take(5.0, load.batch - i)) is not None]
             expect(sum(len(group.trajectories) for group in groups), load.batch * load.group_size, "trajectories")
             buffer.ack([group.entry_id for group in groups], 1)
         out = time.perf_counter() - start
@@ -91,19 +92,14 @@ def _limits(load: Load) -> BufferLimits:
 async def _claim_and_submit(load: Load, url: str) -> float:
     redis = connect_async(url)
     buffer = AsyncRolloutBuffer(redis, RUN)
-    waiting: list[EpisodeTask] = []
-    claiming = asyncio.Lock()
 
     async def play() -> None:
-        while True:
-            async with claiming:
-                waiting.extend([] if waiting else await buffer.claim(WORKER, load.in_hand))
-                task = waiting.pop() if waiting else None
-            if task is None:
-                return
-            await buffer.submit(WORKER, task, load.trajectories[task.number][task.index])
+        while tasks := await buffer.claim(WORKER, load.in_hand // HANDS):
+            await asyncio.gather(
+                *(buffer.submit(WORKER, task, load.trajectories[task.number][task.index]) for task in tasks)
+            )
 
-    return await _timed(redis, load.in_hand, play)
+    return await _timed(redis, HANDS, play)
 
 
 async def _append(load: Load, url: str, *, pipelined: bool) -> float:

@@ -23,7 +23,7 @@ def run_script(redis: Redis, async_redis: AsyncRedis) -> AsyncBufferScripts:
 
 async def submit_late(run_script: AsyncBufferScripts, number: int) -> Any:
     """Hand in a member of a group that there is not."""
-    return await run_script("submit", "w", f"t:{number}", 0, 0, b"blob")
+    return await run_script.one_of_many("submit", ("w",), (f"t:{number}", 0, 0, b"blob"))
 
 
 async def test_each_of_many_calls_at_once_gets_its_own_answer(run_script: AsyncBufferScripts) -> None:
@@ -66,3 +66,19 @@ async def test_who_calls_again_as_soon_as_it_is_answered_is_never_forgotten(
     async with asyncio.timeout(20):
         for number in range(20):
             assert await submit_late(run_script, number) == b"late"
+
+
+async def test_neighbours_that_share_what_they_say_are_one_command(
+    redis: Redis, run_script: AsyncBufferScripts
+) -> None:
+    await submit_late(run_script, 0)
+    redis.config_resetstat()
+    assert await asyncio.gather(*(submit_late(run_script, i) for i in range(MANY))) == [b"late"] * MANY
+    commands = redis.info("commandstats")["cmdstat_evalsha"]["calls"]  # type: ignore[index]
+    assert commands == MANY // MOST_CALLS
+
+
+async def test_a_refusal_of_what_neighbours_share_reaches_each_of_them(run_script: AsyncBufferScripts) -> None:
+    calls = (run_script.one_of_many("take", (99, "0-0"), (i,)) for i in range(3))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [FencedError] * 3
