@@ -43,10 +43,10 @@ NO_RETRY_EXIT_CODE = 2
 class LearnerHostActor:
     """A learner host somewhere in the cluster."""
 
-    def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int) -> None:
+    def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
         self._run_id = run_id
         self._output_dir = output_dir
-        self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads)
+        self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads, standby=standby)
 
     def start(self) -> None:
         """See `LearnerHost.start`."""
@@ -71,6 +71,8 @@ class ManagedLearner:
         self._redis_url = redis_url
         self._run_id = config.exp_name
         self._actor_name = names.learner_host(self._run_id)
+        self._told = ""
+        """Incarnation whose death, and replacement by the standby, the reconciler has been told of."""
 
     async def ensure(self) -> None:
         """Start a learner, unless one is alive or the whole mesh is being shut down."""
@@ -87,7 +89,13 @@ class ManagedLearner:
             .options(
                 name=self._actor_name, namespace=names.NAMESPACE, lifetime="detached", get_if_exists=True, **options
             )
-            .remote(self._run_id, self._redis_url, self._config.output_dir.resolve(), train.num_threads)
+            .remote(
+                self._run_id,
+                self._redis_url,
+                self._config.output_dir.resolve(),
+                train.num_threads,
+                self._config.control.standby_learner,
+            )
         )
         ray.get(actor.start.remote(), timeout=60.0)
 
@@ -100,6 +108,9 @@ class ManagedLearner:
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.started:
             return Observation(Health.ABSENT)
+        if status.alive and status.died and status.died != self._told and not status.stopping:
+            self._told = status.died
+            return Observation(Health.DEAD, f"{status.died_how}; the standby has taken over", LOG, status.died)
         if status.alive:
             if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).progress):
                 return Observation(Health.READY, log=LOG)

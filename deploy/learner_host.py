@@ -1,4 +1,4 @@
-"""Hosts a managed learner: starts `python -m trainer.cli`, and tells Redis how it is.
+"""Hosts a managed learner: starts `python -m trainer.cli`, tells Redis how it is, and may keep a second one standing by.
 
 Invariants: the learner dies with its host, even by kill -9; whoever wants to know or stop it needs Redis alone, so the
 host may be the command line (which gives the first learner a head start) or an actor anywhere in the cluster.
@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from deploy.processes import dying_with_this_thread
+from services.errors import RetryableError
 from services.keys import RunKeys
+from services.lease import free_lease_of, owner_of
 from trainer.cli import REDIS_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ ALIVE_S = 6.0
 """A host that has been silent for so long is gone, and its learner with it."""
 KILL_S = 2.0
 """What the kernel gets to end a killed process."""
+SETTLE_S = 5.0
+"""Between two starts of a learner that stands by: the one that took over has its steps to catch up with."""
+FINAL = (0, 2, 4)
+"""Exit codes after which another learner would end in the same way, or has nothing to do; see `trainer.cli`."""
 LOG = "logs/learner.out"
 
 
@@ -55,12 +62,17 @@ class LearnerStatus:
     stopping: bool = False
     """It was asked to end."""
     incarnation: str = ""
+    died: str = ""
+    """Incarnation whose place the standby has taken, the last one if there were several."""
+    died_how: str = ""
 
     @property
     def how_it_ended(self) -> str:
-        if self.exit_code is None:
-            return "its host is gone"
-        return f"exit code {self.exit_code}" if self.exit_code >= 0 else f"killed by {_signal_name(-self.exit_code)}"
+        return "its host is gone" if self.exit_code is None else _how(self.exit_code)
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
 
 
 def _signal_name(number: int) -> str:
@@ -82,6 +94,8 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
         exit_code=int(code) if code is not None else None,
         stopping=b"stop" in raw,
         incarnation=raw[b"incarnation"].decode(),
+        died=raw.get(b"died", b"").decode(),
+        died_how=raw.get(b"died_how", b"").decode(),
     )
 
 
@@ -100,8 +114,20 @@ class LearnerHost:
     """Runs one learner at a time; a thread of its own watches it."""
 
     def __init__(
-        self, run_id: str, redis_url: str, output_dir: Path, *, command: Sequence[str] | None = None, threads: int = 1
+        self,
+        run_id: str,
+        redis_url: str,
+        output_dir: Path,
+        *,
+        command: Sequence[str] | None = None,
+        threads: int = 1,
+        standby: bool = False,
     ) -> None:
+        """standby: keep a second learner, which waits for the lease of the first one (`control.standby_learner`)."""
+        self._standby = standby
+        self._spare: subprocess.Popen[bytes] | None = None
+        self._spare_at = 0.0
+        """Monotonic time before which no other one is started."""
         self._run_id = run_id
         self._redis_url = redis_url
         self._output_dir = output_dir
@@ -110,12 +136,14 @@ class LearnerHost:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
+        self._ending = False
 
     def start(self) -> None:
         """Start the learner, unless this host's last one still runs; returns when Redis knows of it."""
         if self._thread and self._thread.is_alive():
             return
         self._ended.clear()
+        self._ending = False
         incarnation = uuid.uuid4().hex
         with Redis.from_url(self._redis_url) as redis, redis.pipeline() as pipe:
             pipe.delete(learner_key(self._run_id))
@@ -132,6 +160,7 @@ class LearnerHost:
 
     def end(self, grace_s: float) -> None:
         """End the learner without asking Redis, which may be gone: in order, or after `grace_s` by force."""
+        self._ending = True
         for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
             if self._thread is None or not self._thread.is_alive():
                 return
@@ -149,12 +178,55 @@ class LearnerHost:
                     code = process.wait(BEAT_S)
                 except subprocess.TimeoutExpired:
                     asked = self._beat(redis, process, incarnation, asked)
+                    self._keep_spare(redis, wanted=self._standby and not asked)
                     continue
-                break
+                self._free_lease(redis, process.pid)
+                if asked or self._ending or code in FINAL or self._spare is None or self._spare.poll() is not None:
+                    break
+                process = self._process = self._spare
+                self._spare, self._spare_at = None, time.monotonic() + SETTLE_S
+                incarnation = self._take_over(redis, incarnation, code, process)
             self._report_end(redis, incarnation, code)
         finally:
+            self._keep_spare(redis, wanted=False)
             redis.close()
             self._ended.set()
+
+    def _keep_spare(self, redis: Redis, *, wanted: bool) -> None:
+        """Have a learner standing by, once the first one has weights and would be missed; or have none."""
+        if self._spare is not None and not wanted:
+            self._spare.kill()  # it holds nothing
+            self._spare.wait()
+            self._spare = None
+        if not wanted or (self._spare is not None and self._spare.poll() is None) or time.monotonic() < self._spare_at:
+            return
+        try:
+            if redis.exists(RunKeys(self._run_id).progress):
+                self._spare, self._spare_at = self._spawn(), time.monotonic() + SETTLE_S
+                logger.info("learner %d stands by", self._spare.pid)
+        except RedisError as error:
+            logger.warning("can't reach Redis: %s", error)
+
+    def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
+        """The learner that stood by is the learner now; returns its incarnation."""
+        incarnation = uuid.uuid4().hex
+        logger.warning("learner ended (%s), learner %d takes over", _how(code), process.pid)
+        told = {"incarnation": incarnation, "pid": process.pid, "died": before, "died_how": _how(code)}
+        while True:
+            try:
+                redis.hset(learner_key(self._run_id), mapping=told)
+                return incarnation
+            except RedisError as error:  # the beat would take it for a stranger's
+                logger.warning("can't tell Redis of the new learner: %s", error)
+                if self._ending:
+                    return incarnation
+                time.sleep(BEAT_S)
+
+    def _free_lease(self, redis: Redis, pid: int) -> None:
+        try:
+            free_lease_of(redis, self._run_id, owner_of(pid))
+        except RetryableError as error:
+            logger.warning("the lease of learner %d will expire: %s", pid, error)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         log = self._output_dir / LOG

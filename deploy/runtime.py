@@ -64,6 +64,8 @@ QUIET_RAY = {"RAY_USAGE_STATS_ENABLED": "0"}
 LEARNER_GRACE_S = 4.0
 """What a learner gets to save a checkpoint when the command is interrupted, beside the time that its last steps took."""
 END_GRACE_S = 1.0
+REDIS_LOOK_S = 0.2
+"""How long the embedded Redis may be dead unnoticed."""
 
 
 class LocalMesh:
@@ -149,7 +151,10 @@ class LocalMesh:
         await asyncio.to_thread(release_all_workers, redis, config.exp_name)
         if config.control.learner == "managed" and config.actor_train.device == "cpu":
             threads = config.actor_train.num_threads
-            self._learner = LearnerHost(config.exp_name, self._redis_url, self._folder, threads=threads)
+            standby = config.control.standby_learner
+            self._learner = LearnerHost(
+                config.exp_name, self._redis_url, self._folder, threads=threads, standby=standby
+            )
             await asyncio.to_thread(self._learner.start)
             self._mark("learner")
 
@@ -197,12 +202,16 @@ class LocalMesh:
         if line.decode().strip() != expected:
             raise MeshError(f"Ray could not be started\nRead {self._folder / LOGS / RAY_LOG}")
 
-    async def mend_redis(self) -> None:
-        """Start the embedded Redis again if it died; nothing that it answered for is lost."""
-        server = self._server
-        if server is not None and not server.is_alive():
-            logger.warning("redis-server died and is started again")
-            await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
+    async def keep_redis(self) -> None:
+        """Start the embedded Redis again whenever it dies, until cancelled; nothing that it answered for is lost."""
+        while (server := self._server) is not None:
+            if not server.is_alive():
+                logger.warning("redis-server died and is started again")
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
+                except MeshError as error:
+                    logger.error("it does not come back, and is tried again: %s", error)
+            await asyncio.sleep(REDIS_LOOK_S)
 
     async def end_learner(self) -> int:
         """Let the learner finish its step, save a checkpoint and end; one that takes longer than that should is killed.

@@ -136,7 +136,12 @@ class TrainCommand:
         async with await self._start() as client:
             self._view.say(f"Control service at {client.url}, Redis at {self._mesh.redis_place}")
             self._report.timings = self._mesh.timings
-            view = await self._watch(client)
+            # Beside the watch: who asks a service whose Redis is gone waits for its answer
+            keeper = asyncio.create_task(self._mesh.keep_redis(), name="keep redis")
+            try:
+                view = await self._watch(client)
+            finally:
+                keeper.cancel()
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
             raise RunFailedError(f"{view.error}\nRead {_shown(log)}")
@@ -162,7 +167,6 @@ class TrainCommand:
             except RetryableError as error:
                 if time.monotonic() > answered_at + UNREACHABLE_S:
                     raise RunFailedError(f"{error}\nRead {_shown(self._config.output_dir / LOGS)}") from error
-                await self._mesh.mend_redis()
             else:
                 answered_at = time.monotonic()
                 self._last = view

@@ -5,6 +5,7 @@ refuses every epoch but the newest. The lease's expiry only decides when a waiti
 """
 
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -56,6 +57,35 @@ redis.call('DEL', KEYS[1])
 redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'released', ARGV[1])
 return 1
 """
+
+
+_FREE = """
+-- KEYS: lease, bell. ARGV: owner of the lease, with the space behind it.
+-- Returns 1 if the owner held it.
+local holder = redis.call('GET', KEYS[1])
+if not holder or string.sub(holder, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('XADD', KEYS[2], 'MAXLEN', 1, '*', 'died', ARGV[1])
+return 1
+"""
+
+
+def owner_of(pid: int) -> str:
+    """The name under which a process of this host holds a lease."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
+    """Let the next learner have the lease of one that is known to be dead, at once; False if that one did not hold it.
+
+    Raises:
+        RetryableError: Redis does not answer.
+    """
+    keys = RunKeys(run_id)
+    try:
+        return bool(redis.register_script(_FREE)(keys=[keys.lease, keys.key("lease", "bell")], args=[f"{owner} "]))
+    except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        raise RetryableError(f"Redis does not answer: {error}") from error
 
 
 class LeaseHeldError(RetryableError):

@@ -20,7 +20,7 @@ from redis import Redis
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.ledger import LedgerThread
 from services.errors import ControlError, RetryableError
-from services.lease import LearnerLease
+from services.lease import LearnerLease, owner_of
 from services.telemetry import RedisMetrics
 from services.weights.place import check_reach
 from services.weights.publisher import RedisWeightPublisher
@@ -118,7 +118,7 @@ class LearnerProcess:
     def _lead(self, ranks: Ranks) -> Ended:
         self._laps.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
-        owner = f"{socket.gethostname()}:{os.getpid()}"
+        owner = owner_of(os.getpid())
         lease = LearnerLease(self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set)
         self._view.phase("loading the policy")
         with process_group(ranks):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from envs.config import Config
 
@@ -20,8 +20,19 @@ class ControlConfig(Config):
     """A second one, for callers who may look and change nothing."""
     learner: Literal["managed", "external"] = "managed"
     """`managed`: the mesh starts the learner and replaces a dead one; `external`: it waits for `offbeat learner attach`."""
+    standby_learner: bool = False
+    """Keep a second learner process beside the managed one: it has imported and built everything, waits, and takes over as
+    soon as the first one dies. It costs that process's memory, on `actor_train.device` too."""
     reconcile_s: float = Field(default=0.5, gt=0)
     """Seconds between two looks at what runs and what should."""
+
+    @model_validator(mode="after")
+    def _somebody_keeps_the_standby(self) -> "ControlConfig":
+        if self.standby_learner and self.learner == "external":
+            raise ValueError(
+                "standby_learner has no effect with learner=external: attach a second learner instead, it stands by"
+            )
+        return self
 
 
 class ControlTuning(Config):

@@ -21,7 +21,8 @@ from deploy.learner_host import (
     read_status,
 )
 from deploy.loading import load_run
-from services.keys import ENDING
+from services.control.components import Health
+from services.keys import ENDING, RunKeys
 from tests.waiting import wait_until_sync
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
@@ -157,6 +158,71 @@ def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis
     redis.delete(alive_key("r"))  # what its expiry does in a few seconds
     status = read_status(redis, "r")
     assert (status.started, status.alive, status.how_it_ended) == (True, False, "its host is gone")
+
+
+WAITS_FOR_THE_LEASE = [
+    sys.executable,
+    "-u",
+    "-c",
+    """if True:
+    import os, time
+    from redis import Redis
+    from services.lease import LearnerLease, LeaseHeldError, owner_of
+    lease = LearnerLease(Redis.from_url(os.environ["OFFBEAT_REDIS"]), "r", owner_of(os.getpid()), 600.0)
+    while True:
+        try:
+            lease.acquire(wait_s=1.0)
+            break
+        except LeaseHeldError:
+            print("stands by", os.getpid())
+    print("up", os.getpid())
+    time.sleep(1000)
+    """,
+]
+
+
+def told(folder: Path, what: str) -> list[int]:
+    """Processes that have said so, in their order."""
+    log = folder / LOG
+    lines = log.read_text().splitlines() if log.exists() else []
+    return list(dict.fromkeys(int(line.split()[-1]) for line in lines if line.startswith(what)))
+
+
+def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The lease of the dead one would last for ten minutes."""
+    monkeypatch.setattr("deploy.learner_host.SETTLE_S", 0.0)
+    host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
+    host.start()
+    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    assert told(tmp_path, "stands by") == [], "nobody stands by before there are weights"
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    wait_until_sync(lambda: told(tmp_path, "stands by") != [])
+    before, (first, second) = read_status(redis, "r"), (told(tmp_path, "up")[0], told(tmp_path, "stands by")[0])
+    os.kill(first, signal.SIGKILL)
+    wait_until_sync(lambda: told(tmp_path, "up") == [first, second])
+    wait_until_sync(lambda: len(told(tmp_path, "stands by")) == 2)
+    status = read_status(redis, "r")
+    assert (status.alive, status.died, status.died_how) == (True, before.incarnation, "killed by SIGKILL")
+    third = told(tmp_path, "stands by")[1]
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(10)
+    assert read_status(redis, "r").exit_code == -signal.SIGKILL
+    for pid in (second, third):
+        assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_the_reconciler_is_told_once_of_a_learner_whose_place_was_taken(redis: Redis, redis_url: str):
+    config = load_run(QUICKSTART)
+    known = {"incarnation": "two", "pid": 1, "died": "one", "died_how": "killed by SIGKILL"}
+    redis.hset(learner_key(config.exp_name), mapping=known)
+    redis.set(alive_key(config.exp_name), "two")
+    learner = ManagedLearner(config, redis, redis_url)
+    seen = await learner.observe()
+    assert (seen.health, seen.incident) == (Health.DEAD, "one")
+    assert seen.detail == "killed by SIGKILL; the standby has taken over"
+    assert (await learner.observe()).health is Health.STARTING
 
 
 def test_the_password_of_redis_is_on_no_command_line(redis_url: str, tmp_path: Path):

@@ -8,7 +8,7 @@ from redis import Redis
 from services.buffer.connection import connect
 from services.errors import FencedError, RetryableError
 from services.keys import RunKeys
-from services.lease import LearnerLease, LeaseHeldError
+from services.lease import LearnerLease, LeaseHeldError, free_lease_of
 from tests.waiting import wait_until_sync
 
 RUN = "run"
@@ -97,6 +97,18 @@ def test_a_dead_learners_lease_expires(redis: Redis):
         assert time.monotonic() - started < 2
         assert not dead.held()
     dead.release()
+
+
+def test_the_lease_of_a_learner_that_is_known_to_be_dead_is_free_at_once_and_nobody_elses(redis: Redis):
+    with LearnerLease(redis, RUN, "host:71", 600) as dead, LearnerLease(redis, RUN, "me", 10) as other:
+        dead.acquire()
+        assert not free_lease_of(redis, RUN, "host:7")
+        with pytest.raises(LeaseHeldError):
+            other.acquire()
+        assert free_lease_of(redis, RUN, "host:71")
+        assert other.acquire() == 2
+        assert not free_lease_of(redis, RUN, "host:71")
+        assert other.held()
 
 
 def test_a_living_learner_keeps_its_lease_past_the_timeout(redis: Redis):
