@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from deploy.chaos.running import ChaosReport
+    from deploy.chaos.report import ChaosReport
 
 
 def chaos(
@@ -77,6 +77,6 @@ def _show(report: "ChaosReport", folder: Path) -> None:
         )
         for finding in audit["findings"]:
             console.print(f"  - {finding}")
-    for what in (*report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
+    for what in (*report.notes, *report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
         console.print(f"  - {what}")
     console.print(f"{'PASSED' if report.passed else 'FAILED'}: {folder}")

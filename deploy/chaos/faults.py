@@ -1,13 +1,14 @@
 """What can happen to a run: which process of it, by what its command line says, and what is done to it.
 
-Invariant: only descendants of the run's own command are ever signalled, each by its pid.
+Invariant: only descendants of the run's own command (and of the second node's) are ever signalled, each by its pid.
 """
 
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import psutil
 
@@ -16,40 +17,74 @@ STOP_S = (2.0, 8.0)
 SHARED_TRACKER = "resource_tracker"
 
 
+class Act(StrEnum):
+    """What is done."""
+
+    KILL = "killed"
+    """SIGKILL."""
+    STOP = "stopped"
+    """SIGSTOP for a while, then SIGCONT."""
+    MISBEHAVE = "env"
+    """An env is told to; see `deploy.chaos.misbehaving`."""
+    CONNECTIONS = "connections"
+    """Something is done to the connections to Redis; see `deploy.chaos.proxy`."""
+    DISK = "disk"
+    """The disk of the checkpoints is filled up, for a while."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One kind of fault."""
 
     name: str
-    mark: str = ""
-    """What the command line of its process holds; empty: it is done to Redis' connections."""
-    stops: bool = False
-    """SIGSTOP for a while, then SIGCONT; else SIGKILL."""
-    comes_back: bool = True
-    """Whether another process of its kind must be started; an env's is only when one is short."""
+    act: Act = Act.KILL
+    what: str = ""
+    """KILL and STOP: what the command line of the process holds; else what exactly is done."""
+    comes_back: bool = False
+    """Whether another process of its kind must be started."""
     during: str = ""
     """Stage of the learner (`learner_doing`) in which it strikes; empty: at any moment."""
 
+    @property
+    def has_victim(self) -> bool:
+        """Whether it strikes a process."""
+        return self.act in (Act.KILL, Act.STOP)
 
-ENV_PROCESS = "services.rollout.child"
+
+RAYLET = "raylet/raylet"
+PROCESSES = {
+    "env worker": "ray::EnvWorker",
+    "single env": "services.rollout.child",
+    "engine core": "VLLM::EngineCore",
+    "generation replica": "ray::ServeReplica:generation",
+    "weight broker": "ray::ServeReplica:weights",
+    "control replica": "ray::ServeReplica:control",
+    "Serve controller": "ray::ServeController",
+    "Serve proxy": "ray::ProxyActor",
+    "learner": "trainer.cli",
+    "redis-server": "redis-server",
+    "raylet of the second node": RAYLET,
+}
+"""Kind -> what the command line of its processes holds."""
+SPARE = ("single env",)
+"""Kinds of which another is started only where one is short."""
 FAULTS = (
-    Fault("env worker killed", "ray::EnvWorker"),
-    Fault("single env killed", ENV_PROCESS, comes_back=False),
-    Fault("engine core killed", "VLLM::EngineCore"),
-    Fault("generation replica killed", "ray::ServeReplica:generation"),
-    Fault("weight broker killed", "ray::ServeReplica:weights"),
-    Fault("control replica killed", "ray::ServeReplica:control"),
-    Fault("Serve controller killed", "ray::ServeController"),
-    Fault("Serve proxy killed", "ray::ProxyActor"),
-    Fault("learner killed", "trainer.cli"),
-    Fault("learner killed in a checkpoint", "trainer.cli", during="checkpoint"),
-    Fault("learner killed in a publish", "trainer.cli", during="publish"),
-    Fault("redis-server killed", "redis-server"),
-    Fault("Redis connections cut", ""),
-    Fault("env worker stopped", "ray::EnvWorker", stops=True),
-    Fault("engine core stopped", "VLLM::EngineCore", stops=True),
-    Fault("learner stopped", "trainer.cli", stops=True),
-    Fault("redis-server stopped", "redis-server", stops=True),
+    *(Fault(f"{kind} killed", Act.KILL, mark, kind not in SPARE) for kind, mark in PROCESSES.items()),
+    *(Fault(f"{kind} stopped", Act.STOP, mark) for kind, mark in PROCESSES.items()),
+    *(
+        Fault(f"learner {act} in a {stage}", act, PROCESSES["learner"], act is Act.KILL, during=stage)
+        for act in (Act.KILL, Act.STOP)
+        for stage in ("checkpoint", "publish")
+    ),
+    Fault("env hangs", Act.MISBEHAVE, "hang"),
+    Fault("env crashes", Act.MISBEHAVE, "crash"),
+    Fault("env prints without end", Act.MISBEHAVE, "flood"),
+    Fault("env takes all memory", Act.MISBEHAVE, "hog"),
+    Fault("Redis connections cut", Act.CONNECTIONS, "cut"),
+    Fault("Redis answers cut in the middle", Act.CONNECTIONS, "torn"),
+    Fault("Redis connections slow", Act.CONNECTIONS, "delayed"),
+    Fault("Redis connections silent", Act.CONNECTIONS, "silent"),
+    Fault("checkpoint disk full", Act.DISK),
 )
 
 
@@ -62,20 +97,21 @@ def plan(kills: int, seed: int) -> list[Fault]:
     return order[:kills]
 
 
-def processes_of(root: psutil.Process, mark: str) -> list[psutil.Process]:
-    """Living descendants of a command whose command line holds `mark`, oldest first."""
+def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
+    """Living descendants of commands whose command line holds `mark`, oldest first."""
     found: list[tuple[float, psutil.Process]] = []
-    try:
-        family = root.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    for process in family:
+    for root in roots:
         try:
-            line = " ".join(process.cmdline())
-            if mark in line and SHARED_TRACKER not in line and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process.create_time(), process))
+            family = root.children(recursive=True)
         except psutil.NoSuchProcess:
             continue
+        for process in family:
+            try:
+                line = " ".join(process.cmdline())
+                if mark in line and SHARED_TRACKER not in line and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process.create_time(), process))
+            except psutil.NoSuchProcess:
+                continue
     return [process for _, process in sorted(found, key=lambda row: row[0])]
 
 
@@ -83,7 +119,7 @@ def strike(
     fault: Fault, victim: psutil.Process, rng: random.Random, sleep: Callable[[float], None] = time.sleep
 ) -> float:
     """Kill or stop a process; returns for how long it was stopped, s."""
-    if not fault.stops:
+    if fault.act is Act.KILL:
         victim.kill()
         return 0.0
     duration_s = rng.uniform(*STOP_S)

@@ -1,34 +1,39 @@
 """Strikes a run as planned and measures how it comes back; then lets it end by itself and audits what it left."""
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from deploy.audit_command import AuditError, as_tree, examine
-from deploy.chaos.faults import Fault, pids, plan, processes_of, strike
-from deploy.chaos.watching import RunUnderChaos
+from deploy.chaos import proxy
+from deploy.chaos.disk import SmallDisk
+from deploy.chaos.faults import Act, Fault, pids, plan
+from deploy.chaos.report import ChaosReport, Struck
+from deploy.chaos.second_node import SecondNode, cluster_environment
+from deploy.chaos.striking import Hand, MissedError
+from deploy.chaos.watching import FOLDER_S, RunUnderChaos
+from deploy.processes import adopt_orphans
+from services.buffer.redis_server import server_binary
 
 QUIET_S = (0.5, 3.0)
 """Between a recovery and the next fault."""
 RECOVERY_S = 90.0
 STAGE_S = 20.0
 POLL_S = 0.05
-START_S = 240.0
-END_S = 120.0
+START_S = 600.0
+END_S = 360.0
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 SMALL = (
+    "custom_envs.FrozenLake.env_type=deploy.chaos.misbehaving:MisbehavingLakeEnv",
     "custom_envs.FrozenLake.execution=process",
     "custom_envs.FrozenLake.step_timeout_s=5",
+    "+custom_envs.FrozenLake.memory_gib=0.5",
     "rollout_batch_size=16",
     "train_env_manager.group_size=4",
     "train_env_manager.num_env_groups=6",
-    "rollout.max_env_num_per_worker=24",
+    "rollout.num_workers=2",
+    "rollout.max_env_num_per_worker=12",
     "warm_start.steps=40",
     "eval_steps=0",
     "final_val_batch_size=8",
@@ -37,67 +42,6 @@ SMALL = (
     "buffer.learner_timeout_s=3",
 )
 """A small run whose envs are processes, which checkpoints often and notices deaths soon."""
-
-
-@dataclass
-class Struck:
-    """One fault and what became of it."""
-
-    fault: str
-    at_s: float
-    """Since the run's first step."""
-    step: int
-    stopped_s: float = 0.0
-    back_s: float | None = None
-    """Until a process of its kind was there again; None where none was hit or none needed to come back."""
-    next_step_s: float | None = None
-    """Until the run had published two more steps."""
-    missed: str = ""
-    """Why it could not be done."""
-
-
-@dataclass
-class ChaosReport:
-    """Everything that was seen."""
-
-    seed: int
-    struck: list[Struck] = field(default_factory=list[Struck])
-    exit_code: int | None = None
-    steps: int = 0
-    wall_s: float = 0.0
-    audit: dict[str, Any] = field(default_factory=dict[str, Any])
-    leftovers: list[str] = field(default_factory=list[str])
-    complaints: list[str] = field(default_factory=list[str])
-
-    @property
-    def passed(self) -> bool:
-        return self.exit_code == 0 and bool(self.audit.get("proven")) and not self.leftovers and not self.complaints
-
-    @property
-    def done(self) -> list[Struck]:
-        """Faults that were done."""
-        return [each for each in self.struck if not each.missed]
-
-    def by_kind(self) -> dict[str, dict[str, Any]]:
-        """How often, and how soon the run came back: median and longest, s."""
-        out: dict[str, dict[str, Any]] = {}
-        for name in dict.fromkeys(each.fault for each in self.done):
-            here = [each for each in self.done if each.fault == name]
-            out[name] = {
-                "count": len(here),
-                "back_s": _spread([each.back_s for each in here]),
-                "two_steps_s": _spread([each.next_step_s for each in here]),
-            }
-        return out
-
-    def as_tree(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self) | {"passed": self.passed, "faults": len(self.done), "by_kind": self.by_kind()}
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    known = [value for value in values if value is not None]
-    return {"median": round(statistics.median(known), 2), "max": round(max(known), 2)} if known else None
 
 
 class Chaos:
@@ -112,25 +56,56 @@ class Chaos:
         self._report = ChaosReport(seed)
         self._began = 0.0
 
-    def go(self, faults: Sequence[Fault], minutes: float, end_s: float) -> ChaosReport:
+    def go(
+        self,
+        faults: Sequence[Fault],
+        minutes: float,
+        end_s: float,
+        node: SecondNode,
+        disk: SmallDisk,
+        orders: Path,
+    ) -> ChaosReport:
         """Wait for the first step, do faults for up to `minutes`, wait up to `end_s` for the end, audit."""
         started = time.monotonic()
+        self._node = node
+        self._hand = Hand(
+            self._run,
+            node,
+            disk,
+            orders,
+            self._rng,
+            pause=self._pause,
+            wait=lambda done, s: self._wait(done, s) is not None,
+        )
+        if disk.refusal:
+            self._report.notes.append(disk.refusal)
         try:
+            if self._wait(self._run.has_folder, FOLDER_S) is not None:
+                disk.attach()
             if self._wait(lambda: (self._run.step() or -1) >= 1, START_S) is None:
                 self._complain(f"no step in {START_S:.0f} s, see {self._run.log}")
             else:
                 self._strike_all(faults, minutes)
-            self._report.exit_code = self._run.wait(end_s) if self._run.running else self._run.process.returncode
-            if self._report.exit_code is None:
-                self._complain(f"the run did not end within {end_s:.0f} s of the last fault")
-            elif self._report.exit_code:
-                self._complain(f"exit code {self._report.exit_code}, see {self._run.log}")
+            self._end(end_s)
         finally:
             self._run.close()
+            node.close()
+            disk.keep()
         self._report.wall_s = round(time.monotonic() - started, 1)
         self._report.leftovers = self._run.leftovers()
         self._audit()
         return self._report
+
+    def _end(self, end_s: float) -> None:
+        """Let the run go on until it ends, on its own."""
+        deadline = time.monotonic() + end_s
+        while self._run.running and time.monotonic() < deadline:
+            self._pause(POLL_S)
+        code = self._report.exit_code = self._run.process.poll()
+        if code is None:
+            self._complain(f"the run did not end within {end_s:.0f} s of the last fault")
+        elif code:
+            self._complain(f"exit code {code}, see {self._run.log}")
 
     def _strike_all(self, faults: Sequence[Fault], minutes: float) -> None:
         self._began = time.monotonic()
@@ -142,45 +117,41 @@ class Chaos:
             self._strike(number, fault)
 
     def _strike(self, number: int, fault: Fault) -> None:
-        struck = Struck(fault.name, round(time.monotonic() - self._began, 2), self._run.step() or -1)
+        at_s, step = round(time.monotonic() - self._began, 2), self._run.step()
+        struck = Struck(fault.name, at_s, -1 if step is None else step)
         self._report.struck.append(struck)
-        before = processes_of(self._run.root, fault.mark) if fault.mark else []
-        if fault.mark and not before:
-            struck.missed = "there was no such process at that moment"
-        elif fault.during and self._wait(lambda: self._run.stage() == fault.during, STAGE_S, poll_s=0.001) is None:
-            struck.missed = f"the learner was never seen in its {fault.during}"
-        if struck.missed or not self._run.running:
-            self._say(f"{number:3d} {fault.name}: {struck.missed or 'the run had ended'}")
-            struck.missed = struck.missed or "the run had ended"
-            return
-        step = self._run.step()
-        hit = time.monotonic()
+        before = pids(self._hand.victims(fault)) if fault.has_victim else set[int]()
         try:
-            if fault.mark:
-                victim = self._rng.choice(processes_of(self._run.root, fault.mark) or before)
-                struck.stopped_s = round(strike(fault, victim, self._rng, self._pause), 2)
-            else:
-                self._run.cut_connections()
-        except (psutil.NoSuchProcess, OSError) as error:
-            struck.missed = f"it had ended: {error}"
+            if fault.during and self._wait(lambda: self._run.stage() == fault.during, STAGE_S, poll_s=0.001) is None:
+                raise MissedError(f"the learner was never seen in its {fault.during}")
+            if not self._run.running:
+                raise MissedError("the run had ended")
+            step = self._run.step() or struck.step
+            hit = time.monotonic()
+            struck.lasted_s = round(self._hand.strike(fault), 2)
+        except MissedError as error:
+            struck.missed = str(error)
+            self._say(f"{number:3d} {fault.name}: {error}")
             return
         if self._rng.random() < self._overlap:
             self._say(f"{number:3d} {fault.name} at step {step}, and on at once")
             return
-        self._see_it_back(fault, struck, pids(before), hit)
-        self._see_progress(struck, step if step is not None else struck.step, hit)
+        self._see_it_back(fault, struck, before, hit)
+        self._see_progress(struck, step, hit)
         back = "" if struck.back_s is None else f"back after {struck.back_s:.1f} s, "
         steps = "no step since" if struck.next_step_s is None else f"two steps after {struck.next_step_s:.1f} s"
         self._say(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
 
     def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
-        if fault.stops or not fault.comes_back or not fault.mark:
+        if fault.act is Act.DISK:
+            struck.back_s = self._wait(lambda: self._run.trouble() == "", RECOVERY_S, since=hit)
+        elif fault.act is Act.KILL and fault.comes_back:
+            struck.back_s = self._wait(lambda: bool(pids(self._hand.victims(fault)) - before), RECOVERY_S, since=hit)
+        else:
             return
-        struck.back_s = self._wait(
-            lambda: bool(pids(processes_of(self._run.root, fault.mark)) - before), RECOVERY_S, since=hit
-        )
         if struck.back_s is None and self._run.running:
-            self._complain(f"{fault.name}: no process of its kind came back within {RECOVERY_S:.0f} s")
+            what = "no checkpoint was written" if fault.act is Act.DISK else "no process of its kind came back"
+            self._complain(f"{fault.name}: {what} within {RECOVERY_S:.0f} s")
 
     def _see_progress(self, struck: Struck, step: int, hit: float) -> None:
         struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, RECOVERY_S, since=hit)
@@ -201,7 +172,12 @@ class Chaos:
     def _pause(self, seconds: float) -> None:
         if seconds >= POLL_S:
             self._run.look()
-        time.sleep(seconds)
+            self._node.keep_up(self._run.root)
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 1.0:
+            time.sleep(1.0)
+            self._run.look()
+        time.sleep(max(left_s, 0.0))
 
     def _complain(self, what: str) -> None:
         self._say(f"    {what}")
@@ -231,6 +207,16 @@ def run_chaos(
     overrides: Sequence[str],
 ) -> ChaosReport:
     """A run of `steps` steps in `folder`, and up to `kills` faults in up to `minutes`."""
-    run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", [*SMALL, f"seed={seed}", f"max_steps={steps}", *overrides])
+    folder = folder.resolve()
+    disk = SmallDisk(folder)
+    adopt_orphans()
+    orders = folder.with_name(f"{folder.name}.orders")
+    orders.mkdir(parents=True, exist_ok=True)
+    server = proxy.script(orders / "server", server_binary(None), orders)
+    told = (f"+custom_envs.FrozenLake.env_config.orders={orders}", f"redis.server={server}")
+    all_overrides = [*SMALL, *told, f"seed={seed}", f"max_steps={steps}", *overrides]
+    environment = cluster_environment()
+    run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
     say(f"the run's log: {run.log}")
-    return Chaos(run, seed, overlap, say).go(plan(kills, seed), minutes, END_S)
+    node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
+    return Chaos(run, seed, overlap, say).go(plan(kills, seed), minutes, END_S, node, disk, orders)

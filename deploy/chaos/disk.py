@@ -1,0 +1,99 @@
+"""A small disk for a run's checkpoints, which can be filled up.
+
+It is a tmpfs in a mount namespace of this process's own, so that it goes with the process; where the platform grants neither
+(mounting needs root or user namespaces), there is none, and that is said.
+Invariant: `keep` leaves the checkpoints in the run's folder as ordinary files.
+"""
+
+import ctypes
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+SIZE_BYTES = 48 * 2**20
+LEFT_BYTES = 64 * 1024
+"""What stays free on a full disk: enough to begin a file, too little to end it."""
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+CHECKPOINTS, BALLAST = "checkpoints", "ballast"
+
+
+class SmallDisk:
+    """A tmpfs beside the run's folder."""
+
+    def __init__(self, output_dir: Path) -> None:
+        """Mount it; call while this process has one thread. `refusal` says why it could not be."""
+        self._output_dir = output_dir
+        self._place = output_dir.with_name(f"{output_dir.name}.disk")
+        self.refusal = ""
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            _own_namespace()
+            _mount("tmpfs", self._place, "tmpfs", 0, f"size={SIZE_BYTES}")
+        except OSError as error:
+            self.refusal = f"no disk of its own for checkpoints: {error}"
+            return
+        (self._place / CHECKPOINTS).mkdir()
+
+    @property
+    def is_there(self) -> bool:
+        return not self.refusal
+
+    def attach(self) -> None:
+        """Let the run's checkpoints lie there: once the run has its folder, and before it writes the first."""
+        if self.is_there:
+            (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
+
+    def fill(self) -> int:
+        """Take what is free, but for a little; returns how many bytes."""
+        size = max(shutil.disk_usage(self._place).free - LEFT_BYTES, 0)
+        with (self._place / BALLAST).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+        return size
+
+    def free(self) -> None:
+        """Give it back."""
+        (self._place / BALLAST).unlink(missing_ok=True)
+
+    def keep(self) -> None:
+        """Put the checkpoints where they outlive this process."""
+        if not self.is_there or not (self._output_dir / CHECKPOINTS).is_symlink():
+            return
+        self.free()
+        link, aside = self._output_dir / CHECKPOINTS, self._output_dir / ".kept"
+        shutil.copytree(self._place / CHECKPOINTS, aside, symlinks=True)
+        link.unlink()
+        aside.rename(link)
+        with suppress(OSError):
+            _libc().umount2(str(self._place).encode(), 2)
+            self._place.rmdir()
+
+
+def _own_namespace() -> None:
+    """Raises OSError."""
+    root = os.geteuid() == 0
+    uid, gid = os.getuid(), os.getgid()
+    if _libc().unshare(CLONE_NEWNS if root else CLONE_NEWNS | CLONE_NEWUSER):
+        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
+    if not root:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    _mount("none", Path("/"), None, MS_REC | MS_PRIVATE, None)
+
+
+def _mount(source: str, target: Path, kind: str | None, flags: int, data: str | None) -> None:
+    told = (
+        source.encode(),
+        str(target).encode(),
+        kind.encode() if kind else None,
+        flags,
+        data.encode() if data else None,
+    )
+    if _libc().mount(*told):
+        raise OSError(ctypes.get_errno(), f"mount {target}: {os.strerror(ctypes.get_errno())}")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,70 @@
+"""What a run under chaos has shown: each fault, and what the run left."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Struck:
+    """One fault and what became of it."""
+
+    fault: str
+    at_s: float
+    """Since the run's first step."""
+    step: int
+    lasted_s: float = 0.0
+    """How long it was done: a process stopped, connections slow, the disk full."""
+    back_s: float | None = None
+    """Until a process of its kind was there again, or checkpoints were written again; None where that says nothing."""
+    next_step_s: float | None = None
+    """Until the run had published two more steps."""
+    missed: str = ""
+    """Why it could not be done."""
+
+
+@dataclass
+class ChaosReport:
+    """Everything that was seen."""
+
+    seed: int
+    struck: list[Struck] = field(default_factory=list[Struck])
+    exit_code: int | None = None
+    steps: int = 0
+    wall_s: float = 0.0
+    audit: dict[str, Any] = field(default_factory=dict[str, Any])
+    leftovers: list[str] = field(default_factory=list[str])
+    complaints: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+    """What this platform did not let be done."""
+
+    @property
+    def passed(self) -> bool:
+        return self.exit_code == 0 and bool(self.audit.get("proven")) and not self.leftovers and not self.complaints
+
+    @property
+    def done(self) -> list[Struck]:
+        """Faults that were done."""
+        return [each for each in self.struck if not each.missed]
+
+    def by_kind(self) -> dict[str, dict[str, Any]]:
+        """How often, and how soon the run came back: median and longest, s."""
+        out: dict[str, dict[str, Any]] = {}
+        for name in dict.fromkeys(each.fault for each in self.done):
+            here = [each for each in self.done if each.fault == name]
+            out[name] = {
+                "count": len(here),
+                "back_s": _spread([each.back_s for each in here]),
+                "two_steps_s": _spread([each.next_step_s for each in here]),
+            }
+        return out
+
+    def as_tree(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self) | {"passed": self.passed, "faults": len(self.done), "by_kind": self.by_kind()}
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    return {"median": round(statistics.median(known), 2), "max": round(max(known), 2)} if known else None
