@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.errors import CodecError
+from services.pictures import check_pictures, check_unsampled, picture_rows, read_pictures
 from services.schema import (
     SCHEMA_VERSION,
     Anchor,
@@ -134,11 +135,12 @@ def _segment_body(segment: Segment) -> list[Any]:
         _pack_mask(segment.loss_mask),
         segment.logprobs.astype("<f4", order="C", copy=False).data,
         segment.versions,
+        picture_rows(segment.pictures),
     ]
 
 
 def _segment(body: Any) -> Segment:
-    length, tokens, mask, logprobs, versions = body
+    length, tokens, mask, logprobs, versions, pictures = body
     if not 0 <= length <= MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
     segment = Segment(
@@ -146,8 +148,10 @@ def _segment(body: Any) -> Segment:
         loss_mask=_unpack_mask(mask, length),
         logprobs=_logprobs(logprobs),
         versions=_spans(versions, length),
+        pictures=read_pictures(pictures, length),
     )
     _check_lengths(segment, length)
+    check_unsampled(segment)
     return segment
 
 
@@ -163,6 +167,8 @@ def _check_segment(segment: Segment) -> None:
     _check_logprobs(logprobs)
     _check_spans(segment.versions, len(tokens))
     _check_lengths(segment, len(tokens))
+    check_pictures(segment.pictures, len(tokens))
+    check_unsampled(segment)
 
 
 def _check_lengths(segment: Segment, length: int) -> None:
@@ -287,6 +293,7 @@ def encode_requests(requests: list[GenerateRequest]) -> bytes:
             r.sampling.max_new_tokens,
             list(r.sampling.stop_token_ids),
             r.min_version,
+            picture_rows(r.pictures),
         ]
         for r in requests
     ]
@@ -308,8 +315,11 @@ def decode_requests(blob: bytes) -> list[GenerateRequest]:
                     tuple(_count(stop, "stop token") for stop in stops),
                 ),
                 min_version=_count(min_version, "min_version"),
+                pictures=read_pictures(pictures, len(prompt) // 4),
             )
-            for request_id, prompt, temperature, top_p, top_k, max_new, stops, min_version in _unpack("requests", blob)
+            for request_id, prompt, temperature, top_p, top_k, max_new, stops, min_version, pictures in _unpack(
+                "requests", blob
+            )
         ]
     except MALFORMED as error:
         _refuse("requests", error)

@@ -7,6 +7,7 @@ policy sampled; `versions` covers exactly those tokens; `logprobs` is zero elsew
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -65,14 +66,30 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """What the model sees instead of the placeholder tokens `[start, start + count)` of its sequence."""
+
+    start: int
+    count: int
+    png: bytes
+
+    @property
+    def digest(self) -> str:
+        """Of what is seen, wherever it stands."""
+        return blake2b(self.png, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One turn to sample: token ids in."""
+    """One turn to sample: token ids in, those of pictures written out."""
 
     request_id: str
     prompt: tuple[int, ...]
     sampling: Sampling
     min_version: int = 0
     """The replica holds the request until it serves at least this version."""
+    pictures: tuple[Picture, ...] = ()
+    """In the order in which they stand in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +122,15 @@ class Turn:
 class Segment:
     """One token sequence in one continuous context.
 
-    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32; versions: spans over positions of `tokens`.
+    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32; versions: spans over positions of `tokens`; pictures: in
+    the order in which they stand, none of their tokens sampled.
     """
 
     tokens: Int32Array
     loss_mask: BoolArray
     logprobs: Float32Array
     versions: tuple[VersionSpan, ...]
+    pictures: tuple[Picture, ...] = ()
 
     def token_versions(self) -> Int32Array:
         """[T] int32: the version that sampled each token, -1 where the policy did not sample it."""

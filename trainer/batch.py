@@ -14,7 +14,7 @@ sequence's first token is never a sampled one. Tokens after a sequence's last sa
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.schema import Group, StopReason, Trajectory
+from services.schema import Group, Picture, StopReason, Trajectory
 from trainer.bins import balanced_bins
 
 IntArray = npt.NDArray[np.int64]
@@ -64,6 +64,8 @@ class Batch:
     anchor: Tensor
     temperatures: Tensor | None = None
     greedy_reward: Tensor | None = None
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+    """Of each sequence, by their places in it; empty where none has any."""
 
     @property
     def last_turn(self) -> Tensor:
@@ -102,13 +104,14 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Whole sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
-    temperatures [m] as in the batch."""
+    temperatures [m] as in the batch; pictures by their places in tokens."""
 
     tokens: Tensor
     cu_seqlens: Tensor
     positions: Tensor
     index: Tensor
     temperatures: Tensor | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(slots=True)
@@ -125,6 +128,7 @@ class _Columns:
     turn_owners: list[int] = field(default_factory=list[int])
     anchors: list[int] = field(default_factory=list[int])
     states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
+    pictures: list[tuple[Picture, ...]] = field(default_factory=list[tuple[Picture, ...]])
     num_tokens: int = 0
 
     def add(self, owner: int, group: int, trajectory: Trajectory) -> None:
@@ -148,6 +152,7 @@ class _Columns:
             self.versions.append(segment.token_versions()[sampled])
             self.turns.append(turns[sampled])
             self.owners.append(owner)
+            self.pictures.append(tuple(picture for picture in segment.pictures if picture.start < end))
             self.num_tokens += end
 
     def _anchor(self, group: int, state_hash: str) -> int:
@@ -194,6 +199,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
         anchor=torch.tensor(columns.anchors, dtype=torch.int64),
         temperatures=_temperatures(of_members, trajectory_of),
+        pictures=tuple(columns.pictures) if any(columns.pictures) else (),
         greedy_reward=_greedy_rewards(groups),
     )
 
@@ -274,4 +280,13 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> Mi
         positions=batch.positions[index] + shift,
         index=index,
         temperatures=None if batch.temperatures is None else batch.temperatures[index],
+        pictures=_pictures(batch, chosen, borders.tolist()),
     )
+
+
+def _pictures(batch: Batch, chosen: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
+    """Those of the chosen sequences, which start at `borders`."""
+    if not batch.pictures:
+        return ()
+    shifted = zip(chosen, borders[:-1], strict=True)
+    return tuple(replace(p, start=p.start + shift) for s, shift in shifted for p in batch.pictures[s])

@@ -12,6 +12,25 @@ from trainer.replay_config import ReplayConfig
 from trainer.staleness_config import StalenessControllerConfig
 
 
+class TinyVisionConfig(Config):
+    """A vision tower for the tiny policy, which is a Qwen2-VL then; a picture's token is `2 * patch_size` pixels wide."""
+
+    depth: int = Field(default=2, ge=1)
+    embed_dim: int = Field(default=64, ge=32)
+    num_heads: int = Field(default=2, ge=1)
+    patch_size: int = Field(default=16, ge=4)
+    """Pixels; envs draw cells of 32, so that at 16 a cell is a token."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "TinyVisionConfig":
+        if self.embed_dim % (4 * self.num_heads):
+            raise ValueError(
+                f"embed_dim {self.embed_dim} is no multiple of {4 * self.num_heads}: a head's dimensions are halved for rows and "
+                "columns, and turned in pairs"
+            )
+        return self
+
+
 class TinyPolicyConfig(Config):
     """A policy small enough to learn on two CPU cores (a Qwen2), with a word-level tokenizer and a ChatML template."""
 
@@ -23,6 +42,8 @@ class TinyPolicyConfig(Config):
     max_position_embeddings: int = Field(default=512, ge=16)
     initializer_range: float = Field(default=0.1, gt=0)
     rope_theta: float = Field(default=10_000.0, gt=0)
+    vision: TinyVisionConfig | None = None
+    """Lets the policy see pictures (`{image}` in a tag's `agent_template`)."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> "TinyPolicyConfig":

@@ -248,5 +248,5 @@ class BatchTrainer:
 
 
 def _input(micro: MicroBatch, anchor: Anchor | None = None) -> PackedInput:
-    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures)
+    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures)
     return x if anchor is None else replace(x, anchor=Anchor(anchor.hidden[micro.index], anchor.head))

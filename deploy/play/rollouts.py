@@ -14,7 +14,7 @@ from services.rollout.agent_episode import AgentDesk, play_with_agent
 from services.rollout.chat import ChatFormat
 from services.rollout.env_pool import EnvPool
 from services.rollout.episode import EpisodePlan, PlayableEnv, Sample, play
-from services.rollout.execution import EnvTraits, StepResult, do_reset, do_step, traits_of
+from services.rollout.execution import EnvTraits, StepResult, do_picture, do_reset, do_step, traits_of
 from services.rollout.failures import EpisodeError
 from services.rollout.tasks import EvalTasks, Task, train_task
 from services.schema import EpisodeKind, EpisodeTask, Sampling, Trajectory
@@ -54,6 +54,9 @@ class _LocalEnv:
 
     async def step(self, action: str) -> StepResult:
         return do_step(self.env, action)
+
+    async def picture(self) -> bytes:
+        return do_picture(self.env)
 
 
 def tasks_of(config: RunConfig, order: Order) -> list[Task]:

@@ -11,7 +11,7 @@ from deploy.play.setting import Setting
 from envs.registry import TextEnv
 from services.rollout.chat import ChatFormat
 from services.rollout.episode import EpisodePlan, Sample, play
-from services.rollout.execution import StepResult, do_reset, do_step, traits_of
+from services.rollout.execution import StepResult, do_picture, do_reset, do_step, traits_of
 from services.schema import Completion, EpisodeKind, EpisodeTask, Sampling, Trajectory
 
 Tell = Callable[[str], None]
@@ -32,6 +32,10 @@ class WatchedEnv:
         observation = do_reset(self.env, seed)
         self._seen(observation)
         return observation
+
+    async def picture(self) -> bytes:
+        """See `services.rollout.episode.PlayableEnv`."""
+        return do_picture(self.env)
 
     async def step(self, action: str) -> StepResult:
         """See `services.rollout.episode.PlayableEnv`."""

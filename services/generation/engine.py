@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from services.errors import RetryableError
 from services.generation.config import GenerationConfig
 from services.schema import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
+from services.vision import model_family
 
 WORKER_EXTENSION = "services.generation.weight_engine.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
@@ -92,6 +93,8 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "disable_log_stats": True,
         "worker_extension_cls": WORKER_EXTENSION,
     }
+    if model_family(model) is not None:
+        arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
     if config.device == "cpu":
         arguments |= {
             "block_size": 32,
@@ -106,9 +109,11 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
 class VllmEngine:
     """`PolicyEngine` on vLLM's `AsyncLLM`, which may be started already."""
 
-    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "") -> None:
+    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", with_pictures: Any = None) -> None:
+        """with_pictures: makes prompts that hold pictures (`vision_model.PromptMaker`), where the model reads any."""
         self.llm = llm
         self._config = config
+        self._with_pictures = with_pictures
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
@@ -129,15 +134,21 @@ class VllmEngine:
 
         arguments = engine_arguments(config, model, sequence_length, seed)
         arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
+        with_pictures = None
+        if model_family(model) is not None:
+            from services.generation import vision_model
+
+            vision_model.register()
+            with_pictures = vision_model.PromptMaker(model)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.collective_rpc("die_with_parent")
-        engine = cls(llm, config)
+        engine = cls(llm, config, with_pictures=with_pictures)
         await engine.warm_up()
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
         """The same engine; its requests find only such entries of the prefix cache as came through a like one."""
-        return VllmEngine(self.llm, self._config, salt)
+        return VllmEngine(self.llm, self._config, salt, self._with_pictures)
 
     async def warm_up(self) -> None:
         """Sample two tokens: what vLLM sets up on its first request takes seconds."""
@@ -150,14 +161,13 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
         """See `PolicyEngine.generate`. The version salts the prefix cache: no request finds what other weights computed."""
         from vllm.exceptions import VLLMClientError
-        from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         if not all(0 <= token < self._vocab_size for token in request.prompt):
             # vLLM would die of it: without a tokenizer it does not look.
             return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
-        prompt = tokens_input(list(request.prompt), cache_salt=f"{self._salt}v{version}" if self._salted else None)
         try:
+            prompt = self._prompt(request, f"{self._salt}v{version}")
             outputs = [out async for out in self.llm.generate(prompt, _parameters(request), request.request_id)]
         except (VLLMClientError, ValueError) as error:
             return Completion(request.request_id, error=str(error))
@@ -167,6 +177,16 @@ class VllmEngine:
         if answer.finish_reason == "abort":
             raise RetryableError(f"request {request.request_id} was aborted")
         return _completion(request.request_id, answer)
+
+    def _prompt(self, request: GenerateRequest, salt: str) -> Any:
+        """As vLLM takes it. Raises ValueError where it holds pictures and the model reads none, or not these."""
+        from vllm.inputs import tokens_input
+
+        if not request.pictures:
+            return tokens_input(list(request.prompt), cache_salt=salt if self._salted else None)
+        if self._with_pictures is None:
+            raise ValueError("the prompt holds pictures, and this model reads none")
+        return self._with_pictures(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:
         """See `PolicyEngine.stage`. A CPU's model is reloaded beside the one that samples, in slices between its steps; any

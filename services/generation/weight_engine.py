@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -119,3 +120,8 @@ class WorkerExtension:
 WeightTransferEngineFactory.register_engine("offbeat_file", FileWeightEngine)
 for _backend, _class in (("offbeat_ipc", "IpcEngine"), ("offbeat_nccl", "NcclEngine")):
     WeightTransferEngineFactory.register_engine(_backend, "services.generation.device_engines", _class)
+for _architecture, _class in (
+    ("Qwen2VLForConditionalGeneration", "Qwen2VL"),
+    ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
+):
+    ModelRegistry.register_model(_architecture, f"services.generation.vision_model:{_class}")

@@ -5,13 +5,15 @@ conversation. That holds for append-only templates; any other is refused when th
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
 
 from services.errors import RolloutError
+from services.rollout.sight import Sight
+from services.vision import PictureReader
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
@@ -36,15 +38,20 @@ class _Pieces(NamedTuple):
 class ChatFormat:
     """Turns observations into tokens and tokens into answers, without rendering a template on the way."""
 
-    def __init__(self, render: Render, tokenizer: Tokenizer, extra_stop_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, render: Render, tokenizer: Tokenizer, extra_stop_ids: Sequence[int] = (), folder: Path | None = None
+    ) -> None:
         """Take the template apart and check it.
 
-        extra_stop_ids: tokens that end an answer beside the one that the template puts there.
+        extra_stop_ids: tokens that end an answer beside the one that the template puts there; folder: of the model, for
+        pictures.
 
         Raises:
             RolloutError: the template is not append-only, or does not end an answer by a special token.
         """
         self._tokenizer = tokenizer
+        self._render = render
+        self._folder = folder
         self._trims = _trims(render)
         self._first = {False: _take_apart_first(render, None)}
         self._next = _take_apart_next(render, None)
@@ -57,6 +64,17 @@ class ChatFormat:
         self.end_id = self._end_of_turn()
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
         _check_tokens(self, render)
+
+    @cached_property
+    def sight(self) -> Sight:
+        """What is needed to write pictures into messages.
+
+        Raises:
+            RolloutError: the model reads none, or its template writes none.
+        """
+        if self._folder is None:
+            raise RolloutError("pictures are read as a model folder says, and none is known")
+        return Sight(_picture_of(self._render), PictureReader(self._folder))
 
     def first_prompt(self, system: str, observation: str) -> tuple[int, ...]:
         """Tokens before the first answer; an empty `system` leaves the system message out.
@@ -124,7 +142,7 @@ def load_chat_format(folder: Path) -> ChatFormat:
         return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
 
     eos = tokenizer.eos_token_id
-    return ChatFormat(render, backend, () if eos is None else (int(eos),))
+    return ChatFormat(render, backend, () if eos is None else (int(eos),), folder)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -173,6 +191,21 @@ def _takes_system(render: Render) -> bool:
         return MARKS[0] in render(_turns(MARKS[1:2], MARKS[0]), True)
     except TemplateError:
         return False
+
+
+def _picture_of(render: Render) -> str:
+    from jinja2 import TemplateError
+
+    parts: list[Any] = [{"type": "image"}, {"type": "text", "text": MARKS[1]}]
+    try:
+        plain = render([{"role": "user", "content": MARKS[1]}], True)
+        seen = render([cast(Message, {"role": "user", "content": parts})], True)
+    except (TemplateError, TypeError) as error:
+        raise RolloutError(f"the chat template writes no pictures: {error}") from error
+    before, behind = (text.partition(MARKS[1]) for text in (plain, seen))
+    if not behind[0].startswith(before[0]) or behind[0] == before[0] or behind[2] != before[2]:
+        raise RolloutError("the chat template writes no pictures: the model must be one that sees, such as Qwen2.5-VL")
+    return behind[0].removeprefix(before[0])
 
 
 def _take_apart_first(render: Render, system: str | None) -> _Pieces:

@@ -4,7 +4,7 @@ import resource
 from typing import Any
 
 from envs.registry import TextEnv, make
-from services.rollout.execution import close_quietly, do_reset, do_step, traits_of
+from services.rollout.execution import close_quietly, do_picture, do_reset, do_step, traits_of
 from services.rollout.pipe_end import serve
 
 
@@ -17,6 +17,7 @@ class EnvServer:
             "make": self._make,
             "reset": lambda seed: do_reset(self._made, seed),
             "step": lambda action: do_step(self._made, action),
+            "picture": lambda: do_picture(self._made),
             "close": lambda: close_quietly(self._made),
         }
 

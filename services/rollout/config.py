@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, JsonValue, model_validator
 
 from envs.config import Config
+from envs.prompting import IMAGE
 from services.generation.config import GeneratingArgs
 
 
@@ -45,7 +46,8 @@ class CustomEnv(Config):
     agent_system_template: str | None = None
     """System prompt; None takes the env's `system_prompt`."""
     agent_template: str = "{observation}"
-    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`."""
+    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`, and `{image}` where the policy is shown
+    what the env renders as `rgb_array`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the env's constructor."""
     agent_runner: AgentRunner | None = None
@@ -59,6 +61,11 @@ class CustomEnv(Config):
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
+
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether the policy sees the env."""
+        return IMAGE in self.agent_template
 
 
 class EnvManagerConfig(Config):

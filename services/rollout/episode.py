@@ -6,14 +6,14 @@ again. The recorded sequence ends with the last answer. Pure of Ray and Redis.
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
 
-from envs.prompting import fill_template
+from envs.prompting import IMAGE, fill_template
 from services.rollout.chat import ChatFormat
 from services.rollout.config import CustomEnv
 from services.rollout.execution import EnvTraits, StepResult
@@ -21,6 +21,7 @@ from services.rollout.failures import EpisodeError
 from services.schema import (
     Completion,
     EpisodeTask,
+    Picture,
     Sampling,
     Segment,
     StopReason,
@@ -29,8 +30,9 @@ from services.schema import (
     VersionSpan,
 )
 
-Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]
-"""(prompt, most new tokens) -> completion; retries and timeouts are its business."""
+Sample = Callable[..., Awaitable[Completion]]
+"""(prompt, most new tokens) -> completion, the prompt's pictures as a third argument where it has any; retries and timeouts
+are its business."""
 
 
 class PlayableEnv(Protocol):
@@ -39,6 +41,8 @@ class PlayableEnv(Protocol):
     async def reset(self, seed: int) -> str: ...
 
     async def step(self, action: str) -> StepResult: ...
+
+    async def picture(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,17 @@ class EpisodeRecorder:
     def __init__(self, end_id: int) -> None:
         self.tokens: list[int] = []
         self.turns: list[Turn] = []
+        self.pictures: list[Picture] = []
         self._end_id = end_id
         self._logprobs: list[tuple[int, tuple[float, ...]]] = []
         self._spans: list[VersionSpan] = []
 
-    def add_prompt(self, ids: tuple[int, ...]) -> None:
-        """Tokens that the policy did not sample; an answer that was cut short is ended first."""
+    def add_prompt(self, ids: tuple[int, ...], pictures: Sequence[Picture] = ()) -> None:
+        """Tokens that nobody sampled, and the pictures among them; an answer that was cut short is ended first."""
         if self.turns and self.tokens[-1] != self._end_id:
             self.tokens.append(self._end_id)
+        before = len(self.tokens)
+        self.pictures += [replace(picture, start=before + picture.start) for picture in pictures]
         self.tokens.extend(ids)
 
     def add_answer(self, completion: Completion) -> None:
@@ -102,7 +109,8 @@ class EpisodeRecorder:
         for start, values in self._logprobs:
             mask[start : start + len(values)] = True
             logprobs[start : start + len(values)] = values
-        return Segment(np.array(self.tokens[:length], dtype=np.int32), mask, logprobs, tuple(self._spans))
+        pictures = tuple(picture for picture in self.pictures if picture.start + picture.count <= length)
+        return Segment(np.array(self.tokens[:length], dtype=np.int32), mask, logprobs, tuple(self._spans), pictures)
 
 
 async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: Sample, chat: ChatFormat) -> Trajectory:
@@ -118,18 +126,28 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     while True:
         step = len(recorder.turns) + 1
         message = fill_template(
-            rules.agent_template, observation=observation, step=step, actions_left=rules.max_steps - step + 1
+            rules.agent_template,
+            observation=observation,
+            step=step,
+            actions_left=rules.max_steps - step + 1,
+            image=chat.sight.mark if rules.shows_pictures else IMAGE,
         )
-        recorder.add_prompt(chat.next_prompt(message) if recorder.turns else chat.first_prompt(system, message))
+        ids = chat.next_prompt(message) if recorder.turns else chat.first_prompt(system, message)
+        png, pictures = b"", ()
+        if rules.shows_pictures:
+            png = await env.picture()
+            ids, pictures = chat.sight.place(ids, png, rules.agent_template.count(IMAGE))
+        recorder.add_prompt(ids, pictures)
         room = plan.sequence_length - len(recorder.tokens)
         if room < 1:
             stop = StopReason.MAX_LENGTH
             break
         most = min(rules.max_tokens_per_step, plan.sampling.max_new_tokens, room)
-        completion = await sample(tuple(recorder.tokens), most)
+        seen = (tuple(recorder.pictures),) if recorder.pictures else ()
+        completion = await sample(tuple(recorder.tokens), most, *seen)
         recorder.add_answer(completion)
         answer = chat.answer(completion.token_ids)
-        anchor = blake2b(observation.encode(), digest_size=8).hexdigest()
+        anchor = blake2b(observation.encode() + png, digest_size=8).hexdigest()
         result = await env.step(answer)
         recorder.rate_answer(result.reward, anchor)
         metrics.add(result.metrics)

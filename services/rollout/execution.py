@@ -14,8 +14,10 @@ import numpy as np
 from pydantic import JsonValue
 
 from envs.registry import TextEnv, make
+from services.pictures import check_png
 from services.rollout.failures import EpisodeError
 from services.rollout.threads import DaemonThreads, HungError
+from services.vision import encode_png
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,10 @@ class EnvRunner(Protocol):
         """Answer an observation."""
         ...
 
+    async def picture(self) -> bytes:
+        """What the env looks like now, as PNG."""
+        ...
+
     async def close(self) -> None:
         """Let go of the env, whatever it is doing; never raises EpisodeError."""
         ...
@@ -111,6 +117,20 @@ def do_step(env: TextEnv, action: str) -> StepResult:
     return StepResult(_text(observation), value, bool(terminated), bool(truncated), metrics)
 
 
+def do_picture(env: TextEnv) -> bytes:
+    """What the env renders, as PNG.
+
+    Raises:
+        ValueError: it renders no `rgb_array`, or a picture that is too large.
+    """
+    frame = env.render()
+    if not isinstance(frame, np.ndarray):
+        raise ValueError("the env renders no picture: make it with render_mode rgb_array")
+    png = encode_png(frame)
+    check_png(png)
+    return png
+
+
 def _text(observation: object) -> str:
     if not isinstance(observation, str):
         raise TypeError(f"the env's observation is a {type(observation).__name__}: only text is supported")
@@ -146,6 +166,10 @@ class InlineEnv:
     async def step(self, action: str) -> StepResult:
         """See `EnvRunner.step`."""
         return self._guarded("step_error", do_step, self._env, action)
+
+    async def picture(self) -> bytes:
+        """See `EnvRunner.picture`."""
+        return self._guarded("picture_error", do_picture, self._env)
 
     async def close(self) -> None:
         """See `EnvRunner.close`."""
@@ -185,6 +209,10 @@ class ThreadEnv:
     async def step(self, action: str) -> StepResult:
         """See `EnvRunner.step`."""
         return await self._run("step", self._spec.step_timeout_s, lambda: do_step(self._started, action))
+
+    async def picture(self) -> bytes:
+        """See `EnvRunner.picture`."""
+        return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
 
     async def close(self) -> None:
         """See `EnvRunner.close`. A call that still runs is not waited for: its thread closes the env when it returns."""

@@ -42,6 +42,10 @@ class ProcessEnv:
         """See `EnvRunner.step`."""
         return StepResult(*await self._child.ask("step", self._spec.step_timeout_s, action))
 
+    async def picture(self) -> bytes:
+        """See `EnvRunner.picture`."""
+        return bytes(await self._child.ask("picture", self._spec.step_timeout_s))
+
     async def close(self) -> None:
         """See `EnvRunner.close`."""
         if self._child.healthy and self._child.pid is not None:

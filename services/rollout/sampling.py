@@ -13,7 +13,7 @@ from services.errors import MeshError, RetryableError
 from services.rollout.batcher import TurnBatcher
 from services.rollout.config import WorkerSettings
 from services.rollout.failures import EpisodeError
-from services.schema import Completion, GenerateRequest, Sampling
+from services.schema import Completion, GenerateRequest, Picture, Sampling
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
@@ -53,8 +53,10 @@ class EpisodeSampler:
         self._numbers = itertools.count()
         self._by_length: dict[int, Sampling] = {}
 
-    async def __call__(self, prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
-        """The policy's answer to `prompt`.
+    async def __call__(
+        self, prompt: tuple[int, ...], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+    ) -> Completion:
+        """The policy's answer to `prompt`, which holds these pictures.
 
         A replica itself refuses a turn that takes it too long; one that is not answered at all within `timeout_s` (no
         replica is there, or it hangs) is aborted and sent again.
@@ -66,7 +68,7 @@ class EpisodeSampler:
         while True:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    completion = await self._batcher.sample(self._request(prompt, max_new_tokens))
+                    completion = await self._batcher.sample(self._request(prompt, max_new_tokens, pictures))
             except TimeoutError:
                 failure = EpisodeError("generation_timeout", f"no answer in {self._timeout_s:g} s, again and again")
             except RetryableError as error:
@@ -81,10 +83,10 @@ class EpisodeSampler:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _request(self, prompt: tuple[int, ...], max_new_tokens: int) -> GenerateRequest:
+    def _request(self, prompt: tuple[int, ...], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
         sampling = self._by_length.get(max_new_tokens)
         if sampling is None:
             s = self._sampling
             sampling = Sampling(s.temperature, s.top_p, s.top_k, max_new_tokens, s.stop_token_ids)
             self._by_length[max_new_tokens] = sampling
-        return GenerateRequest(f"{self._name}/{next(self._numbers)}", prompt, sampling, self._min_version)
+        return GenerateRequest(f"{self._name}/{next(self._numbers)}", prompt, sampling, self._min_version, pictures)

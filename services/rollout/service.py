@@ -27,7 +27,7 @@ from services.rollout.reporting import Reporter
 from services.rollout.sampling import EpisodeSampler, samplings
 from services.rollout.tasks import EvalTasks, Task, train_task
 from services.rollout.waits import Wait, Waits
-from services.schema import Completion, EpisodeKind, EpisodeTask, Trajectory
+from services.schema import Completion, EpisodeKind, EpisodeTask, Picture, Trajectory
 from services.telemetry import MetricRecord
 
 log = logging.getLogger(__name__)
@@ -304,9 +304,9 @@ class EnvWorker:
             lambda: self._waits.enter(task, Wait.ENV),
         )
 
-        async def answer(prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
+        async def answer(prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
             self._waits.enter(task, Wait.GENERATION)
-            return await sample(prompt, max_new_tokens)
+            return await sample(prompt, most, pictures)
 
         if plan.env.agent_runner and self._desk:
             played = await play_with_agent(plan, plan.env.agent_runner, env, lent.traits, answer, self._desk)
@@ -335,6 +335,10 @@ class _TimedEnv:
         observation = await self._runner.reset(seed)
         self._on_call(self._clock() - began)
         return observation
+
+    async def picture(self) -> bytes:
+        self._before()
+        return await self._runner.picture()
 
     async def step(self, action: str) -> StepResult:
         self._before()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.schema import Picture
 from trainer.models.divergence import Anchor
 
 
@@ -51,7 +52,8 @@ class PackedInput:
 
     tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first; temperatures: [M] float32
     that the tokens at `positions` were sampled at, NaN where the model's own was, or None where it was for all; anchor: what
-    a reference says at `positions`, where the KL to it over the whole vocabulary is wanted.
+    a reference says at `positions`, where the KL to it over the whole vocabulary is wanted; pictures: by their places in
+    tokens, in order.
     """
 
     tokens: Tensor
@@ -59,10 +61,16 @@ class PackedInput:
     positions: Tensor
     temperatures: Tensor | None = None
     anchor: Anchor | None = None
+    pictures: tuple[Picture, ...] = ()
 
     @classmethod
     def of(
-        cls, tokens: Tensor, cu_seqlens: Tensor, positions: Tensor, temperatures: Tensor | None = None
+        cls,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        positions: Tensor,
+        temperatures: Tensor | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> "PackedInput":
         """Raises ValueError as `Packing.of`, or when a sequence's first token is asked about."""
         packing = Packing.of(cu_seqlens)
@@ -70,7 +78,7 @@ class PackedInput:
             raise ValueError(f"{len(tokens)} tokens, {packing.position_ids.shape[1]} announced")
         if bool((packing.position_ids[0, positions] == 0).any()):
             raise ValueError("no logit predicts a sequence's first token")
-        return cls(tokens, packing, positions, temperatures)
+        return cls(tokens, packing, positions, temperatures, pictures=pictures)
 
     def to(self, device: torch.device) -> "PackedInput":
         if self.tokens.device == device:
@@ -83,4 +91,5 @@ class PackedInput:
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
         anchor = None if self.anchor is None else Anchor(self.anchor.hidden.to(device), self.anchor.head)
-        return PackedInput(self.tokens.to(device), packing, self.positions.to(device), temperatures, anchor)
+        tokens, positions = self.tokens.to(device), self.positions.to(device)
+        return PackedInput(tokens, packing, positions, temperatures, anchor, self.pictures)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from services.vision import PictureReader, model_family
 from trainer.config import ModelArgs
 from trainer.models.adapters import add_adapters
 from trainer.models.attention import PACKED_ATTENTION
@@ -28,7 +29,7 @@ class Sampled(NamedTuple):
     divergences: Tensor | None = None
 
 
-def _kwargs(packing: Packing) -> dict[str, Any]:
+def packed_kwargs(packing: Packing) -> dict[str, Any]:
     """How each of the attention implementations learns of the sequences' borders."""
     return {
         "position_ids": packing.position_ids,
@@ -54,12 +55,18 @@ class PackedPolicy(nn.Module):
 
     def forward(self, x: PackedInput) -> Sampled:
         """Of the tokens at `x.positions`, each given all tokens of its sequence before it."""
-        out = self.model(x.tokens[None], logits_to_keep=x.positions - 1, **_kwargs(x.packing))
+        logits = self.logits(x)
         temperature: float | Tensor = self.temperature
         if x.temperatures is not None:
             temperature = x.temperatures.nan_to_num(nan=self.temperature)
-        divergences = None if x.anchor is None else full_kl(out.logits[0], x.anchor, temperature)
-        return Sampled(*token_logprobs(out.logits[0], x.tokens[x.positions], temperature), divergences)
+        divergences = None if x.anchor is None else full_kl(logits, x.anchor, temperature)
+        return Sampled(*token_logprobs(logits, x.tokens[x.positions], temperature), divergences)
+
+    def logits(self, x: PackedInput) -> Tensor:
+        """[M, V]: what is said before each of the tokens at `x.positions`."""
+        if x.pictures:
+            raise ValueError("the trajectory holds pictures, and this policy reads none")
+        return self.model(x.tokens[None], logits_to_keep=x.positions - 1, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()
     def anchor(self, x: PackedInput) -> Anchor:
@@ -68,10 +75,10 @@ class PackedPolicy(nn.Module):
         Raises:
             ValueError: the model's logits are more than its last hidden states times its output embedding.
         """
-        hidden = self.model.base_model(x.tokens[None], **_kwargs(x.packing)).last_hidden_state[0]
+        hidden = self.model.base_model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         rows = hidden.index_select(0, x.positions - 1)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        logits = self.model(x.tokens[None], logits_to_keep=x.positions[:1] - 1, **_kwargs(x.packing)).logits[0]
+        logits = self.model(x.tokens[None], logits_to_keep=x.positions[:1] - 1, **packed_kwargs(x.packing)).logits[0]
         if not torch.allclose(rows[:1] @ head.weight.T, logits, rtol=1e-2, atol=1e-2):
             raise ValueError(
                 f"kl_loss_type: full can't read the logits of {type(self.model).__name__}, which are more than its last "
@@ -92,12 +99,15 @@ class PackedCritic(nn.Module):
 
     def forward(self, x: PackedInput) -> Tensor:
         """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
-        hidden = self.model(x.tokens[None], **_kwargs(x.packing)).last_hidden_state[0]
+        hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         return self.value_head(hidden.index_select(0, x.positions - 1))[:, 0].float()
 
 
-def _attention(args: ModelArgs) -> str:
-    return PACKED_ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
+def _attention(args: ModelArgs, *, pictures: bool) -> str | dict[str, str]:
+    """pictures: whether the model has a vision tower, which sees each picture whole and needs no packing."""
+    if args.attn_implementation != "auto":
+        return args.attn_implementation
+    return {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"} if pictures else PACKED_ATTENTION
 
 
 def has_weights(folder: Path) -> bool:
@@ -111,6 +121,11 @@ def load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float = 1
     Raises:
         ValueError: see `add_adapters`.
     """
+    if model_family(folder) is not None:
+        from trainer.models.vision import PackedVisionPolicy
+
+        model = _load(AutoModelForImageTextToText, folder, args, seed)
+        return PackedVisionPolicy(model, temperature, PictureReader(folder))
     model = _load(AutoModelForCausalLM, folder, args, seed)
     if args.lora_target is not None:
         add_adapters(model, args, seed)
@@ -123,7 +138,7 @@ def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
 
 
 def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedModel:
-    kind, attention = getattr(torch, args.dtype), _attention(args)
+    kind, attention = getattr(torch, args.dtype), _attention(args, pictures=auto is AutoModelForImageTextToText)
     if has_weights(folder):
         model = auto.from_pretrained(folder, dtype=kind, attn_implementation=attention)
     else:

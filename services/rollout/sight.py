@@ -1,0 +1,40 @@
+"""Pictures in prompts: the placeholder that the template writes for one becomes as many tokens as the model makes of it."""
+
+from dataclasses import dataclass
+
+from services.rollout.failures import EpisodeError
+from services.schema import Picture
+from services.vision import PictureReader
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a policy that sees needs to know of pictures."""
+
+    mark: str
+    """How a message writes a picture."""
+    reader: PictureReader
+
+    def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+        """Write out the placeholders of a prompt, each for the same picture; their places count from its start.
+
+        Raises:
+            EpisodeError: the prompt holds another number of them than `wanted`, as where the observation's text has one, or
+                the picture can't be read.
+        """
+        placeholder = self.reader.image_token_id
+        if ids.count(placeholder) != wanted:
+            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {wanted} pictures")
+        try:
+            count = self.reader.count(png)
+        except ValueError as error:
+            raise EpisodeError("bad_picture", str(error)) from error
+        out: list[int] = []
+        pictures: list[Picture] = []
+        for token in ids:
+            if token == placeholder:
+                pictures.append(Picture(len(out), count, png))
+                out += [placeholder] * count
+            else:
+                out.append(token)
+        return tuple(out), tuple(pictures)

@@ -1,0 +1,156 @@
+"""A policy that sees: packed tokens with pictures against transformers' own forward of one sequence at a time."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.schema import Picture
+from services.vision import PictureReader, encode_png, stacked
+from trainer.config import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from trainer.models.packing import PackedInput, Packing
+from trainer.models.policy import load_policy
+from trainer.models.vision import PackedVisionPolicy, rope_positions
+from trainer.policies.tiny import VISION_TOKENS, vocabulary, write_tiny_policy
+
+WORDS = ("P", "G", "Left", "Down", "Right", "Up")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    write_tiny_policy(folder, TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), WORDS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> PackedVisionPolicy:
+    policy = load_policy(folder, ModelArgs(), seed=1)
+    assert isinstance(policy, PackedVisionPolicy)
+    return policy
+
+
+def picture(seed: int, rows: int, columns: int) -> bytes:
+    """A PNG of rows x columns tokens."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (32 * rows, 32 * columns, 3), dtype=np.uint8)
+    return encode_png(pixels)
+
+
+class Sequences:
+    """Two sequences with two pictures and one, and one without any, and what transformers says about each alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reader = PictureReader(folder)
+        self.pad = self.reader.image_token_id
+        self.pngs = [[picture(1, 2, 3), picture(2, 3, 1)], [picture(3, 4, 4)], []]
+        self.sequences = [
+            [12, 4, *[self.pad] * 6, 5, 13, 14, 15, *[self.pad] * 3, 12, 16, 14],
+            [*[self.pad] * 16, 12, 13, self.pad, 14],  # the policy itself has sampled a placeholder's id
+            [12, 13, 14, 15],
+        ]
+        self.starts = [[2, 12], [0], []]
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """In the packed row."""
+        out: list[Picture] = []
+        before = 0
+        for tokens, pngs, starts in zip(self.sequences, self.pngs, self.starts, strict=True):
+            out += [Picture(before + at, self.reader.count(png), png) for png, at in zip(pngs, starts, strict=True)]
+            before += len(tokens)
+        return tuple(out)
+
+    def packed(self) -> PackedInput:
+        lengths = torch.tensor([0, *map(len, self.sequences)]).cumsum(0)
+        tokens = torch.tensor([token for sequence in self.sequences for token in sequence])
+        positions = torch.tensor([n for n in range(len(tokens)) if n not in lengths.tolist()])
+        return PackedInput.of(tokens, lengths, positions, pictures=self.pictures)
+
+    def inputs(self, number: int) -> dict[str, Any]:
+        """As transformers wants one of them; what the policy sampled is no picture."""
+        kinds = torch.zeros(1, len(self.sequences[number]), dtype=torch.int)
+        for png, at in zip(self.pngs[number], self.starts[number], strict=True):
+            kinds[0, at : at + self.reader.count(png)] = 1
+        tokens = torch.tensor([self.sequences[number]])
+        if not self.pngs[number]:
+            return {"input_ids": tokens}
+        patches, grids = stacked([self.reader.pixels(png) for png in self.pngs[number]])
+        pixels = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
+        return {"input_ids": tokens, "mm_token_type_ids": kinds, **pixels}
+
+
+def test_the_positions_are_those_that_transformers_counts_for_each_sequence(
+    folder: Path, policy: PackedVisionPolicy
+) -> None:
+    data = Sequences(folder)
+    grids = [data.reader.pixels(png).grid for pngs in data.pngs for png in pngs]
+    x = data.packed()
+    got = rope_positions(x.packing, data.pictures, grids, data.reader.merge)
+    parts = []
+    for number, sequence in enumerate(data.sequences):
+        given = data.inputs(number)
+        if data.pngs[number]:
+            parts.append(
+                policy.model.model.get_rope_index(
+                    given["input_ids"], given["mm_token_type_ids"], given["image_grid_thw"]
+                )[0][:, 0]
+            )
+        else:
+            parts.append(torch.arange(len(sequence)).expand(3, -1))
+    assert torch.equal(got[0], x.packing.position_ids)
+    assert torch.equal(got[1:, 0], torch.cat(parts, dim=1))
+
+
+def test_packed_sequences_with_pictures_say_what_transformers_says_of_each_alone(
+    folder: Path, policy: PackedVisionPolicy
+) -> None:
+    data = Sequences(folder)
+    data.sequences[1][18] = 12  # transformers itself would take a sampled placeholder for a picture
+    with torch.no_grad():
+        got = policy(data.packed()).logprobs
+        wanted = []
+        for number, sequence in enumerate(data.sequences):
+            logits = policy.model(**data.inputs(number)).logits[0, :-1].log_softmax(-1)
+            wanted.append(logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0])
+    assert torch.allclose(got, torch.cat(wanted), atol=2e-5)
+
+
+def test_a_placeholder_that_the_policy_sampled_is_a_word_like_others(folder: Path, policy: PackedVisionPolicy) -> None:
+    data = Sequences(folder)
+    assert torch.isfinite(policy(data.packed()).logprobs).all()
+
+
+def test_what_is_seen_matters_and_the_vision_tower_learns(folder: Path, policy: PackedVisionPolicy) -> None:
+    data = Sequences(folder)
+    x = data.packed()
+    seen = policy(x).logprobs
+    data.pngs[1] = [picture(4, 4, 4)]
+    other = policy(data.packed()).logprobs
+    borders = [0, *np.cumsum([len(sequence) - 1 for sequence in data.sequences])]
+    changed = [not torch.equal(seen[a:b], other[a:b]) for a, b in zip(borders[:-1], borders[1:], strict=True)]
+    assert changed == [False, True, False]
+    seen.sum().backward()
+    untouched = [name for name, weight in policy.named_parameters() if weight.grad is None or not weight.grad.any()]
+    policy.zero_grad()
+    assert untouched == []
+
+
+def test_a_text_policy_refuses_pictures(tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
+    policy = load_policy(tmp_path, ModelArgs(), seed=1)
+    x = PackedInput.of(
+        torch.tensor([1, 2, 3]), torch.tensor([0, 3]), torch.tensor([2]), pictures=(Picture(0, 1, picture(1, 1, 1)),)
+    )
+    with pytest.raises(ValueError, match="reads none"):
+        policy(x)
+
+
+def test_text_alone_has_the_same_position_on_every_axis() -> None:
+    packing = Packing.of(torch.tensor([0, 3, 5]))
+    assert rope_positions(packing, (), (), 2)[:, 0].tolist() == [[0, 1, 2, 0, 1]] * 4
+
+
+def test_a_policy_that_sees_knows_the_tokens_of_pictures_and_one_that_does_not_has_none() -> None:
+    assert not set(VISION_TOKENS) & set(vocabulary(WORDS))

@@ -1,0 +1,67 @@
+"""A causal language model that also reads pictures, over packed tokens (Qwen2-VL, Qwen2.5-VL).
+
+Invariants: a picture is what the trajectory says stands on its tokens, never what a token id looks like (a policy may
+sample a placeholder's id); positions are those of M-RoPE (arXiv:2409.12191), from 0 in each sequence.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.schema import Picture
+from services.vision import PictureReader, stacked
+from trainer.models.packing import PackedInput, Packing
+from trainer.models.policy import PackedPolicy, packed_kwargs
+
+Grid = tuple[int, int, int]
+"""Frames, and patches down and across."""
+
+
+class PackedVisionPolicy(PackedPolicy):
+    """Tokens and pictures in, log-probabilities of the sampled tokens out."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, reader: PictureReader) -> None:
+        super().__init__(model, temperature)
+        self._reader = reader
+
+    def logits(self, x: PackedInput) -> Tensor:
+        """See `PackedPolicy.logits`."""
+        embedded = self.model.get_input_embeddings()(x.tokens[None])
+        pixels = [self._reader.pixels(picture.png) for picture in x.pictures]
+        if pixels:
+            patches, grids = (torch.from_numpy(part).to(x.tokens.device) for part in stacked(pixels))
+            model: Any = self.model.model
+            seen = torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
+            places = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures]).to(x.tokens.device)
+            if len(places) != len(seen):
+                raise ValueError(f"{len(seen)} tokens of pictures for {len(places)} places")
+            embedded = embedded.index_copy(1, places, seen[None].to(embedded.dtype))
+        positions = rope_positions(x.packing, x.pictures, [each.grid for each in pixels], self._reader.merge)
+        kwargs = {**packed_kwargs(x.packing), "position_ids": positions}
+        return self.model(inputs_embeds=embedded, logits_to_keep=x.positions - 1, **kwargs).logits[0]
+
+
+def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequence[Grid], merge: int) -> Tensor:
+    """[4, 1, N] int64: places in their sequence, then M-RoPE's time, row and column of each of the packed tokens.
+
+    Text counts on by one in all three; a picture's tokens share one time and have its rows and columns; what follows counts
+    on from the larger side of the picture. merge: patches along one side that make a token.
+    """
+    plain = packing.position_ids[0].cpu().numpy()
+    axes = np.stack([plain, plain, plain, plain])
+    borders = packing.cu_seqlens.cpu().numpy()
+    for picture, (_, down, across) in zip(pictures, grids, strict=True):
+        rows, columns = down // merge, across // merge
+        start, end = picture.start, picture.start + picture.count
+        stop = int(borders[np.searchsorted(borders, start, side="right")])
+        at = axes[1, start]
+        axes[1, start:end] = at
+        axes[2, start:end] = at + np.repeat(np.arange(rows), columns)
+        axes[3, start:end] = at + np.tile(np.arange(columns), rows)
+        if end < stop:
+            axes[1:, end:stop] += at + max(rows, columns) - axes[1, end]
+    return torch.from_numpy(axes)[:, None].to(packing.position_ids.device)
