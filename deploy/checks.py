@@ -13,6 +13,8 @@ from deploy.config import RunConfig
 from deploy.problems import Problem
 from deploy.prompt_check import first_prompt_problems
 from deploy.run_folder import holds_run
+from deploy.vision_checks import vision_problems
+from services.buffer.address import address_problem
 from services.rollout.config import AgentRunner, EnvManagerConfig
 from trainer.algorithm_checks import algorithm_complaints
 from trainer.learner_checks import learner_complaints, staleness_complaints
@@ -41,6 +43,7 @@ def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | No
         *_algorithm_problems(config),
         *_device_problems(config, gpus),
         *_model_problems(config),
+        *vision_problems(config),
         *_place_problems(config),
     ]
     return problems or first_prompt_problems(config)
@@ -215,10 +218,11 @@ def _model_problems(config: RunConfig) -> Iterator[Problem]:
     if architecture is None:
         yield Problem("pretrain", f"{folder} holds no readable config.json: it is no Hugging Face model folder")
         return
-    yield from _context_problems(config, architecture.get("max_position_embeddings"), f"{folder}/config.json")
-    heads, width = architecture.get("num_attention_heads"), architecture.get("hidden_size")
+    text = architecture.get("text_config") or architecture  # of a model that reads pictures
+    yield from _context_problems(config, text.get("max_position_embeddings"), f"{folder}/config.json")
+    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int):
-        head_dim = architecture.get("head_dim") or width // heads
+        head_dim = text.get("head_dim") or width // heads
         if config.actor_infer.device == "cpu" and head_dim < MIN_CPU_HEAD_DIM:
             yield Problem(
                 "pretrain", f"heads of {head_dim} are too narrow for vLLM on a CPU: at least {MIN_CPU_HEAD_DIM}"
@@ -255,8 +259,8 @@ def _place_problems(config: RunConfig) -> Iterator[Problem]:
     if (longest := max((len(os.fsencode(part)) for part in config.output_dir.parts), default=0)) > LONGEST_NAME:
         yield Problem("output_dir", f"a folder's name has at most {LONGEST_NAME} bytes, not {longest}")
     url = config.redis.url
-    if url is not None and not url.startswith(("redis://", "rediss://", "unix://")):
-        yield Problem("redis.url", f"expected redis://, rediss:// or unix://, got {url!r}")
+    if url is not None and (problem := address_problem(url)):
+        yield Problem("redis.url", problem)
     if config.redis.server is not None and not config.redis.server.is_file():
         yield Problem("redis.server", f"no such file: {config.redis.server}")
     resume = config.resume_from_checkpoint

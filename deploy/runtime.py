@@ -39,6 +39,7 @@ from deploy.processes import (
 )
 from deploy.ray_head import CONTROL, UP, ControlArguments, RaySettings, to_line
 from deploy.run_folder import Endpoints, remove_endpoints, write_endpoints
+from services.buffer.address import place, refusal
 from services.buffer.connection import connect, connect_async
 from services.buffer.redis_server import EmbeddedRedis
 from services.buffer.watch import release_all_workers
@@ -90,7 +91,7 @@ class LocalMesh:
     @property
     def redis_place(self) -> str:
         """Where the run's state lies, for people: without a password."""
-        return self._redis_url.rpartition("@")[2].removeprefix("redis://")
+        return place(self._redis_url)
 
     async def start(self) -> ControlClient:
         """Bring everything up and hand the run to the control service; what needs not wait does not.
@@ -130,6 +131,8 @@ class LocalMesh:
             self._server = EmbeddedRedis(self._folder / "redis", self._config.redis)
             await asyncio.get_running_loop().run_in_executor(self._redis_thread, self._server.start)
             self._redis_url = self._server.url
+        elif why := await asyncio.to_thread(refusal, self._redis_url):
+            raise MeshError(f"redis.url: {why}")
         self._redis = connect(self._redis_url)
         self._mark("redis")
 

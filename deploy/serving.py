@@ -5,9 +5,9 @@ Invariant: arguments are validated whole, strictly, before anything of an applic
 
 import json
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
 from deploy.config import RunConfig
@@ -16,6 +16,7 @@ from deploy.preparation import LOGS, model_folder, prepare_folder
 from deploy.problems import ConfigError, Problem, problems_of
 from envs.config import Config
 from services.buffer import app as redis_app
+from services.buffer.address import address_problem
 from services.buffer.config import RedisConfig
 from services.control import app as control_app
 from services.generation import app as generation_app
@@ -27,10 +28,19 @@ BEFORE_REDIS_ENDS = "deploy.warden:end_learners"
 T = TypeVar("T", bound=Config)
 
 
+def _sound(url: str) -> str:
+    if problem := address_problem(url):
+        raise ValueError(problem)
+    return url
+
+
+RedisUrl = Annotated[str, AfterValidator(_sound)]
+
+
 class RedisArguments(Config):
     """`args` of an application that is a redis-server."""
 
-    redis_url: str
+    redis_url: RedisUrl
     """Where the others find it; port and password are taken from it. It listens on loopback."""
     folder: Path
     """Holds the append-only file: deploying on it again goes on where the last one was."""
@@ -40,7 +50,7 @@ class RedisArguments(Config):
 class GenerationArguments(Config):
     """`args` of a generation application that serves whichever run claims it."""
 
-    redis_url: str
+    redis_url: RedisUrl
     folder: Path
     """Takes logs, and the tiny policy's files where `pretrain` is `tiny`."""
     run: str | None = None
@@ -52,7 +62,7 @@ class GenerationArguments(Config):
 class ControlArguments(Config):
     """`args` of the control application."""
 
-    redis_url: str
+    redis_url: RedisUrl
     """The Redis that holds all runs; every node must reach it."""
     working_dir: Path | None = None
     """Folder that relative paths in a run's configuration start from; None takes the one in which `ray start` ran."""

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 REDIS_VARIABLE = "OFFBEAT_REDIS"
 """Environment variable: URL of the run's Redis."""
 DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
-PING_PATIENCE_S = 5.0
 
 
 def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, again: str = "") -> int:
@@ -68,18 +67,13 @@ _REMEDIES = {"finished": "nothing is left to train; its checkpoints/ hold the po
 
 def _connected(redis_url: str) -> "tuple[Redis | None, str]":
     """A client that answers, or why there is none."""
-    from redis.exceptions import RedisError
-
+    from services.buffer.address import address_problem, refusal
     from services.buffer.connection import connect
 
-    place = redis_url.rpartition("@")[2]
-    try:
-        with connect(redis_url, patience_s=PING_PATIENCE_S) as probe:
-            probe.ping()
-    except ValueError as error:
-        return None, f"not a Redis URL: {place!r} ({error}); expected redis://HOST:PORT"
-    except (RedisError, OSError) as error:
-        return None, f"no Redis answers at {place}: {error}"
+    if problem := address_problem(redis_url):
+        return None, f"not a Redis URL: {problem}"
+    if why := refusal(redis_url):
+        return None, why
     return connect(redis_url), ""
 
 

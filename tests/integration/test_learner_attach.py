@@ -139,8 +139,8 @@ def attach(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_mistakes_are_told_in_one_line_with_an_exit_code_of_their_own(alone: Run) -> None:
     mistakes = {
         ("nobody", "--redis", alone.url): (2, "there is no run 'nobody' in this Redis"),
-        ("alone", "--redis", "http://127.0.0.1"): (2, "not a Redis URL: 'http://127.0.0.1'"),
-        ("alone", "--redis", "redis://:secret@127.0.0.1:1/0"): (1, "no Redis answers at 127.0.0.1:1/0"),
+        ("alone", "--redis", "http://127.0.0.1"): (2, "not a Redis URL: expected redis://HOST:PORT"),
+        ("alone", "--redis", "redis://:secret@127.0.0.1:1/0"): (1, "no Redis answers at redis://127.0.0.1:1/0"),
         ("nobody",): (2, "name the Redis that holds it with --redis URL"),
     }
     for arguments, (code, message) in mistakes.items():
