@@ -43,6 +43,8 @@ BUILT_IN = {
     "textarena": "envs.adapters.textarena:TextArenaEnv",
     "reasoning_gym": "envs.adapters.reasoning_gym:ReasoningGymEnv",
     "gem": "envs.adapters.gem:GemEnv",
+    "verifiers": "envs.adapters.verifiers:VerifiersEnv",
+    "openenv": "envs.adapters.openenv:OpenEnvEnv",
 }
 
 MAX_REPEATS = 2_000

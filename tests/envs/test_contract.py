@@ -33,7 +33,8 @@ def test_every_env_holds_the_contract(env_type: str, env_config: dict[str, objec
 
 
 def test_every_built_in_env_is_among_those_checked():
-    elsewhere = {"math", "qa", "code", "gymnasium", "textarena", "reasoning_gym", "gem"}  # tests/envs/dataset, adapters
+    adapters = {"gymnasium", "textarena", "reasoning_gym", "gem", "verifiers", "openenv"}
+    elsewhere = {"math", "qa", "code"} | adapters  # tests/envs/dataset, adapters
     assert {env_type for env_type, _ in ENVS} | elsewhere == set(registry.BUILT_IN)
 
 

@@ -1,0 +1,144 @@
+"""OpenEnv's environments: a client of a server that plays, one session for each env."""
+
+import json
+from typing import Any, ClassVar, cast
+
+import numpy as np
+from pydantic import Field, JsonValue
+
+from envs.adapters.text import TextEnv
+from envs.config import Config
+from envs.extras import require
+
+REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
+"""Codes of a server that says that the action, not itself, is at fault."""
+
+
+class RefusedError(ValueError):
+    """The server takes the answer for no action."""
+
+
+class OpenEnvConfig(Config):
+    """`env_config` of a tag with `env_type: openenv`."""
+
+    base_url: str
+    """Of a server that runs, such as `http://localhost:8000`."""
+    reset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """What its `reset` takes beside the seed."""
+    action_field: str = ""
+    """Field of the action that the answer fills; empty takes the answer for the whole action, as a JSON object."""
+    action: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """The action's other fields."""
+    observation_field: str = ""
+    """Field of the observation that is shown; empty shows the whole, as JSON."""
+    system_prompt: str = ""
+    success_reward: float = 1.0
+    """A last reward of so much is a success."""
+    format_penalty: float = Field(default=-0.1, le=0)
+    """Reward of a turn whose answer the server refuses as no action; nothing is played then."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Patience with the server's answers."""
+
+
+class OpenEnvEnv(TextEnv):
+    """A session with an OpenEnv server (openenv-core's generic client, over a web socket)."""
+
+    config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        """Raises ValueError where openenv-core is not installed; the server is first asked by `reset`."""
+        super().__init__(config.system_prompt)
+        self.config, self._library = config, require("openenv.core", "openenv")
+        self._closed: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed
+        self._client: Any = None
+        self._shown = ""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begin an episode.
+
+        Raises:
+            ConnectionError: no server answers there, or it ends the session.
+            RuntimeError: the server failed.
+        """
+        super().reset(seed=seed, options=options)
+        told = {**self.config.reset, "seed": int(self.np_random.integers(2**31))}
+        try:
+            began = self._ask("reset", **told)
+        except self._closed:
+            began = self._begin_anew(told)
+        self._shown = self._text(began.observation)
+        return self._shown, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer. Raises as `reset` does."""
+        made = self._action(action)
+        if made is None:
+            return self._refused("the answer is no JSON object")
+        try:
+            result = self._ask("step", made)
+        except RefusedError as error:
+            return self._refused(str(error))
+        reward, done = float(result.reward or 0.0), bool(result.done)
+        self._shown = self._text(result.observation)
+        info = {
+            "success": done and reward >= self.config.success_reward,
+            "action_is_valid": True,
+            "format_penalty": 0.0,
+        }
+        return self._shown, reward, done, False, info
+
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """A number, as text or as the action's JSON."""
+        return str(rng.integers(10))
+
+    def close(self) -> None:
+        """End the session."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.close()
+
+    def _begin_anew(self, told: dict[str, Any]) -> Any:
+        """A server may end a session that was idle; one that ends a new one has no room."""
+        try:
+            return self._ask("reset", **told)
+        except self._closed as error:
+            raise ConnectionError(
+                f"{self.config.base_url} ends the session before the episode begins: has it room for another one "
+                "(max_concurrent_envs)?"
+            ) from error
+
+    def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
+        """One call; a session that failed is given up, so that the next reset opens another."""
+        if self._client is None:
+            client = self._library.GenericEnvClient(self.config.base_url, message_timeout_s=self.config.timeout_s)
+            self._client = client.sync()
+        try:
+            return getattr(self._client, what)(*args, **kwargs)
+        except Exception as error:
+            if what == "step" and any(code in str(error) for code in REFUSED):
+                raise RefusedError(str(error)) from error
+            self.close()
+            raise
+
+    def _action(self, answer: str) -> dict[str, Any] | None:
+        if self.config.action_field:
+            return {**self.config.action, self.config.action_field: answer}
+        try:
+            said: object = json.loads(answer)
+        except ValueError:
+            return None
+        return {**self.config.action, **cast(dict[str, Any], said)} if isinstance(said, dict) else None
+
+    def _refused(self, why: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        penalty = self.config.format_penalty
+        info = {"success": False, "action_is_valid": False, "format_penalty": penalty, "refused": why}
+        return self._shown, penalty, False, False, info
+
+    def _text(self, observation: dict[str, Any]) -> str:
+        name = self.config.observation_field
+        if not name:
+            return json.dumps(observation, ensure_ascii=False, sort_keys=True)
+        if name not in observation:
+            raise ValueError(f"the observation has no field {name!r}: it has {', '.join(sorted(observation))}")
+        said = observation[name]
+        return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, sort_keys=True)

@@ -1,0 +1,168 @@
+"""verifiers' tasksets (Prime Intellect, `verifiers.v1`): a task's prompt, one answer, the task's own rewards.
+
+Tasks that need a program of their own, tools, a container or a user who talks back are played by verifiers itself through
+the policy's endpoint: `played_by: agent`, and `deploy.agents.verifiers_env` as the tag's `agent_runner`.
+"""
+
+import asyncio
+from functools import lru_cache
+from hashlib import blake2b
+from inspect import Parameter, signature
+from json import dumps, loads
+from typing import Any, ClassVar, Literal, cast
+
+from gymnasium.utils import seeding
+from pydantic import Field, JsonValue
+
+from envs.adapters.text import TextEnv
+from envs.config import Config
+from envs.extras import require
+
+HELD_OUT_SHARE = 8
+ELSEWHERE = "play it with an agent_runner, path deploy.agents.verifiers_env:play, and played_by: agent"
+
+
+class VerifiersConfig(Config):
+    """`env_config` of a tag with `env_type: verifiers`."""
+
+    id: str
+    """An installed package that exports a taskset, such as `gsm8k` or `primeintellect/gsm8k`."""
+    taskset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """The taskset's own settings."""
+    num_tasks: int | None = Field(default=None, ge=2)
+    """The first so many tasks; a taskset without an end needs it."""
+    split: Literal["train", "held_out", "any"] = "train"
+    """Which tasks: one in eight, by a digest of its key, is held out and never turns up in training."""
+    played_by: Literal["policy", "agent"] = "policy"
+    """`policy`: its answer to the prompt ends the episode. `agent`: verifiers plays, whatever the task needs; the env then
+    only chooses the task."""
+    environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """With `played_by: agent`: what verifiers' `[env]` block holds beside the taskset (id, agents, harness, runtime)."""
+    success_reward: float = 1.0
+    """A reward of so much is a success."""
+
+
+class VerifiersEnv(TextEnv):
+    """One task, one answer; the reward is the weighted sum of the task's rewards, its metrics are told beside."""
+
+    config_class: ClassVar[type[VerifiersConfig]] = VerifiersConfig
+
+    def __init__(self, config: VerifiersConfig) -> None:
+        """Raises ValueError where there is no such taskset, or it needs more than one answer."""
+        self._library: Any = require("verifiers.v1", "verifiers")
+        self.config = config
+        self._tasks = tasks_of(
+            config.id, dumps(config.taskset, sort_keys=True), config.num_tasks, config.split, config.played_by
+        )
+        super().__init__(self._tasks[0].data.system_prompt or "")
+        self._task: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Ask."""
+        super().reset(seed=seed, options=options)
+        self._task = self._tasks[self._index(seed, self.np_random)]
+        if self.config.played_by == "agent":
+            return dumps(self._order()), {}
+        told = self._task.data.system_prompt or ""
+        own = f"{told}\n\n" if told != self.system_prompt else ""
+        return own + self._task.data.prompt_text, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer. Raises RuntimeError where verifiers plays."""
+        if self.config.played_by == "agent":
+            raise RuntimeError("verifiers itself plays this task: nothing is to be answered here")
+        trace = self._trace(action)
+        asyncio.run(self._task.score(trace))
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        reward = float(trace.reward)
+        return "", reward, True, False, {**metrics, **rewards, "success": reward >= self.config.success_reward}
+
+    def task_id(self, seed: int) -> str:
+        """The key of the task that `reset(seed=seed)` would give; leaves this env as it is."""
+        return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
+
+    def _order(self) -> dict[str, JsonValue]:
+        """What `deploy.agents.verifiers_env` is to play."""
+        taskset: dict[str, JsonValue] = {**self.config.taskset, "id": self.config.id}
+        return {
+            "taskset": taskset,
+            "idx": int(self._task.data.idx),
+            "environment": self.config.environment,
+            "success_reward": self.config.success_reward,
+        }
+
+    def _index(self, seed: int | None, rng: Any) -> int:
+        """Evaluation walks through its tasks, training draws."""
+        if self.config.split == "held_out" and seed is not None:
+            return seed % len(self._tasks)
+        return int(rng.integers(len(self._tasks)))
+
+    def _trace(self, answer: str) -> Any:
+        """The conversation as verifiers' own rollouts record it."""
+        vf, task = self._library, self._task
+        said = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
+        if task.data.system_prompt:
+            said.insert(0, (vf.SystemMessage(content=task.data.system_prompt), False))
+        nodes = [
+            vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=sampled)
+            for i, (message, sampled) in enumerate(said)
+        ]
+        of = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        return vf.Trace(task=of, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)
+
+
+@lru_cache(maxsize=8)
+def tasks_of(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
+    """The split's tasks; all envs of a process share them, and nobody changes them.
+
+    settings: JSON.
+
+    Raises:
+        ValueError: there is no such taskset, or it can't be played by one answer to each task.
+    """
+    vf = require("verifiers.v1", "verifiers")
+    try:
+        taskset = vf.load_taskset(vf.taskset_config_type(taskset_id)(**loads(settings), id=taskset_id))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"verifiers' taskset {taskset_id!r}: {error}") from error
+    if num_tasks is None and not taskset.bounded:
+        raise ValueError(f"verifiers' taskset {taskset_id!r} has no end: set num_tasks")
+    tasks = list(taskset if num_tasks is None else taskset.take(num_tasks))
+    for task in tasks if played_by == "policy" else ():
+        if wanted := _needs(vf, taskset_id, taskset, task):
+            raise ValueError(f"verifiers' taskset {taskset_id!r} needs {wanted}: {ELSEWHERE}")
+    chosen = tuple(task for task in tasks if split == "any" or _is_held_out(task.key) == (split == "held_out"))
+    if not chosen:
+        raise ValueError(f"verifiers' taskset {taskset_id!r} has no task of split {split!r} among {len(tasks)}")
+    return chosen
+
+
+def _needs(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
+    """What one answer can't give; empty if nothing."""
+    kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
+    if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
+        return "an Env of its own"
+    if task.data.prompt is None:
+        return "a user who opens the conversation"
+    if any(message.role not in ("system", "user") for message in _messages(task.data.prompt)):
+        return "a conversation that goes on from others' answers"
+    if kind.toolsets(task.config) or loader.toolsets(taskset.config):
+        return "tools"
+    if kind.NEEDS_CONTAINER or kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
+        return "a runtime of its own"
+    hooks = (*task.hooks("reward"), *task.hooks("metric"))
+    return "a runtime to score in" if any(_takes_runtime(hook) for hook in hooks) else ""
+
+
+def _messages(prompt: object) -> list[Any]:
+    return cast(list[Any], prompt) if isinstance(prompt, list) else []
+
+
+def _takes_runtime(hook: Any) -> bool:
+    asked = signature(hook).parameters.get("runtime")
+    return asked is not None and asked.default is Parameter.empty
+
+
+def _is_held_out(key: str) -> bool:
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") % HELD_OUT_SHARE == 0

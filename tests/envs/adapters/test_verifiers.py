@@ -1,0 +1,81 @@
+"""The verifiers adapter over the real library and a taskset as its authors write them; skipped where it is not installed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from envs import registry
+from envs.contract import check_contract
+
+vf = pytest.importorskip("verifiers.v1")
+
+
+@pytest.fixture(autouse=True)
+def _own_tasksets_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def right(question: str) -> str:
+    first, second = question.removesuffix(" = ?").split(" + ")
+    return str(int(first) + int(second))
+
+
+def test_a_taskset_holds_the_contract():
+    report = check_contract("verifiers", {"id": "vf_sums"}, num_seeds=4)
+    assert report.problems == []
+    assert report.num_turns > 10
+
+
+def test_the_reward_is_the_tasks_own_weighted_sum_and_its_metrics_are_told():
+    env = registry.make("verifiers", {"id": "vf_sums", "success_reward": 1.5})
+    assert env.system_prompt == "Add."
+    question, _ = env.reset(seed=3)
+    _, reward, terminated, _, info = env.step(right(question))
+    assert (reward, terminated, info["success"]) == (1.5, True, True)
+    assert (info["is_right"], info["is_short"], info["num_words"]) == (1.0, 1.0, 1.0)
+    env.reset(seed=3)
+    _, reward, _, _, info = env.step(f"the answer is {right(question)}")
+    assert (reward, info["success"], info["num_words"]) == (1.0, False, 4.0)
+
+
+def test_the_splits_share_no_task_and_evaluation_goes_through_all_of_its_own():
+    train = registry.make("verifiers", {"id": "vf_sums"})
+    held_out = registry.make("verifiers", {"id": "vf_sums", "split": "held_out"})
+    seen = [held_out.task_id(seed) for seed in range(40)]
+    assert not {train.task_id(seed) for seed in range(200)} & set(seen)
+    assert seen[: len(set(seen))] == list(dict.fromkeys(seen))
+
+
+def test_what_one_answer_can_not_play_is_refused_and_told_how_else():
+    with pytest.raises(ValueError, match=r"needs tools: play it with an agent_runner"):
+        registry.make("verifiers", {"id": "vf_shop"})
+    env = registry.make("verifiers", {"id": "vf_shop", "played_by": "agent"})
+    observation, _ = env.reset(seed=1)
+    assert json.loads(observation)["taskset"] == {"id": "vf_shop"}
+    with pytest.raises(RuntimeError, match="verifiers itself plays this task"):
+        env.step("tea")
+
+
+@pytest.mark.parametrize(
+    ("env_config", "message"),
+    [
+        ({"id": "vf_nothing"}, "taskset 'vf_nothing' not found"),
+        ({"id": "vf_sums", "taskset": {"sise": 3}}, "sise"),
+        (
+            {"id": "vf_shop", "played_by": "agent", "num_tasks": 2, "split": "held_out"},
+            "has no task of split 'held_out'",
+        ),
+        ({"id": "vf_endless"}, "has no end: set num_tasks"),
+    ],
+)
+def test_what_there_is_not_is_named(env_config: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        registry.make("verifiers", env_config)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(ValueError, match=r"uv pip install 'offbeat\[verifiers\]'"):
+        registry.make("verifiers", {"id": "vf_sums"})

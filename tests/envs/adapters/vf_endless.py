@@ -1,0 +1,16 @@
+"""A taskset of verifiers that goes on for ever."""
+
+import itertools
+
+import verifiers.v1 as vf
+
+
+class Endless(vf.Taskset[vf.Task[vf.TaskData], vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        for number in itertools.count():
+            yield vf.Task(vf.TaskData(prompt=str(number)))
+
+
+__all__ = ["Endless"]
