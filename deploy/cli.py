@@ -9,6 +9,7 @@ import typer
 
 from deploy.bench.command import bench_app
 from deploy.chaos.command import chaos
+from deploy.chaos.soak import soak
 from deploy.envs_command import env_app
 from deploy.play.command import inspect, play, rollout
 from deploy.rest.command import runs_app
@@ -106,6 +107,7 @@ def audit(
 
 
 app.command(rich_help_panel=PROVE)(chaos)
+app.command(rich_help_panel=PROVE)(soak)
 
 
 @learner_app.command("attach")

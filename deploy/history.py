@@ -5,12 +5,15 @@ Invariant: a step that a restarted learner repeated counts once, with what it sa
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
 
 from services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
 """Rates are means over so many seconds."""
+OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
+"""What is kept of all steps; of the newest everything is. A run of days has a million steps."""
 
 
 def command_started(began: float) -> MetricRecord:
@@ -93,7 +96,7 @@ class RunHistory:
             match partial.kind:
                 case "sum":
                     self.totals[key] = self.totals.get(key, 0.0) + partial.total
-                    self._recent.setdefault(key, deque()).append((record.time, partial.total))
+                    self._lately(key).append((record.time, partial.total))
                 case "max":
                     self.peaks[key] = max(self.peaks.get(key, partial.total), partial.total)
                 case "mean":
@@ -102,8 +105,17 @@ class RunHistory:
                 case _:
                     continue
 
+    def _lately(self, key: str) -> deque[tuple[float, float]]:
+        recent = self._recent.setdefault(key, deque())
+        while recent and recent[0][0] < self._now - RATE_S:
+            recent.popleft()
+        return recent
+
     def _add_learner(self, record: MetricRecord) -> None:
         if record.step is not None:
+            if before := self.steps.get(record.step - 1):
+                kept = {name: before.values[name] for name in OF_EVERY_STEP if name in before.values}
+                self.steps[before.number] = replace(before, values=kept)
             self.steps[record.step] = Step(record.step, record.time, record.values)
 
     def _add_evaluation(self, record: MetricRecord) -> None:
@@ -150,11 +162,7 @@ class RunHistory:
 
     def rate(self, key: str) -> float:
         """Of a summed metric, per second, over the last `RATE_S`."""
-        recent = self._recent.get(key)
-        if not recent:
-            return 0.0
-        while recent and recent[0][0] < self._now - RATE_S:
-            recent.popleft()
+        recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return 0.0
         # The first record's amount came before its time.
@@ -162,7 +170,7 @@ class RunHistory:
 
     def seconds_per_step(self, over: int = 20) -> float | None:
         """Mean time of the newest steps."""
-        steps = self.ordered_steps()[-(over + 1) :]
+        steps = [self.steps[number] for number in sorted(nlargest(over + 1, self.steps))]
         if len(steps) < 2:
             return None
         return (steps[-1].time - steps[0].time) / (steps[-1].number - steps[0].number)

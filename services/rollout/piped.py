@@ -60,8 +60,8 @@ class PipedChild:
             )
         )
         try:
-            self._child = await asyncio.shield(starting)
-            self._listening = asyncio.create_task(_forward(self._child), name="what a child prints")
+            child = self._child = await asyncio.shield(starting)
+            self._listening = asyncio.create_task(_forward(child), name="what a child prints")
         except asyncio.CancelledError:
             self._child = await starting
             await self.kill()

@@ -1,0 +1,169 @@
+"""`offbeat soak`: a run at full speed for a long time, and whether any of its processes' memory grows."""
+
+import json
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from deploy.chaos.memory import Growth, Series
+
+SAMPLE_S = 5.0
+START_S = 600.0
+END_S = 60.0
+INTERRUPTED = 130
+LEAK_SHARE = 0.02
+"""Of its memory: a process that surely grows by more an hour fails the soak."""
+LONG = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
+
+
+@dataclass
+class SoakReport:
+    """What was seen."""
+
+    minutes: float
+    steps: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    complaints: list[str] = field(default_factory=list[str])
+    leftovers: list[str] = field(default_factory=list[str])
+
+    @property
+    def passed(self) -> bool:
+        return not self.complaints and not self.leftovers
+
+    def as_tree(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**self.__dict__, "passed": self.passed}
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(min=1.0, metavar="M", help="After the first step.")] = 60.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run's folder.", show_default="a new one in /tmp")
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report there.", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory over time there (PNG).", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the run.", show_default=False)
+    ] = None,
+) -> None:
+    """Train the quickstart at full speed and measure the memory of every process: does any grow?
+
+    Exit codes: 0 none grows by more than 2 % an hour with two standard errors to spare, the audit proves the run, nothing is
+    left; 1 otherwise.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # whatever ends this command, the run's processes end first
+    folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
+    report = _run_soak(folder, minutes, overrides or [], picture, typer.echo)
+    if as_json is not None:
+        as_json.write_text(json.dumps(report.as_tree(), indent=2) + "\n", encoding="utf-8")
+    _show(report, folder)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _run_soak(
+    folder: Path, minutes: float, overrides: Sequence[str], picture: Path | None, say: Callable[[str], None]
+) -> SoakReport:
+    import psutil
+
+    from deploy.audit_command import AuditError, examine
+    from deploy.chaos.memory import MemoryLog, draw_memory
+    from deploy.chaos.running import CONFIG
+    from deploy.chaos.watching import RunUnderChaos
+    from deploy.processes import adopt_orphans
+
+    adopt_orphans()
+    report, log = SoakReport(minutes), MemoryLog()
+    run = RunUnderChaos(CONFIG, folder, "soak", [*LONG, *overrides], {})
+    say(f"the run's log: {run.log}")
+    try:
+        started = time.monotonic()
+        while (run.step() or -1) < 1 and run.running and time.monotonic() < started + START_S:
+            time.sleep(SAMPLE_S)
+        log, began = MemoryLog(), time.monotonic()
+        while run.running and time.monotonic() < began + 60 * minutes:
+            run.look()
+            log.sample([psutil.Process(run.process.pid)])
+            time.sleep(SAMPLE_S)
+        if not run.running:
+            report.complaints.append(f"the run ended by itself: exit code {run.process.returncode}, see {run.log}")
+        else:
+            run.process.send_signal(signal.SIGINT)
+            if run.wait(END_S) != INTERRUPTED:
+                report.complaints.append(f"the run did not end in order: {run.process.returncode}, see {run.log}")
+    finally:
+        run.close()
+    report.leftovers = run.leftovers()
+    try:
+        found, _ = examine(folder)
+        report.steps = found.lineage.last
+        report.complaints += found.findings
+    except AuditError as error:
+        report.complaints.append(f"no audit: {error}")
+    if log.duration_h == 0:
+        report.complaints.append(f"no step in {START_S:.0f} s, see {run.log}")
+        return report
+    series = log.lasting()
+    _judge(report, series, log.duration_h)
+    if picture is not None:
+        title = f"{report.steps} steps in {60 * log.duration_h:.0f} minutes"
+        draw_memory(picture, title, series, log.duration_h)
+    return report
+
+
+def _judge(report: SoakReport, series: "Sequence[Series]", duration_h: float) -> None:
+    from deploy.chaos.memory import growth
+
+    for each in series:
+        hours, mib = each.settled(duration_h)
+        if len(hours) < 3:
+            continue
+        found = growth(hours, mib)
+        report.rows.append(_row(each, found, mib))
+        if found.per_hour - 2 * found.error > LEAK_SHARE * statistics.median(mib):
+            report.complaints.append(
+                f"{each.kind} (process {each.pid}) grows by {found.per_hour:.1f} ± {found.error:.1f} MiB an hour"
+            )
+
+
+def _row(each: "Series", found: "Growth", mib: "Sequence[float]") -> dict[str, Any]:
+    return {
+        "kind": each.kind,
+        "pid": each.pid,
+        "first_mib": round(mib[0], 1),
+        "last_mib": round(mib[-1], 1),
+        "mib_per_hour": round(found.per_hour, 2),
+        "error": round(found.error, 2),
+        "grows": found.is_there,
+        "files": [each.files[0], each.files[-1]],
+        "samples": len(mib),
+    }
+
+
+def _show(report: SoakReport, folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("process", "MiB, settled", "MiB at the end", "MiB an hour", "open files", box=None)
+    for row in report.rows:
+        slope = f"{row['mib_per_hour']:+.1f} ± {row['error']:.1f}{' grows' if row['grows'] else ''}"
+        files = " -> ".join(map(str, row["files"]))
+        table.add_row(row["kind"], f"{row['first_mib']:.1f}", f"{row['last_mib']:.1f}", slope, files)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(f"{report.steps} steps; slopes of the last two thirds, with one standard error (Newey-West)")
+    for what in (*report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
+        console.print(f"  - {what}")
+    console.print(f"{'PASSED' if report.passed else 'FAILED'}: {folder}")
