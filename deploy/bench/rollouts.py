@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 import psutil
 
+from deploy.bench import loops
 from services.generation.config import GenerationConfig
 from services.keys import RunKeys
 from services.rollout.config import WorkerSettings
@@ -134,7 +135,7 @@ class Rollouts:
 def _main(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
     quiet(model.parent / LOG)
     try:
-        asyncio.run(_Host(pipe, policy, model, sequence_length).serve())
+        loops.run(_Host(pipe, policy, model, sequence_length).serve())
     except EOFError:
         return  # the parent is gone
     except Exception as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from deploy.bench import loops
 from deploy.bench.rollouts import quiet
 
 
@@ -70,7 +71,7 @@ class Servant:
 def _main(pipe: Connection, served: Served, log: Path) -> None:
     quiet(log)
     try:
-        asyncio.run(_serve(pipe, served))
+        loops.run(_serve(pipe, served))
     except EOFError:
         return  # the parent is gone
     except Exception as error:

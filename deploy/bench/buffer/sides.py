@@ -12,6 +12,7 @@ from typing import Any, cast
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from deploy.bench import loops
 from deploy.bench.buffer.load import RUN, Load, Rates, Side, expect
 from services.buffer.client import BufferLimits
 from services.buffer.connection import connect_async
@@ -36,7 +37,7 @@ def offbeat_side(redis: Redis, url: str) -> Side:
         keys = RunKeys(RUN)
         redis.hset(keys.progress, mapping={"version": 0, "step": 0})  # weights, as far as admission is concerned
         buffer = RedisLearnerBuffer(redis, RUN, int(cast(int, redis.incr(keys.epoch))))
-        into = asyncio.run(_claim_and_submit(load, url))
+        into = loops.run(_claim_and_submit(load, url))
         start = time.perf_counter()
         for _ in range(load.num_groups // load.batch):
             groups = [group for i in range(load.batch) if (group := buffer.take(5.0, load.batch - i)) is not None]
@@ -55,7 +56,7 @@ def raw_side(redis: Redis, url: str, *, pipelined: bool) -> Side:
     def side(load: Load) -> Rates:
         redis.flushdb()
         redis.xgroup_create(STREAM, READER, id="0", mkstream=True)
-        into = asyncio.run(_append(load, url, pipelined=pipelined))
+        into = loops.run(_append(load, url, pipelined=pipelined))
         wanted = load.batch * load.group_size
         start = time.perf_counter()
         for _ in range(load.num_groups // load.batch):
