@@ -104,6 +104,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Whole sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
+    parents [s] or None as in `trainer.models.branches` (then cu_seqlens are the borders of roots and branches),
     temperatures [m] as in the batch; pictures by their places in tokens."""
 
     tokens: Tensor
@@ -111,6 +112,7 @@ class MicroBatch:
     positions: Tensor
     index: Tensor
     temperatures: Tensor | None = None
+    parents: Tensor | None = None
     pictures: tuple[Picture, ...] = ()
 
 

@@ -83,6 +83,9 @@ class ModelArgs(ConditionalConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """`auto`: packed causal attention that pads inside the attention alone."""
+    shared_prefix: Annotated[bool, OnlyWith(attn_implementation=("auto",))] = False
+    """Compute the prompt that a group's trajectories have in common once, and attend to it from each of them: the same
+    gradient for less work where prompts are long and answers short. For Llama, Mistral, Qwen2 and Qwen3."""
     disable_gradient_checkpointing: bool = True
     lora_target: str | None = Field(default=None, min_length=1)
     """Linear layers of the policy that get a low-rank adapter (LoRA): the ends of their names with commas between

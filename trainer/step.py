@@ -22,6 +22,7 @@ from trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
 from trainer.engines.frozen import FrozenModel, Judge, Reference
 from trainer.engines.processes import Ranks, gather
 from trainer.engines.schedule import scheduled_rate
+from trainer.families import shared_microbatches
 from trainer.gauges import batch_gauges, with_effective_sample_size
 from trainer.models.divergence import Anchor
 from trainer.models.packing import PackedInput
@@ -102,6 +103,7 @@ class BatchTrainer:
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
         if targets.teacher_kl is not None:
             fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
+        fixed["tokens/shared"] = Partial("sum", float(self._num_shared(batch)))
         fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
@@ -131,7 +133,15 @@ class BatchTrainer:
         self._running.load_state_dict(state["running"])
 
     def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
-        return microbatches(batch, part, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
+        cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches
+        return cut(batch, part, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
+
+    def _num_shared(self, batch: Batch) -> int:
+        """Tokens that one pass over the batch need not compute, because a sibling's are the same."""
+        if not self._config.actor_train.model_args.shared_prefix:
+            return 0
+        parts = minibatches(batch, self._args.num_minibatches)
+        return batch.num_tokens - sum(len(micro.tokens) for part in parts for micro in self._micro_batches(batch, part))
 
     def _targets(self, batch: Batch, step: int, silent: Silent) -> tuple[Targets, Tensor | None]:
         """Targets of the batch, and what the critic says of it."""
@@ -248,5 +258,5 @@ class BatchTrainer:
 
 
 def _input(micro: MicroBatch, anchor: Anchor | None = None) -> PackedInput:
-    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures)
+    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents)
     return x if anchor is None else replace(x, anchor=Anchor(anchor.hidden[micro.index], anchor.head))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from trainer.models.branches import branched_attention
 from trainer.models.packing import Packing
 
 PACKED_ATTENTION = "offbeat_packed"
@@ -43,6 +44,12 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unknown) or 'a mask of its own'}: "
             "set actor_train.model_args.attn_implementation to eager"
         )
+    if packing.branches is not None:
+        if sliding_window is not None and sliding_window < packing.branches.longest:
+            raise NotImplementedError(
+                f"{type(module).__name__} has a sliding window: set actor_train.model_args.shared_prefix to false"
+            )
+        return branched_attention(query, key, value, packing.branches, scaling, dropout), None
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, packing, scaling, sliding_window), None
     return _padded(query, key, value, packing, scaling, dropout, sliding_window), None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.schema import Picture
+from trainer.models.branches import Branches, position_ids
 from trainer.models.divergence import Anchor
 
 
@@ -17,21 +18,23 @@ class Packing:
     """B sequences laid end to end in N tokens.
 
     cu_seqlens: [B + 1] int32, first 0, last N; position_ids: [1, N] int64, from 0 in each sequence;
-    slots: [N] int64, each token's place in a right-padded [B, max_len].
+    slots: [N] int64, each token's place in a right-padded [B, max_len]; branches: where some of the sequences go on from a
+    common beginning, in blocks of which the other fields tell, or None.
     """
 
     cu_seqlens: Tensor
     position_ids: Tensor
     slots: Tensor
     max_len: int
+    branches: Branches | None = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.cu_seqlens) - 1
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor) -> "Packing":
-        """Lay out sequences by their borders: [B + 1] int, on any device.
+    def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
+        """Lay out sequences by their borders: [B + 1] int, on any device. parents: as in `Branches.of`.
 
         Raises:
             ValueError: the borders do not start at 0 or do not grow.
@@ -43,7 +46,10 @@ class Packing:
         num_tokens, max_len = int(starts[-1]), int(lengths.max())
         positions = torch.arange(num_tokens, device=starts.device) - starts[:-1].repeat_interleave(lengths)
         rows = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
-        return cls(starts.to(torch.int32), positions[None], rows * max_len + positions, max_len)
+        slots = rows * max_len + positions
+        if parents is None:
+            return cls(starts.to(torch.int32), positions[None], slots, max_len)
+        return cls(starts.to(torch.int32), position_ids(starts, parents), slots, max_len, Branches.of(starts, parents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +77,21 @@ class PackedInput:
         positions: Tensor,
         temperatures: Tensor | None = None,
         pictures: tuple[Picture, ...] = (),
+        parents: Tensor | None = None,
     ) -> "PackedInput":
         """Raises ValueError as `Packing.of`, or when a sequence's first token is asked about."""
-        packing = Packing.of(cu_seqlens)
+        packing = Packing.of(cu_seqlens, parents)
         if len(tokens) != packing.position_ids.shape[1]:
             raise ValueError(f"{len(tokens)} tokens, {packing.position_ids.shape[1]} announced")
         if bool((packing.position_ids[0, positions] == 0).any()):
             raise ValueError("no logit predicts a sequence's first token")
         return cls(tokens, packing, positions, temperatures, pictures=pictures)
+
+    @property
+    def predictors(self) -> Tensor:
+        """[M] int64: the places whose logits are of the tokens at `positions`."""
+        branches = self.packing.branches
+        return self.positions - 1 if branches is None else branches.before[self.positions]
 
     def to(self, device: torch.device) -> "PackedInput":
         if self.tokens.device == device:
@@ -88,6 +101,7 @@ class PackedInput:
             self.packing.position_ids.to(device),
             self.packing.slots.to(device),
             self.packing.max_len,
+            None if self.packing.branches is None else self.packing.branches.to(device),
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
         anchor = None if self.anchor is None else Anchor(self.anchor.hidden.to(device), self.anchor.head)

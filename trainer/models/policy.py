@@ -66,7 +66,7 @@ class PackedPolicy(nn.Module):
         """[M, V]: what is said before each of the tokens at `x.positions`."""
         if x.pictures:
             raise ValueError("the trajectory holds pictures, and this policy reads none")
-        return self.model(x.tokens[None], logits_to_keep=x.positions - 1, **packed_kwargs(x.packing)).logits[0]
+        return self.model(x.tokens[None], logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()
     def anchor(self, x: PackedInput) -> Anchor:
@@ -76,9 +76,9 @@ class PackedPolicy(nn.Module):
             ValueError: the model's logits are more than its last hidden states times its output embedding.
         """
         hidden = self.model.base_model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
-        rows = hidden.index_select(0, x.positions - 1)
+        rows = hidden.index_select(0, x.predictors)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        logits = self.model(x.tokens[None], logits_to_keep=x.positions[:1] - 1, **packed_kwargs(x.packing)).logits[0]
+        logits = self.model(x.tokens[None], logits_to_keep=x.predictors[:1], **packed_kwargs(x.packing)).logits[0]
         if not torch.allclose(rows[:1] @ head.weight.T, logits, rtol=1e-2, atol=1e-2):
             raise ValueError(
                 f"kl_loss_type: full can't read the logits of {type(self.model).__name__}, which are more than its last "
@@ -100,7 +100,7 @@ class PackedCritic(nn.Module):
     def forward(self, x: PackedInput) -> Tensor:
         """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
-        return self.value_head(hidden.index_select(0, x.positions - 1))[:, 0].float()
+        return self.value_head(hidden.index_select(0, x.predictors))[:, 0].float()
 
 
 def _attention(args: ModelArgs, *, pictures: bool) -> str | dict[str, str]:
@@ -108,6 +108,10 @@ def _attention(args: ModelArgs, *, pictures: bool) -> str | dict[str, str]:
     if args.attn_implementation != "auto":
         return args.attn_implementation
     return {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"} if pictures else PACKED_ATTENTION
+
+
+SHARING = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type` of models that `shared_prefix` is tested with."""
 
 
 def has_weights(folder: Path) -> bool:
@@ -146,6 +150,11 @@ def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedMode
             torch.manual_seed(seed)
             config = AutoConfig.from_pretrained(folder)
             model = auto.from_config(config, dtype=kind, attn_implementation=attention)
+    if args.shared_prefix and model.config.model_type not in SHARING:
+        raise ValueError(
+            f"shared_prefix is not known to be right for {model.config.model_type!r}, only for {', '.join(SHARING)}: set "
+            "actor_train.model_args.shared_prefix=false"
+        )
     if not args.disable_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return cast(PreTrainedModel, model)

@@ -1,0 +1,145 @@
+"""Sequences that go on from a common beginning, which is computed once: where they lie, and attention over them.
+
+A row of tokens is cut into blocks. A root is read from its first token; a branch goes on from the end of its root, whose
+tokens it sees before its own. Invariant: a token of a branch gets what it would get in [root | branch]; what it owes to
+the root flows back into the root's one computation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """G roots and B branches in a row of N tokens.
+
+    root_rows, branch_rows: [Nr], [Nb] int64, the tokens' places in the row; root_slots, branch_slots: the same tokens'
+    places in right-padded [G, root_len] and [B, branch_len]; owner: [B] int64, each branch's root; prefix_len: [B] int64,
+    that root's length; before: [N] int64, the place of the token before each (0 for that of the row's first).
+    """
+
+    root_rows: Tensor
+    root_slots: Tensor
+    branch_rows: Tensor
+    branch_slots: Tensor
+    owner: Tensor
+    prefix_len: Tensor
+    before: Tensor
+    num_roots: int
+    root_len: int
+    branch_len: int
+    longest_prefix: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence at most."""
+        return max(self.root_len, self.longest_prefix + self.branch_len)
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "Branches":
+        """From the blocks' borders [K + 1] and parents [K]: the number of a branch's root, or -1 for a root.
+
+        Raises:
+            ValueError: there is no branch, or a block's parent is none of the roots.
+        """
+        starts = cu_seqlens.to(torch.int64)
+        lengths = starts.diff()
+        is_root = parents < 0
+        branches = parents[~is_root]
+        if not len(branches) or int(branches.max()) >= len(parents) or not bool(is_root[branches].all()):
+            raise ValueError(f"not branches of roots: parents {parents.tolist()}")
+        block = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
+        inside = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1][block]
+        rank = torch.where(is_root, is_root.cumsum(0), (~is_root).cumsum(0)) - 1  # among its kind
+        root_len, branch_len = int(lengths[is_root].max()), int(lengths[~is_root].max())
+        width = torch.where(is_root, root_len, branch_len)
+        slots = rank[block] * width[block] + inside
+        of_root = is_root[block]
+        before = torch.arange(len(block), device=starts.device) - 1
+        first = (inside == 0) & ~of_root
+        before[first] = starts[1:][parents[block[first]]] - 1
+        return cls(
+            root_rows=of_root.nonzero()[:, 0],
+            root_slots=slots[of_root],
+            branch_rows=(~of_root).nonzero()[:, 0],
+            branch_slots=slots[~of_root],
+            owner=rank[branches],
+            prefix_len=lengths[branches],
+            before=before.clamp(min=0),
+            num_roots=int(is_root.sum()),
+            root_len=root_len,
+            branch_len=branch_len,
+            longest_prefix=int(lengths[branches].max()),
+        )
+
+    def to(self, device: torch.device) -> "Branches":
+        moved: dict[str, Any] = {
+            name: getattr(self, name).to(device)
+            for name in ("root_rows", "root_slots", "branch_rows", "branch_slots", "owner", "prefix_len", "before")
+        }
+        return Branches(
+            **moved,
+            num_roots=self.num_roots,
+            root_len=self.root_len,
+            branch_len=self.branch_len,
+            longest_prefix=self.longest_prefix,
+        )
+
+    def mask(self) -> Tensor:
+        """[B or 1, 1, branch_len, longest_prefix + branch_len] bool: what a branch's token sees of its root, laid out on the
+        left, and of its branch."""
+        steps = torch.arange(self.branch_len, device=self.owner.device)
+        own = steps[:, None] >= steps[None]
+        lengths = self.prefix_len.unique()
+        seen = torch.arange(self.longest_prefix, device=self.owner.device) < lengths[:1, None]
+        if len(lengths) > 1:
+            seen = torch.arange(self.longest_prefix, device=self.owner.device) < self.prefix_len[:, None]
+        wide = seen[:, None].expand(-1, self.branch_len, -1)
+        return torch.cat([wide, own.expand(len(wide), -1, -1)], 2)[:, None]
+
+
+def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
+    """[1, N] int64: from 0 in each root, from the root's length in each branch."""
+    starts = cu_seqlens.to(torch.int64)
+    lengths = starts.diff()
+    first = torch.where(parents < 0, 0, lengths[parents.clamp(min=0)])
+    offset = (first - starts[:-1]).repeat_interleave(lengths)
+    return (torch.arange(int(starts[-1]), device=starts.device) + offset)[None]
+
+
+def branched_attention(
+    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None, dropout: float
+) -> Tensor:
+    """query: [1, H, N, D], key and value: [1, K, N, D] -> [1, N, H, D]."""
+    gqa = query.shape[1] != key.shape[1]
+    rows = [states[0].transpose(0, 1) for states in (query, key, value)]
+    roots = [
+        _padded(each, branches.root_rows, branches.root_slots, branches.num_roots, branches.root_len) for each in rows
+    ]
+    of_roots = scaled_dot_product_attention(*roots, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
+    count = len(branches.owner)
+    own = [_padded(each, branches.branch_rows, branches.branch_slots, count, branches.branch_len) for each in rows]
+    seen = [
+        torch.cat([root[:, :, : branches.longest_prefix].index_select(0, branches.owner), branch], 2)
+        for root, branch in zip(roots[1:], own[1:], strict=True)
+    ]
+    of_branches = scaled_dot_product_attention(
+        own[0], *seen, attn_mask=branches.mask(), dropout_p=dropout, scale=scale, enable_gqa=gqa
+    )
+    out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
+    out = out.index_copy(0, branches.root_rows, _rows(of_roots, branches.root_slots))
+    return out.index_copy(0, branches.branch_rows, _rows(of_branches, branches.branch_slots))[None]
+
+
+def _padded(rows: Tensor, chosen: Tensor, slots: Tensor, count: int, length: int) -> Tensor:
+    """[N, H, D] -> [count, H, length, D], zeros on the right."""
+    out = rows.new_zeros(count * length, *rows.shape[1:]).index_copy(0, slots, rows.index_select(0, chosen))
+    return out.view(count, length, *rows.shape[1:]).transpose(1, 2)
+
+
+def _rows(padded: Tensor, slots: Tensor) -> Tensor:
+    return padded.transpose(1, 2).flatten(0, 1).index_select(0, slots)
