@@ -23,6 +23,7 @@ from services.rollout.config import CustomEnv
 from services.schema import Group, Manifest
 from services.weights.config import WeightsConfig
 from services.weights.transports import Stored, Transport, make_transport
+from trainer.algorithms.aggregation import NOBODY_SILENT
 
 GROUPS, GROUP_SIZE = 8, 8
 """Of a batch."""
@@ -105,7 +106,7 @@ def _row(
     whole, delta = (_way(base, rate, every) for every in (1, o.anchor_every))
     for step, groups in enumerate(batches):
         say(f"learning rate {rate:g}, step {step + 1}/{len(batches)}")
-        trainer.train(groups, step)
+        trainer.train(groups, step, NOBODY_SILENT)
         contents = [_passed_on(way, step, dict(trainer.tensors())) for way in (whole, delta)]
         if contents[0] != contents[1]:
             raise RuntimeError(f"version {step} is not the same both ways")

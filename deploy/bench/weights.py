@@ -302,8 +302,8 @@ def _copies(weights: Sequence[tuple[str, Any]], num_bytes: int, rounds: int) -> 
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
-    columns = ("parameters", "replicas", "MB", "learner blocked ms", "announced ms", "served ms", "pause ms")
-    columns += ("engine step ms", "pause in steps", "MB/s", "memcpy MB/s", "file copy MB/s")
+    columns = ("parameters", "replicas", "MB", "learner blocked ms", "announced ms", "loading ms", "served ms")
+    columns += ("pause ms", "engine step ms", "pause in steps", "MB/s", "memcpy MB/s", "file copy MB/s")
     show(
         "From publish to served, generations running",
         columns,
@@ -312,7 +312,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
                 r["size"],
                 r["replicas"],
                 r["num_bytes"] / 1e6,
-                *(1000 * r[name].median for name in ("blocked_s", "announced_s", "served_s", "pause_s")),
+                *(1000 * r[name].median for name in ("blocked_s", "announced_s", "load_s", "served_s", "pause_s")),
                 1000 * r["engine_step_s"],
                 r["pause_in_steps"],
                 *(r[name] / 1e6 for name in ("bytes_per_s", "memcpy_bytes_per_s", "file_copy_bytes_per_s")),
