@@ -42,7 +42,7 @@ class PackedVisionPolicy(PackedPolicy):
             embedded = embedded.index_copy(1, places, seen[None].to(embedded.dtype))
         positions = rope_positions(x.packing, x.pictures, [each.grid for each in pixels], self._reader.merge)
         kwargs = {**packed_kwargs(x.packing), "position_ids": positions}
-        return self.model(inputs_embeds=embedded, logits_to_keep=x.positions - 1, **kwargs).logits[0]
+        return self.model(inputs_embeds=embedded, logits_to_keep=x.predictors, **kwargs).logits[0]
 
 
 def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequence[Grid], merge: int) -> Tensor:
