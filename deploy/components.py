@@ -7,6 +7,7 @@ Ray appears here and in the services' `app.py` alone. Calls into Ray block, so t
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 PING_S = 2.0
 """An actor that does not answer in time is taken to be starting; one that is dead says so at once."""
+HUNG_S = 60.0
+"""An env worker that has answered before and has not for so long is killed; Ray starts it again."""
 NO_RETRY_EXIT_CODE = 2
 """The learner's way to say that it would fail in the same way again: it can't use its configuration or checkpoint."""
 
@@ -282,6 +285,8 @@ class WorkerPool:
     def __init__(self, config: RunConfig, redis_url: str, model: Path) -> None:
         self._run_id = config.exp_name
         self._num_workers = config.rollout.num_workers
+        self._answered: dict[str, float] = {}
+        """Worker -> monotonic time of its last answer."""
         self._settings = WorkerSettings(
             run_id=config.exp_name,
             seed=config.seed,
@@ -350,10 +355,24 @@ class WorkerPool:
         try:
             await asyncio.wait_for(asyncio.shield(_as_future(actor.alive.remote())), PING_S)
         except (TimeoutError, ActorUnavailableError):
-            return Observation(Health.STARTING, "starts", log)
+            return await self._silent(name, actor, log)
         except RayActorError as error:
             return Observation(Health.DEAD, _last_line(str(error)), log, actor._actor_id.hex())
+        self._answered[name] = time.monotonic()
         return Observation(Health.READY, log=log)
+
+    async def _silent(self, name: str, actor: ActorHandle, log: str) -> Observation:
+        """A worker that starts does not answer yet; one that has answered, and does not for long, hangs and is killed."""
+        since = self._answered.get(name)
+        if since is None:
+            return Observation(Health.STARTING, "starts", log)
+        silent_s = time.monotonic() - since
+        if silent_s < HUNG_S:
+            return Observation(Health.STARTING, f"has not answered for {silent_s:.0f} s", log)
+        logger.error("%s has not answered for %.0f s and is killed", name, silent_s)
+        del self._answered[name]
+        await asyncio.to_thread(ray.kill, actor, no_restart=False)
+        return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {since}")
 
 
 async def _as_future(reference: "ray.ObjectRef[Any]") -> Any:

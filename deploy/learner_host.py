@@ -34,6 +34,8 @@ ALIVE_S = 6.0
 """A host that has been silent for so long is gone, and its learner with it."""
 KILL_S = 2.0
 """What the kernel gets to end a killed process."""
+HUNG_S = 30.0
+"""A learner that has held its lease and has not for so long is stopped for good, or has lost it and does not end."""
 SETTLE_S = 5.0
 """Between two starts of a learner that stands by: the one that took over has its steps to catch up with."""
 FINAL = (0, 2, 4)
@@ -128,6 +130,8 @@ class LearnerHost:
         self._spare: subprocess.Popen[bytes] | None = None
         self._spare_at = 0.0
         """Monotonic time before which no other one is started."""
+        self._held_at: float | None = None
+        """Monotonic time at which the learner was last seen to hold its lease."""
         self._run_id = run_id
         self._redis_url = redis_url
         self._output_dir = output_dir
@@ -170,6 +174,7 @@ class LearnerHost:
 
     def _watch(self, incarnation: str) -> None:
         process = self._process = self._spawn()
+        self._held_at = None
         asked = ""
         redis = Redis.from_url(self._redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
         try:
@@ -185,6 +190,7 @@ class LearnerHost:
                     break
                 process = self._process = self._spare
                 self._spare, self._spare_at = None, time.monotonic() + SETTLE_S
+                self._held_at = None
                 incarnation = self._take_over(redis, incarnation, code, process)
             self._report_end(redis, incarnation, code)
         finally:
@@ -250,10 +256,15 @@ class LearnerHost:
                 pipe.set(alive_key(self._run_id), incarnation, px=int(ALIVE_S * 1000))
                 pipe.hset(learner_key(self._run_id), mapping={"pid": process.pid})
                 pipe.hmget(learner_key(self._run_id), ["stop", "incarnation"])
-                _, _, (stop, current) = pipe.execute()
+                pipe.get(RunKeys(self._run_id).lease)
+                _, _, (stop, current), holder = pipe.execute()
         except RedisError as error:
             logger.warning("learner %d: can't reach Redis: %s", process.pid, error)
+            self._held_at = None if self._held_at is None else time.monotonic()  # it can't renew its lease either
             return asked
+        if self._hangs((holder or b"").decode(), process.pid):
+            logger.error("learner %d has not renewed its lease for %.0f s and is killed", process.pid, HUNG_S)
+            process.kill()
         wish = (stop or b"").decode()
         if current is not None and current.decode() != incarnation:
             wish = "kill"
@@ -261,6 +272,12 @@ class LearnerHost:
             logger.info("learner %d: %s", process.pid, wish)
             process.send_signal(signal.SIGKILL if wish == "kill" else signal.SIGTERM)
         return wish
+
+    def _hangs(self, holder: str, pid: int) -> bool:
+        """Whether a learner that held the lease has not for so long: it is stopped, or its threads don't run."""
+        if holder.startswith(f"{owner_of(pid)} "):
+            self._held_at = time.monotonic()
+        return self._held_at is not None and time.monotonic() > self._held_at + HUNG_S
 
     def _report_end(self, redis: Redis, incarnation: str, code: int) -> None:
         logger.info("learner ended with %d", code)

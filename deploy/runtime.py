@@ -67,6 +67,8 @@ LEARNER_GRACE_S = 4.0
 END_GRACE_S = 1.0
 REDIS_LOOK_S = 0.2
 """How long the embedded Redis may be dead unnoticed."""
+REDIS_PING_S, REDIS_HUNG_S = 5.0, 60.0
+"""It is asked so often whether it answers; one that has not for so long hangs, and is killed."""
 
 
 class LocalMesh:
@@ -206,14 +208,20 @@ class LocalMesh:
             raise MeshError(f"Ray could not be started\nRead {self._folder / LOGS / RAY_LOG}")
 
     async def keep_redis(self) -> None:
-        """Start the embedded Redis again whenever it dies, until cancelled; nothing that it answered for is lost."""
+        """Start the embedded Redis again when it dies or hangs, until cancelled; nothing that it answered for is lost."""
+        answered = looked = time.monotonic()
         while (server := self._server) is not None:
-            if not server.is_alive():
-                logger.warning("redis-server died and is started again")
+            now = time.monotonic()
+            if server.is_alive() and now > looked + REDIS_PING_S:
+                looked = now
+                answered = time.monotonic() if await asyncio.to_thread(server.answers) else answered
+            if not server.is_alive() or now > answered + REDIS_HUNG_S:
+                logger.warning("redis-server %s and is started again", "hangs" if server.is_alive() else "died")
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
                 except MeshError as error:
                     logger.error("it does not come back, and is tried again: %s", error)
+                answered = time.monotonic()
             await asyncio.sleep(REDIS_LOOK_S)
 
     async def end_learner(self) -> int:

@@ -24,6 +24,8 @@ class Act(StrEnum):
     """SIGKILL."""
     STOP = "stopped"
     """SIGSTOP for a while, then SIGCONT."""
+    HANG = "hangs"
+    """SIGSTOP for good: somebody must miss it and replace it."""
     MISBEHAVE = "env"
     """An env is told to; see `deploy.chaos.misbehaving`."""
     CONNECTIONS = "connections"
@@ -48,7 +50,7 @@ class Fault:
     @property
     def has_victim(self) -> bool:
         """Whether it strikes a process."""
-        return self.act in (Act.KILL, Act.STOP)
+        return self.act in (Act.KILL, Act.STOP, Act.HANG)
 
 
 RAYLET = "raylet/raylet"
@@ -68,9 +70,12 @@ PROCESSES = {
 """Kind -> what the command line of its processes holds."""
 SPARE = ("single env",)
 """Kinds of which another is started only where one is short."""
+HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
+"""Kinds that are replaced when they hang for good."""
 FAULTS = (
     *(Fault(f"{kind} killed", Act.KILL, mark, kind not in SPARE) for kind, mark in PROCESSES.items()),
     *(Fault(f"{kind} stopped", Act.STOP, mark) for kind, mark in PROCESSES.items()),
+    *(Fault(f"{kind} hangs", Act.HANG, PROCESSES[kind], kind not in SPARE) for kind in HUNG),
     *(
         Fault(f"learner {act} in a {stage}", act, PROCESSES["learner"], act is Act.KILL, during=stage)
         for act in (Act.KILL, Act.STOP)
@@ -119,8 +124,8 @@ def strike(
     fault: Fault, victim: psutil.Process, rng: random.Random, sleep: Callable[[float], None] = time.sleep
 ) -> float:
     """Kill or stop a process; returns for how long it was stopped, s."""
-    if fault.act is Act.KILL:
-        victim.kill()
+    if fault.act in (Act.KILL, Act.HANG):
+        victim.send_signal(signal.SIGKILL if fault.act is Act.KILL else signal.SIGSTOP)
         return 0.0
     duration_s = rng.uniform(*STOP_S)
     victim.send_signal(signal.SIGSTOP)

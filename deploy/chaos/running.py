@@ -18,7 +18,7 @@ from services.buffer.redis_server import server_binary
 
 QUIET_S = (0.5, 3.0)
 """Between a recovery and the next fault."""
-RECOVERY_S = 90.0
+RECOVERY_S = 240.0
 STAGE_S = 20.0
 POLL_S = 0.05
 START_S = 600.0
@@ -40,6 +40,7 @@ SMALL = (
     "save_steps=2",
     "buffer.worker_timeout_s=4",
     "buffer.learner_timeout_s=3",
+    "actor_infer.update_timeout_s=30",
 )
 """A small run whose envs are processes, which checkpoints often and notices deaths soon."""
 
@@ -145,7 +146,7 @@ class Chaos:
     def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
         if fault.act is Act.DISK:
             struck.back_s = self._wait(lambda: self._run.trouble() == "", RECOVERY_S, since=hit)
-        elif fault.act is Act.KILL and fault.comes_back:
+        elif fault.act in (Act.KILL, Act.HANG) and fault.comes_back:
             struck.back_s = self._wait(lambda: bool(pids(self._hand.victims(fault)) - before), RECOVERY_S, since=hit)
         else:
             return

@@ -61,7 +61,7 @@ class Hand:
         if fault.what == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         found = processes_of([psutil.Process()], fault.what)
-        if fault.during:  # of learners, the one that trains
+        if fault.during or (fault.act is Act.HANG and fault.what == LEARNER):  # of learners, the one that trains
             leader = self._run.leader()
             return [process for process in found if process.pid == leader]
         return found
@@ -69,7 +69,7 @@ class Hand:
     def strike(self, fault: Fault) -> float:
         """Do it, and return for how long it lasted, s. Raises MissedError."""
         match fault.act:
-            case Act.KILL | Act.STOP:
+            case Act.KILL | Act.STOP | Act.HANG:
                 return self._process(fault)
             case Act.MISBEHAVE:
                 return self._misbehave(fault.what)

@@ -69,6 +69,18 @@ class EmbeddedRedis:
         """Whether the server process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        """Whether it answers in time; one that loads its file, or is busy, says so."""
+        password = self._password or None
+        with Redis(port=self._port, password=password, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0)) as client:
+            try:
+                client.ping()
+            except (redis_errors.BusyLoadingError, redis_errors.ResponseError):
+                return True
+            except (redis_errors.ConnectionError, redis_errors.TimeoutError):
+                return False
+            return True
+
     def start(self) -> Self:
         """Start the server and wait until it answers.
 

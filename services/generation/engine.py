@@ -121,6 +121,8 @@ class VllmEngine:
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
         self._stage_s: float | None = None
         self._pausing: asyncio.Task[None] | None = None
+        self._asked: asyncio.Task[bool] | None = None
+        self._asked_at = 0.0
 
     @classmethod
     async def start(
@@ -249,6 +251,11 @@ class VllmEngine:
             await self.llm.check_health()
         except EngineDeadError as error:
             raise RetryableError("the engine died") from error
+        # vLLM notices a core that died, not one that hangs: that one answers no question between two steps
+        if self._asked is None or self._asked.done():
+            self._asked, self._asked_at = asyncio.create_task(self.llm.is_paused()), time.monotonic()
+        elif time.monotonic() > self._asked_at + self._config.update_timeout_s:
+            raise RetryableError(f"the engine has not answered for {self._config.update_timeout_s:g} s")
 
     def close(self) -> None:
         """See `PolicyEngine.close`."""

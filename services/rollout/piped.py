@@ -60,7 +60,8 @@ class PipedChild:
             )
         )
         try:
-            child = self._child = await asyncio.shield(starting)
+            child = await asyncio.shield(starting)
+            self._child = child
             self._listening = asyncio.create_task(_forward(child), name="what a child prints")
         except asyncio.CancelledError:
             self._child = await starting

@@ -213,6 +213,20 @@ def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
         assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_learner_that_hangs_is_killed_once_its_lease_has_run_out(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("deploy.learner_host.HUNG_S", 1.0)
+    command = [*WAITS_FOR_THE_LEASE[:-1], WAITS_FOR_THE_LEASE[-1].replace("600.0", "0.5")]
+    host = LearnerHost("r", redis_url, tmp_path, command=command)
+    host.start()
+    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    assert not host.wait(2.0), "one that renews its lease lives on"
+    os.kill(told(tmp_path, "up")[0], signal.SIGSTOP)
+    assert host.wait(20)
+    assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
+
+
 async def test_the_reconciler_is_told_once_of_a_learner_whose_place_was_taken(redis: Redis, redis_url: str):
     config = load_run(QUICKSTART)
     known = {"incarnation": "two", "pid": 1, "died": "one", "died_how": "killed by SIGKILL"}

@@ -49,6 +49,8 @@ def test_a_child_that_grows_is_measured_by_itself():
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     log = MemoryLog()
+    assert child.stdin is not None
+    assert child.stdout is not None
     try:
         root = psutil.Process(child.pid)
         wait_until_sync(lambda: bool(root.cmdline()))
