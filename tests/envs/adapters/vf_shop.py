@@ -26,3 +26,6 @@ class Prices(vf.Taskset[PriceTask, vf.TasksetConfig]):
 
 
 __all__ = ["Prices"]
+
+if __name__ == "__main__":
+    PriceTools.run()

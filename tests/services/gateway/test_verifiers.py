@@ -1,0 +1,56 @@
+"""verifiers' own harness, tools and rewards, with the policy behind its calls; skipped where it is not installed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.agents.verifiers_env import play
+from envs import registry
+from services.chat.template import ChatTemplate
+from services.gateway.server import Gateway
+from services.rollout.agent_task import AgentTask
+from tests.services.gateway.conftest import Scripted, session_of
+
+pytest.importorskip("verifiers.v1")
+
+TASKSETS = Path(__file__).parents[2] / "envs/adapters"
+
+
+async def played(policy: Scripted, env_config: dict[str, Any]) -> dict[str, Any]:
+    """One task, chosen by the env and played by verifiers."""
+    env = registry.make("verifiers", {"played_by": "agent", **env_config})
+    observation, _ = env.reset(seed=1)
+    session, gateway = session_of(policy), Gateway()
+    gateway.start()
+    try:
+        with gateway.opened(session):
+            origin = gateway.origin
+            addresses = (f"{origin}/v1", session.key, origin, f"{origin}/env")
+            task = AgentTask(*addresses, "policy", "Tag", 1, env.system_prompt, observation, 4)
+            return await asyncio.to_thread(play, task)
+    finally:
+        await gateway.close()
+
+
+@pytest.fixture(autouse=True)
+def _own_tasksets_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(TASKSETS))
+    monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
+
+
+async def test_a_task_with_a_tool_is_played_and_paid_by_verifiers_and_the_policy_is_asked_twice(hermes: ChatTemplate):
+    call = '<tool_call>\n{"name": "price", "arguments": {"thing": "tea"}}\n</tool_call>'
+    policy = Scripted(hermes, [call, "3"])
+    told = await played(policy, {"id": "vf_shop"})
+    assert (told["reward"], told["metrics"]["success"]) == (1.0, 1.0)
+    assert len(policy.sent) == 2
+    shown = hermes.text_of(policy.sent[1])
+    assert "What a thing costs." in shown
+    assert "<tool_response>\n3\n</tool_response>" in shown
+
+
+async def test_a_wrong_answer_gets_nothing_and_metrics_travel(hermes: ChatTemplate):
+    told = await played(Scripted(hermes, ["a hundred and one"]), {"id": "vf_sums", "success_reward": 1.5})
+    assert told == {"reward": 0.0, "metrics": {"num_words": 4.0, "success": 0.0}}
