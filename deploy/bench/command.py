@@ -173,6 +173,7 @@ def bench_generation(
     tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
     per_client: Annotated[int, typer.Option(min=1, help="Requests of each client in a round.")] = 4,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
+    http: Annotated[bool, typer.Option(help="Also as somebody else's agent calls it, over HTTP.")] = True,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
@@ -186,6 +187,7 @@ def bench_generation(
         tokens=tokens,
         per_client=per_client,
         rounds=rounds,
+        http=http,
     )
     if quick:
         options = replace(options, concurrency=(1, 8), tokens=8, per_client=2, rounds=1)

@@ -1,42 +1,40 @@
 """`offbeat bench generation`: the generation service against the vLLM engine that is in it.
 
 Real: Redis, Ray Serve, the replica with its broker subscription, vLLM; the client coalesces turns as an env worker does. The
-bare side is vLLM's `AsyncLLM` in a process of its own, started with the same arguments, called from its own loop. Both serve
-at the same time and are measured in turn, so that a busy machine is equally busy for both; the one that is not measured
-waits without using the CPU.
+bare side is vLLM's `AsyncLLM` in a process of its own, started with the same arguments, called from its own loop. Over HTTP
+the service is called as somebody else's agent calls it (`http_side`). All serve at the same time and are measured in turn,
+so that a busy machine is equally busy for each; those that are not measured wait without using the CPU.
 
-Invariant: both sides get the same prompts, all of them new to the prefix cache, and sample exactly `tokens` tokens each.
+Invariant: all sides get the same prompts, all of them new to the prefix cache, and sample exactly `tokens` tokens each.
 """
 
 import asyncio
-import itertools
 import logging
-import math
 import os
-import random
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.status import Status
 
 from deploy.bench.ground import TAG, Ground, ground, slow_lake
+from deploy.bench.http_side import Agents, GatewayHost
+from deploy.bench.load import Load, Prompts, under_load
 from deploy.bench.outcome import Spread, console, show
 from deploy.bench.servant import Servant
 from deploy.config import RunConfig
 from services.generation.config import GenerationConfig
-from services.schema import GenerateRequest, Sampling
+from services.schema import GenerateRequest
 
-PROMPT_TOKENS = 64
 SEQUENCE_LENGTH = 512
 SATURATED = 0.9
 """Share of the bare engine's best rate from which on a number of requests counts as saturating it."""
 
-Call = Callable[[GenerateRequest], Awaitable[int]]
-"""Sends a request and returns how many tokens came."""
+Measure = Callable[[int, int], Awaitable[Load]]
+"""(requests at a time, requests in all) -> what was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,59 +52,8 @@ class Options:
     rounds: int = 3
     coalesce_s: float = 0.01
     """See `rollout.coalesce_s`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What one round showed."""
-
-    tokens_per_s: float
-    p50_s: float
-    p99_s: float
-
-
-class Prompts:
-    """Requests that were never sent before."""
-
-    def __init__(self, vocab_size: int, tokens: int, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._vocab_size = vocab_size
-        self._sampling = Sampling(max_new_tokens=tokens)
-        self._numbers = (f"{seed}-{number}" for number in itertools.count())
-
-    def take(self, count: int) -> list[GenerateRequest]:
-        """The next `count`."""
-        return [self._make() for _ in range(count)]
-
-    def _make(self) -> GenerateRequest:
-        prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(PROMPT_TOKENS))
-        return GenerateRequest(next(self._numbers), prompt, self._sampling)
-
-
-async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrency: int) -> Load:
-    """Send all requests, `concurrency` at a time."""
-    waiting = iter(requests)
-    latencies: list[float] = []
-    tokens = 0
-
-    async def client() -> None:
-        nonlocal tokens
-        for request in waiting:
-            began = time.monotonic()
-            count = await call(request)  # not `tokens += await ...`, which would add to what it was before
-            tokens += count
-            latencies.append(time.monotonic() - began)
-
-    began = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(concurrency)))
-    wall_s = time.monotonic() - began
-    return Load(tokens / wall_s, quantile(latencies, 0.5), quantile(latencies, 0.99))
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+    http: bool = True
+    """Whether the service is measured over HTTP, too."""
 
 
 class BareEngine:
@@ -179,8 +126,16 @@ def run(options: Options) -> dict[str, Any]:
         vocab_size = _publish_start(base, config, model)
         with Servant(BareEngine(config.actor_infer, model, options.tokens), base.folder / "bare.log") as bare:
             status.update("starting the service")
-            with _service(base, config, model):
-                levels = asyncio.run(_levels(options, bare, config.exp_name, vocab_size, status))
+            with _service(base, config, model) as address, ExitStack() as stack:
+                service = Service(config.exp_name, options, vocab_size)
+                sides: dict[str, Measure] = {"bare": partial(_remotely, bare), "handle": service.measure}
+                if options.http:
+                    host = GatewayHost(address, config.exp_name, model, options.coalesce_s)
+                    agents = Agents(
+                        stack.enter_context(Servant(host, base.folder / "gateway.log")), vocab_size, options.tokens
+                    )
+                    sides["http"] = agents.measure
+                levels = asyncio.run(_levels(options, sides, status))
     result = summary(levels)
     _show(result)
     return result
@@ -210,7 +165,8 @@ def _publish_start(base: Ground, config: RunConfig, model: Path) -> int:
 
 
 @contextmanager
-def _service(base: Ground, config: RunConfig, model: Path) -> Iterator[None]:
+def _service(base: Ground, config: RunConfig, model: Path) -> Iterator[str]:
+    """Gives the address of its Ray."""
     import ray
     from ray import serve
 
@@ -231,28 +187,27 @@ def _service(base: Ground, config: RunConfig, model: Path) -> Iterator[None]:
             seed=0,
         )
         serve.run(application, name=app_name(config.exp_name), route_prefix=None)
-        yield
+        yield ray.get_runtime_context().gcs_address
     finally:
         serve.shutdown()
         ray.shutdown()
 
 
-async def _levels(
-    options: Options, bare: Servant, run_id: str, vocab_size: int, status: Status
-) -> dict[int, dict[str, list[Load]]]:
-    service = Service(run_id, options, vocab_size)
+async def _remotely(side: Servant, concurrency: int, count: int) -> Load:
+    return await asyncio.to_thread(side.call, "measure", concurrency, count)
+
+
+async def _levels(options: Options, sides: dict[str, Measure], status: Status) -> dict[int, dict[str, list[Load]]]:
     seen: dict[int, dict[str, list[Load]]] = {}
     for concurrency in options.concurrency:
         count = concurrency * options.per_client if concurrency > 1 else 2 * options.per_client
-        rounds: dict[str, list[Load]] = {"bare": [], "handle": []}
+        rounds: dict[str, list[Load]] = {name: [] for name in sides}
         for number in range(-1, options.rounds):  # the first one warms up
-            status.update(f"{concurrency} requests at a time, round {number + 1}/{options.rounds}")
-            sides = (
-                ("bare", await asyncio.to_thread(bare.call, "measure", concurrency, count)),
-                ("handle", await service.measure(concurrency, count)),
-            )
-            for name, load in sides if number >= 0 else ():
-                rounds[name].append(load)
+            for name, measure in sides.items():
+                status.update(f"{concurrency} requests at a time, round {number + 1}/{options.rounds}, {name}")
+                load = await measure(concurrency, count)
+                if number >= 0:
+                    rounds[name].append(load)
         seen[concurrency] = rounds
     return seen
 
@@ -266,18 +221,22 @@ def summary(levels: dict[int, dict[str, list[Load]]]) -> dict[str, Any]:
             **{f"{name}_p50_s": Spread.of(x.p50_s for x in loads).median for name, loads in sides.items()},
             **{f"{name}_p99_s": Spread.of(x.p99_s for x in loads).median for name, loads in sides.items()},
             "ratio": _median(sides["handle"]) / _median(sides["bare"]),
+            "http_ratio": _median(sides["http"]) / _median(sides["bare"]) if "http" in sides else None,
         }
         for concurrency, sides in levels.items()
     ]
-    best = max(row["bare_tokens_per_s"].median for row in rows)
+    best = _best(rows, "bare")
     saturated = [row for row in rows if row["bare_tokens_per_s"].median >= SATURATED * best]
-    return {"levels": rows, "saturated_from": saturated[0]["concurrency"], "saturated_ratio": _best_ratio(rows)}
+    return {
+        "levels": rows,
+        "saturated_from": saturated[0]["concurrency"],
+        "saturated_ratio": _best(rows, "handle") / best,
+        "saturated_http_ratio": _best(rows, "http") / best if "http_tokens_per_s" in rows[0] else None,
+    }
 
 
-def _best_ratio(rows: Sequence[dict[str, Any]]) -> float:
-    """The service's best rate over the bare engine's best."""
-    best = {side: max(row[f"{side}_tokens_per_s"].median for row in rows) for side in ("bare", "handle")}
-    return best["handle"] / best["bare"]
+def _best(rows: Sequence[dict[str, Any]], side: str) -> float:
+    return max(row[f"{side}_tokens_per_s"].median for row in rows)
 
 
 def _median(loads: Sequence[Load]) -> float:
@@ -285,20 +244,27 @@ def _median(loads: Sequence[Load]) -> float:
 
 
 def _show(result: dict[str, Any]) -> None:
+    levels = result["levels"]
+    sides = [side for side in ("bare", "handle", "http") if f"{side}_tokens_per_s" in levels[0]]
     show(
-        f"The service over a Serve handle against bare AsyncLLM; best rate over best rate {result['saturated_ratio']:.2f}",
-        ("at a time", "bare tokens/s", "service tokens/s", "ratio", "bare p50 s", "p99", "service p50 s", "p99"),
+        f"The service against bare AsyncLLM; best rate over best rate {result['saturated_ratio']:.2f} over a handle",
+        (
+            "at a time",
+            *(f"{side} {what}" for side in sides for what in ("tokens/s", "p50 s", "p99 s")),
+            "handle / bare",
+            "http",
+        ),
         [
             [
                 row["concurrency"],
-                row["bare_tokens_per_s"].median,
-                row["handle_tokens_per_s"].median,
+                *(value for side in sides for value in _of_side(row, side)),
                 row["ratio"],
-                row["bare_p50_s"],
-                row["bare_p99_s"],
-                row["handle_p50_s"],
-                row["handle_p99_s"],
+                row["http_ratio"],
             ]
-            for row in result["levels"]
+            for row in levels
         ],
     )
+
+
+def _of_side(row: dict[str, Any], side: str) -> tuple[float, float, float]:
+    return row[f"{side}_tokens_per_s"].median, row[f"{side}_p50_s"], row[f"{side}_p99_s"]

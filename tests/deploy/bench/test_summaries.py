@@ -11,9 +11,9 @@ import pytest
 from deploy.bench.asynchrony import Alone, Point, Setting, reward_until, summary
 from deploy.bench.buffer.comparison import summary as buffer_summary
 from deploy.bench.buffer.load import Rates
-from deploy.bench.generation import Load, Prompts, quantile, under_load
 from deploy.bench.generation import summary as generation_summary
 from deploy.bench.latency import Latency
+from deploy.bench.load import Load, Prompts, quantile, under_load
 from deploy.bench.outcome import Spread, cell, write_json
 from deploy.bench.redundancy import with_ratios
 from services.schema import GenerateRequest

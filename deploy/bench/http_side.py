@@ -1,0 +1,93 @@
+"""The generation service over HTTP, as somebody else's agent calls it: OpenAI's completions at an env worker's gateway.
+
+Real: the gateway with its capture in a process of its own, as in an env worker; behind it the worker's batching and the
+Serve handle. The agents share a process and use `httpx`, on which OpenAI's client is built; each has an episode of its own.
+"""
+
+import itertools
+from contextlib import ExitStack
+from pathlib import Path
+
+from deploy.bench.load import Load, Prompts, under_load
+from deploy.bench.servant import Servant
+from services.schema import Completion, GenerateRequest, Sampling
+
+SEQUENCE_LENGTH = 512
+TIMEOUT_S = 300.0
+
+
+class GatewayHost:
+    """In its own process: a gateway before the service, with an open episode for each agent."""
+
+    def __init__(self, ray_address: str, run_id: str, model: Path, coalesce_s: float) -> None:
+        self._ray_address = ray_address
+        self._run_id = run_id
+        self._model = model
+        self._coalesce_s = coalesce_s
+
+    async def start(self) -> None:
+        import ray
+
+        from services.gateway.server import Gateway
+        from services.gateway.template import load_chat_template
+        from services.generation.client import ServeGenerationClient
+        from services.generation.config import app_name
+        from services.rollout.batcher import TurnBatcher
+
+        ray.init(address=self._ray_address, log_to_driver=False)
+        self._batcher = TurnBatcher(ServeGenerationClient(app_name(self._run_id)), self._coalesce_s)
+        self._template = load_chat_template(self._model)
+        self._episodes = ExitStack()
+        self._numbers = itertools.count()
+        self._gateway = Gateway()
+        self._gateway.start()
+
+    async def open(self, agents: int, tokens: int) -> tuple[str, list[str]]:
+        """An episode for each agent, instead of those before; returns where, and their keys."""
+        from services.gateway.session import Bounds, EpisodeSession
+
+        self._episodes.close()
+        bounds = Bounds(SEQUENCE_LENGTH, tokens)
+        sessions = [EpisodeSession(self._template, self._sample, bounds) for _ in range(agents)]
+        for session in sessions:
+            self._episodes.enter_context(self._gateway.opened(session))
+        return self._gateway.origin, [session.key for session in sessions]
+
+    async def _sample(self, prompt: tuple[int, ...], most: int) -> Completion:
+        """Exactly `most` tokens: nothing stops an answer."""
+        request = GenerateRequest(f"http-{next(self._numbers)}", prompt, Sampling(max_new_tokens=most))
+        return await self._batcher.sample(request)
+
+    def close(self) -> None:
+        import ray
+
+        self._episodes.close()
+        ray.shutdown()
+
+
+class Agents:
+    """The clients' side."""
+
+    def __init__(self, host: Servant, vocab_size: int, tokens: int) -> None:
+        self._host = host
+        self._tokens = tokens
+        self._prompts = Prompts(vocab_size, tokens, seed=3)
+
+    async def measure(self, concurrency: int, count: int) -> Load:
+        """One round."""
+        import httpx
+
+        origin, keys = self._host.call("open", concurrency, self._tokens)
+        turn = itertools.cycle(keys)
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        async with httpx.AsyncClient(base_url=origin, limits=limits, timeout=TIMEOUT_S) as client:
+
+            async def call(request: GenerateRequest) -> int:
+                asked = {"model": "policy", "prompt": list(request.prompt), "max_tokens": self._tokens}
+                answer = await client.post(
+                    "/v1/completions", json=asked, headers={"Authorization": f"Bearer {next(turn)}"}
+                )
+                answer.raise_for_status()
+                return answer.json()["usage"]["completion_tokens"]
+
+            return await under_load(call, self._prompts.take(count), concurrency)
