@@ -109,6 +109,8 @@ def list_them(url: str, token: str | None, states: Sequence[str], name: str, lim
 
     async def ask(client: ControlClient) -> int:
         found = await client.runs(states=states, name=name, limit=limit)
+        for one in [] if as_json else found.unreadable:
+            say(one.reason)
         return show_answer(found, as_json=as_json, otherwise=lambda: picture_of_runs(found))
 
     return call(url, token, ask)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from services.buffer.client import GroupProgress, Snapshot
 from services.control.records import RunStore
-from services.control.runs import LearnerReport, RunRecord
+from services.control.runs import ForeignRecordError, LearnerReport, RunRecord
 from services.control.views import (
     ChangeView,
     CountersView,
@@ -19,6 +19,7 @@ from services.control.views import (
     places,
 )
 from services.control.why import Link, Picture, chain
+from services.errors import CodecError
 from services.settings import Settings, settings_now
 from services.telemetry import MetricRecord
 
@@ -51,7 +52,15 @@ class Overview:
         self._buffer = buffer
 
     async def view(self, record: RunRecord) -> RunView:
-        """All there is to tell of a run but its events."""
+        """All there is to tell of a run but its events. Raises `ForeignRecordError`."""
+        try:
+            return await self._view(record)
+        except CodecError as error:
+            raise ForeignRecordError(
+                f"run {record.run_id!r} was recorded by another version of Offbeat: {error}"
+            ) from error
+
+    async def _view(self, record: RunRecord) -> RunView:
         store, run_id = self._store, record.run_id
         progress, seen, restarts = await asyncio.gather(
             store.progress(run_id), store.observations(run_id), store.restarts(run_id)

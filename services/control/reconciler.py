@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
-from services.control.runs import Restarts, RunRecord, RunState, UnknownRunError, Wanted
+from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Reconciler:
         self._reconcile_s = reconcile_s
         self._policy = policy or RestartPolicy()
         self._meshes: dict[tuple[str, float], RunMesh] = {}
+        self._foreign: set[str] = set()
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
@@ -91,6 +92,10 @@ class Reconciler:
             await self.look(run_id)
         except UnknownRunError:
             self._forget(run_id)
+        except ForeignRecordError as error:
+            if run_id not in self._foreign:
+                self._foreign.add(run_id)
+                logger.error("not looked after: %s", error)
         except Exception:
             # One look that failed is no reason to stop looking: the next one starts from what Redis says.
             logger.exception("could not look after run %s", run_id)

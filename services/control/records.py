@@ -19,6 +19,7 @@ from redis.exceptions import WatchError
 from services.control.components import Health, Observation
 from services.control.runs import (
     BusyError,
+    ForeignRecordError,
     LearnerReport,
     PartReports,
     Progress,
@@ -104,11 +105,26 @@ class RunStore:
             if holder is None or holder.decode() == spec.run_id:
                 continue
             raw = await cast(Any, self.redis.hgetall(RunKeys(holder.decode()).record))
-            if raw and self._goes_on(other := RunRecord.decode(raw)):
+            if state := self._use(raw):
                 raise BusyError(
-                    f"{kind} {name!r} is in use by run {other.run_id!r}, which is {other.state}: "
+                    f"{kind} {name!r} is in use by run {holder.decode()!r}, which is {state}: "
                     f"stop that one first, or take another {kind}"
                 )
+
+    def _use(self, raw: dict[bytes, bytes]) -> str:
+        """What a run is that goes on; empty where nothing of it runs."""
+        try:
+            return record.state if raw and self._goes_on(record := RunRecord.decode(raw)) else ""
+        except ForeignRecordError:
+            return "looked after by another version of Offbeat" if self._beats(raw) else ""
+
+    def _beats(self, raw: Mapping[bytes, bytes]) -> bool:
+        """Whether somebody looks after a run, whoever has recorded it."""
+        try:
+            beat = float(raw.get(b"beat", b"0"))
+        except ValueError:
+            beat = 0.0
+        return self.clock() - beat < ORPHANED_AFTER_S
 
     def _goes_on(self, record: RunRecord) -> bool:
         return not record.state.over and self.clock() - record.beat < self.orphaned_after_s
@@ -221,10 +237,22 @@ class RunStore:
             await pipe.execute()
 
     async def delete(self, run_id: str) -> None:
-        """Forget a run whole: every key of it. Raises `UnknownRunError`, or `RunStateError` for one that is not over."""
-        record = await self.load(run_id)
-        if not record.state.over:
-            raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
+        """Forget a run whole: every key of it. One that another version has recorded must have been silent for a while.
+
+        Raises:
+            UnknownRunError: there is none.
+            RunStateError: it is not over.
+        """
+        try:
+            record = await self.load(run_id)
+        except ForeignRecordError:
+            if self._beats(await cast(Any, self.redis.hgetall(RunKeys(run_id).record))):
+                raise RunStateError(
+                    f"run {run_id!r} is looked after by another version of Offbeat: stop it there first"
+                ) from None
+        else:
+            if not record.state.over:
+                raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
         await self.redis.delete(*await self._keys_of(run_id))
         await self.redis.zrem(RUNS, run_id)
 

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from services.errors import ControlError
+from services.errors import CodecError, ControlError
 from services.settings import Settings, decode_settings, encode_settings
 from services.weights.reports import ReplicaReport
 
@@ -118,11 +118,7 @@ class RunRecord:
         """The record that a hash of Redis holds. Raises `ForeignRecordError`."""
         needed = [each.name for each in fields(cls) if each.default is MISSING]
         if lacking := [name for name in needed if name.encode() not in raw]:
-            place = raw.get(b"output_dir", b"its folder").decode()
-            raise ForeignRecordError(
-                f"run {raw.get(b'run_id', b'?').decode()!r} was recorded by another version of Offbeat (no "
-                f"{', '.join(lacking)}): move {place}/redis aside, and it goes on from its newest checkpoint"
-            )
+            raise _foreign(raw, f"no {', '.join(lacking)}")
         kinds: dict[str, Callable[[str], Any]] = {
             "max_steps": int,
             "attempt": int,
@@ -133,10 +129,22 @@ class RunRecord:
         }
         values: dict[str, Any] = {}
         for each in fields(cls):
-            if (text := raw.get(each.name.encode())) is not None:
-                kind = kinds.get(each.name, float if each.name.endswith("_at") or each.name == "beat" else str)
+            if (text := raw.get(each.name.encode())) is None:
+                continue
+            kind = kinds.get(each.name, float if each.name.endswith("_at") or each.name == "beat" else str)
+            try:
                 values[each.name] = kind(text.decode())
+            except (ValueError, CodecError) as error:
+                raise _foreign(raw, f"{each.name}: {error}") from error
         return cls(**values)
+
+
+def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
+    run_id, place = (raw.get(name, b"?").decode(errors="replace") for name in (b"run_id", b"output_dir"))
+    return ForeignRecordError(
+        f"run {run_id!r} was recorded by another version of Offbeat ({what}): move {place}/redis aside, and it goes on from "
+        "its newest checkpoint; in a Redis of several runs, delete it (`offbeat runs delete`) and start it again"
+    )
 
 
 @dataclass(frozen=True, slots=True)

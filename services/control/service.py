@@ -10,13 +10,14 @@ from typing import Any, Protocol
 from services.control.event_views import MetricsView, MetricView
 from services.control.overview import BufferReader, Overview
 from services.control.records import RunStore
-from services.control.runs import RunRecord, RunSpec, RunState, UnknownRunError, Wanted
+from services.control.runs import ForeignRecordError, RunRecord, RunSpec, RunState, UnknownRunError, Wanted
 from services.control.views import (
     ChangeBody,
     DeletedView,
     ProblemView,
     RunsView,
     RunView,
+    UnreadableView,
     WhyView,
 )
 from services.errors import ControlError
@@ -83,19 +84,23 @@ class ControlService:
             InvalidPlaceError: `after` is not what an answer gave as `next`.
         """
         views: list[RunView] = []
+        unreadable: list[UnreadableView] = []
         place: tuple[float, str] | None = None
         for place_of_run in await self.store.page(_place(after), name):
             try:
                 record = await self.store.load(place_of_run[1])
+                if states and record.state not in states:
+                    continue
+                if len(views) == limit:
+                    following = f"{place[0]!r}~{place[1]}" if place else None
+                    return RunsView(runs=views, unreadable=unreadable, next=following)
+                views.append(await self._overview.view(record))
             except UnknownRunError:
                 continue
-            if states and record.state not in states:
-                continue
-            if len(views) == limit:
-                return RunsView(runs=views, next=f"{place[0]!r}~{place[1]}" if place else None)
-            views.append(await self._overview.view(record))
+            except ForeignRecordError as error:
+                unreadable.append(UnreadableView(id=place_of_run[1], reason=str(error)))
             place = place_of_run
-        return RunsView(runs=views)
+        return RunsView(runs=views, unreadable=unreadable)
 
     async def view(self, run_id: str) -> RunView:
         """One run."""
@@ -135,11 +140,13 @@ class ControlService:
         Raises:
             RunStateError: it is not over.
             BusyError: its files are in use.
+            ForeignRecordError: where its files are stands in a record that can't be read.
         """
-        record = await self.store.load(run_id)
         removed: list[str] = []
-        if files and record.state.over:
-            removed = await asyncio.to_thread(self._wiring.remove_files, record)
+        if files:
+            record = await self.store.load(run_id)
+            if record.state.over:
+                removed = await asyncio.to_thread(self._wiring.remove_files, record)
         await self.store.delete(run_id)
         return DeletedView(id=run_id, files=removed)
 

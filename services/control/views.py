@@ -170,10 +170,19 @@ class RunView(View):
     places: PlacesView
 
 
+class UnreadableView(View):
+    """A run whose record another version of Offbeat has written; `DELETE` forgets it."""
+
+    id: str
+    reason: str
+
+
 class RunsView(View):
     """Several runs."""
 
     runs: list[RunView]
+    unreadable: list[UnreadableView] = Field(default_factory=list[UnreadableView])
+    """Runs in the same stretch of the list that can't be told, whatever their state."""
     next: str | None = None
     """Ask with `after` set to this for older ones; null when these were the last."""
 

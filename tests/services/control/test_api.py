@@ -49,7 +49,7 @@ async def test_a_folder_that_another_run_uses_is_refused_naming_it(api: ApiWorld
 async def test_a_dry_run_validates_alone(api: ApiWorld):
     valid = await api.http.post("/runs?dry_run=true", json={"exp_name": "a"})
     assert (valid.status_code, valid.json()) == (200, None)
-    assert (await api.http.get("/runs")).json() == {"runs": [], "next": None}
+    assert (await api.http.get("/runs")).json() == {"runs": [], "unreadable": [], "next": None}
     assert (await api.http.post("/runs?dry_run=true", json={})).status_code == 422
     assert api.wakes == 0
 
@@ -264,6 +264,34 @@ async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiWorld):
     assert (refused.status_code, code(refused)) == (409, "run_state")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("settings", None), ("settings", '{"num_workers": 1}'), ("state", "dreaming"), ("max_steps", "many")],
+)
+async def test_a_run_that_another_version_has_recorded_hides_no_other_and_can_be_deleted(
+    api: ApiWorld, name: str, value: str | None
+):
+    for run_id in ("a", "old", "b"):
+        await api.start(run_id, output_dir=f"/runs/{run_id}")
+    key = RunKeys("old").record
+    await (api.redis.hdel(key, name) if value is None else api.redis.hset(key, name, value))  # pyright: ignore[reportGeneralTypeIssues]
+    found = (await api.http.get("/runs")).json()
+    assert [run["id"] for run in found["runs"]] == ["b", "a"]
+    (unreadable,) = found["unreadable"]
+    assert unreadable["id"] == "old"
+    assert name in unreadable["reason"]
+    assert [run["id"] for run in (await api.http.get("/runs?limit=1")).json()["runs"]] == ["b"]
+    assert code(await api.http.get("/runs/old")) == "foreign_record"
+    assert code(await api.http.delete("/runs/old?files=true")) == "foreign_record"
+    busy = await api.http.post("/runs", json={"exp_name": "c", "output_dir": "/runs/old"})
+    assert "in use by run 'old'" in busy.json()["error"]["message"]
+    assert code(await api.http.delete("/runs/old")) == "run_state", "its own version may look after it still"
+    await api.redis.hset(key, "beat", "0")  # pyright: ignore[reportGeneralTypeIssues]
+    assert (await api.http.delete("/runs/old")).json() == {"id": "old", "files": []}
+    assert (await api.http.get("/runs")).json()["unreadable"] == []
+    assert (await api.http.post("/runs", json={"exp_name": "c", "output_dir": "/runs/old"})).status_code == 201
+
+
 async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiWorld, tmp_path: Path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -360,7 +388,7 @@ async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
 
 async def test_an_unexpected_failure_tells_no_traceback(api: ApiWorld):
     await api.start("a")
-    await api.store.update("a", state="nonsense")
+    await api.redis.hset(RunKeys("a").progress, "version", "nonsense")  # pyright: ignore[reportGeneralTypeIssues]
     answer = await api.http.get("/runs/a")
     assert (answer.status_code, code(answer)) == (500, "internal")
     assert "Traceback" not in answer.text
@@ -389,7 +417,7 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
     assert set(create["requestBody"]["content"]) == {"application/yaml", "application/json"}
     patch = document["paths"]["/runs/{run_id}"]["patch"]
     assert set(patch["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {
-        *("num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness")
+        *("num_workers", "num_replicas", "learning_rate", "temperature", "max_staleness", "num_env_groups")
     }
     assert "text/event-stream" in document["paths"]["/runs/{run_id}/events"]["get"]["responses"]["200"]["content"]
     for path, item in document["paths"].items():
