@@ -58,6 +58,7 @@ OBJECT_STORE_BYTES = 128 * 2**20
 """Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
 SPARE_CPUS = 2.0
 """Logical CPUs beyond those of engines and workers, for Ray's own actors; they wait more than they compute."""
+RAY_START_S = 600.0
 RAY_SHUTDOWN_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
@@ -203,9 +204,13 @@ class LocalMesh:
         """Wait until Ray's process says `expected`. Raises `MeshError` if it ends instead."""
         assert self._ray is not None
         assert self._ray.stdout is not None
-        line = await asyncio.to_thread(self._ray.stdout.readline)
+        log = self._folder / LOGS / RAY_LOG
+        try:
+            line = await asyncio.wait_for(asyncio.to_thread(self._ray.stdout.readline), RAY_START_S)
+        except TimeoutError:
+            raise MeshError(f"Ray did not start in {RAY_START_S:.0f} s\nRead {log}") from None
         if line.decode().strip() != expected:
-            raise MeshError(f"Ray could not be started\nRead {self._folder / LOGS / RAY_LOG}")
+            raise MeshError(f"Ray could not be started\nRead {log}")
 
     async def keep_redis(self) -> None:
         """Start the embedded Redis again when it dies or hangs, until cancelled; nothing that it answered for is lost."""

@@ -15,6 +15,8 @@ from services.weights.reports import ReplicaReport
 
 SILENT_S = 5.0
 """A part whose last word is so old is not believed to do what it said."""
+UNATTENDED_S = 15.0
+"""A run whose reconciler has not looked for so long is said to be without one."""
 NOTABLE_S = 0.05
 """A wait that is shorter is not worth its time in the sentence."""
 EVALUATING = "evaluating"
@@ -58,6 +60,19 @@ class Picture:
 
 def chain(picture: Picture) -> list[Link]:
     """From the one who waits most to the one who keeps all waiting; never empty."""
+    return [*_chain(picture), *_unattended(picture)]
+
+
+def _unattended(picture: Picture) -> list[Link]:
+    """What dies in a run that nobody looks after stays dead."""
+    silent_s = picture.now - picture.record.beat
+    if picture.record.state.over or not picture.record.beat or silent_s < UNATTENDED_S:
+        return []
+    says = f"and nobody has looked after the run for {silent_s:.0f} s: the control service hangs, or is being replaced"
+    return [Link("control", "silent", says, None, silent_s)]
+
+
+def _chain(picture: Picture) -> list[Link]:
     record = picture.record
     match record.state:
         case RunState.FINISHED | RunState.STOPPED | RunState.FAILED:

@@ -230,3 +230,28 @@ def test_a_run_that_is_over_keeps_nobody_waiting():
     over = picture(RunState.FAILED)
     said = sentence(chain(replace(over, record=replace(over.record, error="the disk is full"))))
     assert said == "Nobody waits: the run is failed: the disk is full."
+
+
+def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
+    trouble = "the checkpoint of step 8 could not be written (No space left on device); the newest whole one is of step 6"
+    learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 0.01}, trouble=trouble)
+    record = replace(picture().record, beat=NOW - 40.0)
+    links = chain(picture(learner=learner, record=record))
+    assert sentence(links) == (
+        f"The learner trains step 13; but {trouble}; it is tried again every few seconds; and nobody has looked after the "
+        "run for 40 s: the control service hangs, or is being replaced."
+    )
+    over = replace(record, state=RunState.FINISHED)
+    assert told(chain(picture(record=over))) == [("run", "finished", None)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ("settle", "the learner waits until its checkpoint of step 12 is on the disk since 3.0 s"),
+        ("no_room", "the learner waits for room on the disk: too much is unsaved to go on after step 12 since 3.0 s"),
+    ],
+)
+def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
+    learner = LearnerReport("training", {"stage": stage, "step": 12, "since": NOW - 3.0})
+    assert chain(picture(learner=learner))[-1].says == says
