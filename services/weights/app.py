@@ -40,6 +40,11 @@ class BrokerDeployment:
 def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path) -> Application:
     """The broker of one run; needs no CPU of its own."""
     deployment = serve.deployment(
-        name=DEPLOYMENT, num_replicas=1, graceful_shutdown_timeout_s=1.0, ray_actor_options={"num_cpus": 0}
+        name=DEPLOYMENT,
+        num_replicas=1,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=1.0,
+        ray_actor_options={"num_cpus": 0},
     )(BrokerDeployment)
     return deployment.bind(run_id, config, redis_url, output_dir)
