@@ -150,6 +150,7 @@ def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict
                 "trajectories_per_s": each.rate(batch),
                 "step_s": each.step_s(),
                 "step_cpu_s": each.step_cpu_s(),
+                "step_cpu_s_by_kind": each.step_cpu_s_by_kind(),
                 "startup_s": each.startup_s,
                 "seconds_to_target": None if target is None else each.seconds_to(target),
                 "steps": [asdict(step) for step in each.steps],
@@ -189,6 +190,12 @@ def _show(found: dict[str, Any]) -> None:
         rows.append(["offbeat / trl", "", found["rate_ratio"], None, None, found.get("speedup_to_target"), None])
     columns = ("side", "seed", "trained trajectories/s", "s/step", "CPU s/step", reached, "success at the end")
     show(f"({found['setting']}) {found['title']}", columns, rows)
+    for side, of in found["sides"].items():
+        for run in of["runs"]:
+            spent = ", ".join(
+                f"{kind} {seconds:.2f}" for kind, seconds in run["step_cpu_s_by_kind"].items() if seconds >= 0.01
+            )
+            console().print(f"CPU s/step of {side}, seed {run['seed']}: {spent or 'not seen'}", markup=False)
 
 
 def _final(run: dict[str, Any]) -> float | None:

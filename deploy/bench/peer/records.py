@@ -4,7 +4,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class SideRun:
     snapshots: tuple[Snapshot, ...]
     cpu: tuple[tuple[float, float], ...] = ()
     """(Unix time, CPU seconds that all its processes had taken)."""
+    cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """Of each kind of process at the times of `cpu`."""
 
     def rated(self, successes: Sequence[float]) -> "SideRun":
         """With the snapshots' successes, in their order."""
@@ -71,11 +73,18 @@ class SideRun:
 
     def step_cpu_s(self) -> float | None:
         """Mean CPU seconds of a step, all processes together; None where nobody looked."""
+        return self._per_step([used for _, used in self.cpu])
+
+    def step_cpu_s_by_kind(self) -> dict[str, float]:
+        """The same of each kind of process, the dearest first; kinds below a millisecond are left out."""
+        found = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
+        return {kind: spent for kind, spent in sorted(found.items(), key=lambda each: -each[1]) if spent >= 0.001}
+
+    def _per_step(self, used: Sequence[float]) -> float | None:
         first, last = self.steps[min(FIRST_STEPS, len(self.steps) - 2)], self.steps[-1]
-        if len(self.cpu) < 2:
+        if len(used) < 2:
             return None
-        times, used = zip(*self.cpu, strict=True)
-        began, ended = np.interp([first.time, last.time], times, used)
+        began, ended = np.interp([first.time, last.time], [time for time, _ in self.cpu], used)
         return float(ended - began) / (last.step - first.step)
 
     def seconds_to(self, target: float) -> float | None:
@@ -98,7 +107,7 @@ def read_trl(folder: Path) -> SideRun:
     records = _lines(folder / "steps.jsonl")
     steps = tuple(Step(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
     seconds = {0: 0.0} | {each.step: each.seconds for each in steps}
-    return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds), _cpu(folder))
+    return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds), *_cpu(folder))
 
 
 def read_offbeat(folder: Path, start: Path) -> SideRun:
@@ -111,7 +120,7 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
     steps = tuple(Step(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
     seconds = {each.step: each.seconds for each in steps}
     snapshots = (Snapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
-    return SideRun(zero - began, steps, snapshots, _cpu(folder.parent))
+    return SideRun(zero - began, steps, snapshots, *_cpu(folder.parent))
 
 
 def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[Snapshot, ...]:
@@ -120,9 +129,12 @@ def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[Snapshot, ...]:
     return tuple(Snapshot(step, seconds[step], each) for step, each in found if step in seconds)
 
 
-def _cpu(folder: Path) -> tuple[tuple[float, float], ...]:
+def _cpu(folder: Path) -> tuple[tuple[tuple[float, float], ...], dict[str, tuple[float, ...]]]:
     path = folder / CPU
-    return tuple((each["time"], each["cpu_s"]) for each in _lines(path)) if path.exists() else ()
+    looks = _lines(path) if path.exists() else []
+    kinds = {kind for look in looks for kind in look.get("by_kind", {})}
+    by_kind = {kind: tuple(look["by_kind"].get(kind, 0.0) for look in looks) for kind in kinds}
+    return tuple((look["time"], look["cpu_s"]) for look in looks), by_kind
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.bench.peer.comparison import common_target, compare
 from deploy.bench.peer.guest import job as jobs
-from deploy.bench.peer.meter import CPU, CpuMeter
+from deploy.bench.peer.meter import CPU, CpuMeter, kind_of
 from deploy.bench.peer.options import Options, PeerError, parse
 from deploy.bench.peer.records import SideRun, Snapshot, Step, read_offbeat, read_trl
 from deploy.bench.peer.settings import SETTINGS, offbeat_config, play_rules, train_job
@@ -135,6 +135,14 @@ def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:
     used = tuple((100.0 + t, 7.0 + 1.5 * t) for t in range(0, 40, 3))
     assert SideRun(0.0, steps, (), used).step_cpu_s() == pytest.approx(1.5)
     assert SideRun(0.0, steps, ()).step_cpu_s() is None
+    by_kind = {
+        "cheap": tuple(0.5 * c for _, c in used),
+        "dear": tuple(2.0 * c for _, c in used),
+        "idle": (1.0,) * len(used),
+    }
+    assert list(SideRun(0.0, steps, (), used, by_kind).step_cpu_s_by_kind().items()) == [
+        ("dear", pytest.approx(3.0)), ("cheap", pytest.approx(0.75)),
+    ]  # fmt: skip
 
 
 def test_the_meter_counts_what_children_compute(tmp_path: Path) -> None:
@@ -154,3 +162,19 @@ def test_the_meter_counts_what_children_compute(tmp_path: Path) -> None:
 def last_cpu(path: Path) -> float:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return json.loads(lines[-1])["cpu_s"] if lines else 0.0
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["ray::ServeReplica:generation-peer-b-1:generation", "", ""], "ray::ServeReplica:generation"),
+        (["ray::EnvWorkerActor.run"], "ray::EnvWorkerActor"),
+        (["VLLM::EngineCore", ""], "VLLM::EngineCore"),
+        (["/venv/bin/redis-server 127.0.0.1:6379", "", ""], "redis-server"),
+        (["/usr/bin/python", "-B", "-m", "trainer.cli", "peer-b-1"], "trainer.cli"),
+        (["/usr/bin/python", "/venv/ray/dashboard/agent.py", "--port=1"], "agent.py"),
+        ([], "other"),
+    ],
+)
+def test_a_process_is_known_by_its_command_line(command: list[str], kind: str) -> None:
+    assert kind_of(command) == kind
