@@ -16,6 +16,12 @@ from matplotlib.figure import Figure
 mpl.use("Agg")
 
 OURS, THEIRS, LIMIT = "#1f77b4", "#9aa5b1", "#d62728"
+SIDES = (
+    ("bare", "bare AsyncLLM", THEIRS),
+    ("handle", "service, Serve handle", OURS),
+    ("http", "service, HTTP", "#2ca02c"),
+)
+"""Of `offbeat bench generation`."""
 
 
 def draw(result: Path, picture: Path) -> None:
@@ -75,14 +81,10 @@ def _scale(found: dict[str, Any]) -> Figure:
 def _generation(found: dict[str, Any]) -> Figure:
     figure, (ax,) = _panels(1)
     counts = [row["concurrency"] for row in found["levels"]]
-    for name, label, color in (("bare", "bare AsyncLLM", THEIRS), ("handle", "service, Serve handle", OURS)):
-        ax.loglog(
-            counts,
-            [row[f"{name}_tokens_per_s"]["median"] for row in found["levels"]],
-            "o-",
-            color=color,
-            label=label,
-        )
+    for name, label, color in SIDES:
+        if f"{name}_tokens_per_s" in found["levels"][0]:
+            rates = [row[f"{name}_tokens_per_s"]["median"] for row in found["levels"]]
+            ax.loglog(counts, rates, "o-", color=color, label=label)
     _label(ax, "", "requests at a time", "tokens/s")
     return figure
 
