@@ -120,9 +120,8 @@ class TrainingArgs(Config):
 
 
 ELSEWHERE = {
-    "megatron_train": "training has no tensor or pipeline parallelism; take deepspeed_train with zero_stage 3, which shards "
-    "weights, gradients and moments over all processes",
-    "fsdp2_train": "take deepspeed_train with zero_stage 3, which shards the same things",
+    "megatron_train": "training has no tensor or pipeline parallelism; take fsdp2_train, or deepspeed_train with zero_stage "
+    "3, which shard weights, gradients and moments over all processes",
     "fsdp2_infer": "the reference and teachers lie whole on every process; this is a strategy of training",
     "deepspeed_infer": "the reference and teachers lie whole on every process; this is a strategy of training",
     "hf_infer": "the reference and teachers use it already, without being told; here take deepspeed_train",
@@ -130,13 +129,16 @@ ELSEWHERE = {
 """Strategies of ROLL, and what to take instead."""
 
 
-class StrategyArgs(Config):
+class StrategyArgs(ConditionalConfig):
     """ROLL's `strategy_args`: which engine trains, and how."""
 
-    strategy_name: Literal["deepspeed_train"] = "deepspeed_train"
-    """ROLL's `fsdp2_train` and `megatron_train` are refused by name."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    strategy_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    strategy_name: Literal["deepspeed_train", "fsdp2_train"] = "deepspeed_train"
+    """`deepspeed_train`: ZeRO. `fsdp2_train`: PyTorch's `fully_shard`, which shards what ZeRO-3 shards, and whose
+    checkpoints any number of processes may go on from. ROLL's `megatron_train` is refused by name."""
+    zero_stage: Annotated[Literal[0, 1, 2, 3], OnlyWith(strategy_name=("deepspeed_train",))] = 0
+    strategy_config: Annotated[dict[str, JsonValue], OnlyWith(strategy_name=("deepspeed_train",))] = Field(
+        default_factory=dict[str, JsonValue]
+    )
     """Further DeepSpeed settings, merged over ours."""
 
     @field_validator("strategy_name", mode="before")

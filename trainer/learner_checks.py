@@ -19,6 +19,11 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "ref_model_sync_steps",
             "with lora_target the reference is the policy without its adapters, which stays: leave it out",
         )
+    if adapts and train.strategy_args.strategy_name == "fsdp2_train":
+        yield Complaint(
+            "actor_train.strategy_args.strategy_name",
+            "fsdp2_train does not merge adapters out of shards: take deepspeed_train, or leave lora_target out",
+        )
     if adapts and sharded and config.kl_is_full:
         yield Complaint(
             "kl_loss_type",

@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +20,7 @@ from services.rollout.chat import load_chat_format
 from services.schema import Group
 from trainer.algorithms.aggregation import Silent
 from trainer.config import ModelArgs
+from trainer.engines.base import TrainEngine
 from trainer.engines.deepspeed import DeepSpeedEngine
 from trainer.engines.frozen import FrozenModel, WithoutAdapters
 from trainer.engines.processes import Ranks, gather
@@ -85,7 +86,7 @@ class PolicyTrainer:
         self._model = self._load(run.model_folder, self._train.model_args)
         self.vocab_size = int(self._model.model.config.get_text_config().vocab_size)
         self._policy = self._engine(self._model)
-        self._critic: DeepSpeedEngine | None = None
+        self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
         """Where it is another model than the policy."""
         self._steps: BatchTrainer | None = None
@@ -204,7 +205,7 @@ class PolicyTrainer:
     def _adapts(self) -> bool:
         return self._train.model_args.lora_target is not None
 
-    def _whole(self) -> DeepSpeedEngine:
+    def _whole(self) -> TrainEngine[Any]:
         """The engine that warms up: it trains all weights, those too that adapters leave alone."""
         if not self._adapts:
             return self._policy
@@ -213,10 +214,15 @@ class PolicyTrainer:
     def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
         return load_policy(folder, args, self._config.seed, self._config.temperature)
 
-    def _engine(self, module: nn.Module) -> DeepSpeedEngine:
-        return DeepSpeedEngine(module, self._train.training_args, self._train.strategy_args, self._ranks)
+    def _engine(self, module: nn.Module) -> TrainEngine[Any]:
+        strategy = self._train.strategy_args
+        if strategy.strategy_name == "fsdp2_train":
+            from trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import
 
-    def _keep_start(self, engine: DeepSpeedEngine) -> None:
+            return FSDP2Engine(module, self._train.training_args, self._ranks)
+        return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
+
+    def _keep_start(self, engine: TrainEngine[Any]) -> None:
         aside, kept = self._run.output_dir / f".{START}", self._run.output_dir / START
         if self._ranks.rank == 0:
             for old in (aside, kept):
@@ -227,7 +233,7 @@ class PolicyTrainer:
             aside.rename(kept)
         gather(self._ranks, b"")  # all may read it from here on
 
-    def _export(self, folder: Path, engine: DeepSpeedEngine) -> None:
+    def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
         """Write a Hugging Face folder; rank 0 writes, the others help it gather."""
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)

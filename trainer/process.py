@@ -183,7 +183,8 @@ class LearnerProcess:
     def _resume(self, learner: Learner, checkpoint: Checkpoint, ranks: Ranks) -> None:
         self._view.say(f"Goes on from step {checkpoint.state.step}: {checkpoint.path}")
         written_by, train = checkpoint.state.num_processes, self._run.config.actor_train
-        sharded = train.strategy_args.zero_stage > 0 or train.model_args.dtype == "bfloat16"
+        zero = train.strategy_args.strategy_name == "deepspeed_train"
+        sharded = zero and (train.strategy_args.zero_stage > 0 or train.model_args.dtype == "bfloat16")
         if sharded and written_by != ranks.world_size:
             raise ControlError(
                 f"{checkpoint.path} was written by {written_by} process(es), whose shares of the optimizer can't be dealt "

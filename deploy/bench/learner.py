@@ -24,6 +24,8 @@ from deploy.bench.outcome import Spread, console, show
 ROOT = Path(__file__).parents[2]
 PROMPT = 16
 SHORTEST = 32
+LONG = 8
+"""Of a long prompt and its answer, the answer is one part in so many."""
 MIB = 1 << 20
 
 
@@ -49,15 +51,23 @@ class SideError(Exception):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measure equal and ragged lengths; shows a table and returns what the JSON file holds."""
+    """Measure equal and ragged lengths, and long prompts with short answers, where ours is also asked to compute a group's
+    prompt once; shows a table and returns what the JSON file holds."""
     sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
         batches: dict[str, Any] = {}
-        for name, lengths in (("equal", [options.longest] * options.sequences), ("ragged", _ragged(options))):
-            task = Task(model, lengths, PROMPT, options.budget, options.threads, 1, options.device)
+        equal = [options.longest] * options.sequences
+        long_prompt = options.longest * (LONG - 1) // LONG
+        for name, lengths, prompt in (
+            ("equal", equal, PROMPT),
+            ("ragged", _ragged(options), PROMPT),
+            ("long prompts", equal, long_prompt),
+        ):
+            task = Task(model, lengths, prompt, options.budget, options.threads, 1, options.device)
             task.write(Path(folder) / "task.json")
-            batches[name] = _measure(sides, Path(folder) / "task.json", sum(lengths), options.steps)
+            present = ["offbeat", "shared", *sides[1:]] if prompt == long_prompt else sides
+            batches[name] = _measure(present, Path(folder) / "task.json", sum(lengths), options.steps)
     result = {
         "batches": batches,
         "left_out": [] if "trl" in sides else ["trl: it is not installed (the dev extra has it)"],

@@ -1,4 +1,4 @@
-"""The three ways in which `offbeat bench learner` takes an optimizer step: ours, a bare loop, TRL's trainer.
+"""The ways in which `offbeat bench learner` takes an optimizer step: ours, a bare loop, TRL's trainer.
 
     python -m deploy.bench.learner_sides SIDE TASK.json
 
@@ -26,7 +26,8 @@ RATE, CLIP, MAX_NORM, GROUP = 1e-5, 0.2, 1.0, 4
 
 @dataclass(frozen=True)
 class Task:
-    """What every side trains. lengths: tokens of each sequence, of which the first `prompt` were not sampled."""
+    """What every side trains. lengths: tokens of each sequence, of which the first `prompt` were not sampled and are the
+    same for the sequences of a group."""
 
     model: str
     lengths: list[int]
@@ -101,28 +102,37 @@ def data_of(task: Task, vocab_size: int) -> Data:
     import numpy as np
 
     rng = np.random.default_rng(task.seed)
-    tokens = [rng.integers(8, vocab_size, n) for n in task.lengths]
+    prompts = rng.integers(8, vocab_size, (len(task.lengths) // GROUP, task.prompt))
+    answers = [rng.integers(8, vocab_size, n - task.prompt) for n in task.lengths]
+    tokens = [np.concatenate([prompts[i // GROUP], answer]) for i, answer in enumerate(answers)]
     logprobs = [-np.log(vocab_size) + 0.1 * rng.standard_normal(n - task.prompt) for n in task.lengths]
     return Data(tokens, logprobs, rng.random(len(tokens)))
 
 
-def ours(task: Task) -> None:
+def shared(task: Task) -> None:
+    """Ours, where a group's prompt is computed once."""
+    ours(task, shared_prefix=True)
+
+
+def ours(task: Task, *, shared_prefix: bool = False) -> None:
     """The learner's own step, packing, targets and gauges included, on DeepSpeed."""
     import torch
 
-    from trainer.config import LearnerConfig, ModelArgs, StrategyArgs
+    from trainer.config import LearnerConfig, StrategyArgs
     from trainer.engines.deepspeed import DeepSpeedEngine, _deepspeed
     from trainer.engines.processes import process_group, ranks_of_environment
     from trainer.models.policy import load_policy
     from trainer.step import BatchTrainer, Models
 
     args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": task.budget}
-    config = LearnerConfig.model_validate({"pg_clip": CLIP, "actor_train": {"training_args": args}})
+    model = {"shared_prefix": shared_prefix}
+    tree = {"pg_clip": CLIP, "actor_train": {"training_args": args, "model_args": model}}
+    config = LearnerConfig.model_validate(tree)
     torch.set_num_threads(task.threads)
     with process_group(ranks := ranks_of_environment(task.device)):
         _deepspeed()
         pace = Pace(task.device)
-        policy = load_policy(Path(task.model), ModelArgs(), task.seed)
+        policy = load_policy(Path(task.model), config.actor_train.model_args, task.seed)
         data = data_of(task, policy.model.config.get_text_config().vocab_size)
         engine = DeepSpeedEngine(policy, config.actor_train.training_args, StrategyArgs(), ranks)
         trainer = BatchTrainer(config, Models(engine), ranks)
@@ -287,7 +297,7 @@ def _trl_batch(task: Task, data: Data, device: Any) -> dict[str, Any]:
     }
 
 
-SIDES = {"offbeat": ours, "bare": bare, "trl": trl}
+SIDES = {"offbeat": ours, "shared": shared, "bare": bare, "trl": trl}
 
 if __name__ == "__main__":
     SIDES[sys.argv[1]](Task(**json.loads(Path(sys.argv[2]).read_text())))

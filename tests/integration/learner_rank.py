@@ -1,15 +1,18 @@
-"""One rank of a data-parallel learner: trains two steps on a fixed batch under each ZeRO stage and writes the weights."""
+"""One rank of a data-parallel learner: trains two steps on a fixed batch under each ZeRO stage or with FSDP2, writes the
+weights."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from trainer.config import ModelArgs, StrategyArgs, TrainingArgs
-from trainer.engines.base import Hyperparameters
+from trainer.engines.base import Hyperparameters, TrainEngine
 from trainer.engines.deepspeed import DeepSpeedEngine
-from trainer.engines.processes import process_group, ranks_of_environment
+from trainer.engines.fsdp2 import FSDP2Engine
+from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.models.packing import PackedInput
 from trainer.models.policy import load_policy
 
@@ -30,21 +33,37 @@ def fixed_batch(micro_batches: int = 3) -> list[PackedInput]:
     return batch
 
 
-def main(model: Path, out: Path, stages: list[int]) -> None:
+def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
+    """name: a ZeRO stage, or `fsdp2`."""
+    policy = load_policy(model, ModelArgs(), seed=1)
+    if name == "fsdp2":
+        return FSDP2Engine(policy, SMOOTH, ranks)
+    return DeepSpeedEngine(policy, SMOOTH, StrategyArgs.model_validate({"zero_stage": int(name)}), ranks)
+
+
+def main(model: Path, out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     ranks = ranks_of_environment("cpu")
     with process_group(ranks):
-        for stage in stages:
-            strategy = StrategyArgs.model_validate({"zero_stage": stage})
-            engine = DeepSpeedEngine(load_policy(model, ModelArgs(), seed=1), SMOOTH, strategy, ranks)
+        for name in names:
+            engine = engine_of(name, model, ranks)
             batch = fixed_batch()
             for _ in range(2):
                 engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, Hyperparameters(1e-2, 0.1))
             weights = {name: tensor.clone() for name, tensor in engine.tensors()}
             weights["logprobs"] = torch.cat(engine.infer(batch))
             if ranks.rank == 0:
-                save_file(weights, out / f"stage{stage}-of-{ranks.world_size}.safetensors")
+                save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
+            if name == "fsdp2":  # what one process wrote, two go on from
+                if ranks.world_size == 1:
+                    engine.save(out / "state")
+                else:
+                    engine = engine_of(name, model, ranks)
+                    engine.load(out / "state")
+                    resumed = {each: tensor.clone() for each, tensor in engine.tensors()}
+                    if ranks.rank == 0:
+                        save_file(resumed, out / "resumed.safetensors")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), [int(stage) for stage in sys.argv[3:]])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -64,10 +64,10 @@ def assert_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 0.
         torch.testing.assert_close(tensor, two[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_zero_stages_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
+def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
     """Three micro-batches on two ranks: one rank has a pass less of its own."""
     script = Path(__file__).with_name("learner_rank.py")
-    command = [sys.executable, str(script), str(folder), str(tmp_path), "0", "2", "3"]
+    command = [sys.executable, str(script), str(folder), str(tmp_path), "0", "2", "3", "fsdp2"]
     root = str(Path(__file__).parents[2])
     for world in (1, 2):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
@@ -76,11 +76,14 @@ def test_zero_stages_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> N
             for rank in range(world)
         ]
         assert [process.wait(timeout=120) for process in running] == [0] * world
-    expected = load_file(tmp_path / "stage0-of-1.safetensors")
+    expected = load_file(tmp_path / "0-of-1.safetensors")
     assert "model.embed_tokens.weight" in expected
-    for stage in (0, 2, 3):
+    for name in ("0", "2", "3", "fsdp2"):
         for world in (1, 2):
-            assert_same(expected, load_file(tmp_path / f"stage{stage}-of-{world}.safetensors"), atol=2e-5)
+            assert_same(expected, load_file(tmp_path / f"{name}-of-{world}.safetensors"), atol=2e-5)
+    saved = load_file(tmp_path / "fsdp2-of-1.safetensors")
+    del saved["logprobs"]
+    assert_same(load_file(tmp_path / "resumed.safetensors"), saved)
 
 
 def test_the_cut_into_micro_batches_does_not_change_the_step(engine: EngineFactory) -> None:

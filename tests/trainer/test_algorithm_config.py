@@ -51,7 +51,7 @@ def test_an_estimator_has_its_own_way_with_rewards_until_told_otherwise(estimato
     assert told.reward_method == "mean"
 
 
-@pytest.mark.parametrize("name", ["megatron_train", "fsdp2_train", "hf_infer"])
+@pytest.mark.parametrize("name", ["megatron_train", "hf_infer"])
 def test_a_strategy_that_is_not_built_is_refused_with_what_to_take(name: str):
     with pytest.raises(ValidationError, match="deepspeed_train"):
         StrategyArgs.model_validate({"strategy_name": name})

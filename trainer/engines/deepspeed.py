@@ -10,17 +10,16 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor, nn
 
 from trainer.config import StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.engines.passes import everybodys, first_of, passes
 from trainer.engines.processes import Ranks
 from trainer.models.adapters import whole_weights
 from trainer.models.packing import PackedInput
@@ -52,14 +51,6 @@ class ClippingAdamW(torch.optim.AdamW):
         if not self.overflow:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
             super().step(closure)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """One forward pass of this rank; `index` is None where it only keeps step with the others."""
-
-    index: int | None
-    x: PackedInput
 
 
 class DeepSpeedEngine:
@@ -96,9 +87,9 @@ class DeepSpeedEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
         self._engine.train()
-        for each in self._passes(batch):
+        for each in passes(batch, self._ranks):
             output = self._engine(each.x)
-            share = _nothing_of(output) if each.index is None else loss(each.index, output)
+            share = first_of(output).sum() * 0.0 if each.index is None else loss(each.index, output)
             # DeepSpeed averages gradients over ranks
             self._engine.backward(share * self.world_size, scale_wrt_gas=False)
         self._engine.step()
@@ -110,23 +101,11 @@ class DeepSpeedEngine:
         """See `TrainEngine.infer`."""
         self._engine.eval()
         found: dict[int, Tensor] = {}
-        for each in self._passes(batch):
-            output = self._engine(each.x)
+        for each in passes(batch, self._ranks):
+            output = first_of(self._engine(each.x))
             if each.index is not None:
-                found[each.index] = output[0] if isinstance(output, tuple) else output
-        lengths = [len(x.positions) for x in batch]
-        if self.world_size == 1:
-            return [found[i] for i in range(len(batch))]
-        parts = [found.get(i, torch.zeros(n, device=self.device)) for i, n in enumerate(lengths)]
-        everything = torch.cat(parts)
-        dist.all_reduce(everything)
-        return list(everything.split(lengths))
-
-    def _passes(self, batch: Sequence[PackedInput]) -> Iterator[_Pass]:
-        for first in range(0, len(batch), self.world_size):
-            index = first + self.rank
-            mine = index < len(batch)
-            yield _Pass(index if mine else None, batch[index if mine else first].to(self.device))
+                found[each.index] = output
+        return everybodys(found, batch, self._ranks)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""
@@ -189,11 +168,6 @@ def merged(ours: Mapping[str, Any], theirs: Mapping[str, JsonValue]) -> dict[str
         below = out.get(key)
         out[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return out
-
-
-def _nothing_of(output: Any) -> Tensor:
-    first = output[0] if isinstance(output, tuple) else output
-    return first.sum() * 0.0
 
 
 def _deepspeed() -> Any:

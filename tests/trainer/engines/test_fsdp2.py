@@ -1,0 +1,146 @@
+"""The engine on PyTorch's own sharding: the same steps as the DeepSpeed engine's, and checkpoints to the bit. With two
+processes: tests/integration/test_learner_engine.py."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from tests.integration.learner_rank import SMOOTH, fixed_batch
+from tests.trainer.test_loop import learner_config
+from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
+from trainer.engines.base import Hyperparameters
+from trainer.engines.fsdp2 import FSDP2Engine
+from trainer.engines.processes import Ranks, process_group, ranks_of_environment
+from trainer.learner_checks import learner_complaints
+from trainer.models.policy import Sampled, load_critic, load_policy
+from trainer.policies.tiny import write_tiny_policy
+
+HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    torch.set_num_threads(1)
+    with process_group(alone := ranks_of_environment("cpu")):
+        yield alone
+
+
+def engine(folder: Path, ranks: Ranks, dtype: str = "float32", training: TrainingArgs = SMOOTH) -> FSDP2Engine:
+    return FSDP2Engine(load_policy(folder, ModelArgs.model_validate({"dtype": dtype}), seed=1), training, ranks)
+
+
+def nll(_: int, said: Sampled) -> Tensor:
+    return -said.logprobs.sum() / 6
+
+
+def weights_of(one: FSDP2Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in one.tensors()}
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 0.0) -> None:
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=0, atol=atol)
+
+
+def test_a_step_is_torch_adamw_on_the_clipped_gradient(folder: Path, ranks: Ranks) -> None:
+    ours = engine(folder, ranks, training=SMOOTH.model_copy(update={"max_grad_norm": 0.5}))
+    twin = load_policy(folder, ModelArgs(), seed=1)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
+    for _ in range(3):
+        outcome = ours.train(fixed_batch(), nll, HYPER)
+        optimizer.zero_grad()
+        sum(nll(0, twin(x)) for x in fixed_batch()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.step()
+        assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    expected = {name.removeprefix("model."): p.detach() for name, p in twin.named_parameters()}
+    assert_same(weights_of(ours), expected, atol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(folder: Path, ranks: Ranks) -> None:
+    policy, undisturbed = engine(folder, ranks), engine(folder, ranks)
+    for each in (policy, undisturbed):
+        each.train(fixed_batch(), nll, HYPER)
+    before = weights_of(policy)
+    outcome = policy.train(fixed_batch(), lambda i, said: nll(i, said) * (math.nan if i == 1 else 1.0), HYPER)
+    assert not outcome.applied
+    assert_same(weights_of(policy), before)
+    for each in (policy, undisturbed):
+        assert each.train(fixed_batch(), nll, HYPER).applied
+    assert_same(weights_of(policy), weights_of(undisturbed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_engine_goes_on_exactly(folder: Path, ranks: Ranks, dtype: str, tmp_path: Path) -> None:
+    saved = engine(folder, ranks, dtype)
+    saved.train(fixed_batch(), nll, HYPER)
+    saved.save(tmp_path)
+    saved.train(fixed_batch(), nll, HYPER)
+    fresh = engine(folder, ranks, dtype)
+    fresh.load(tmp_path)
+    fresh.train(fixed_batch(), nll, HYPER)
+    assert_same(weights_of(saved), weights_of(fresh))
+
+
+def test_a_folder_without_a_state_is_refused(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="holds no state"):
+        engine(folder, ranks).load(tmp_path)
+
+
+def test_bfloat16_weights_gather_steps_too_small_for_them(folder: Path, ranks: Ranks) -> None:
+    policy = engine(folder, ranks, "bfloat16")
+    before = weights_of(policy)
+    for _ in range(40):
+        policy.train(fixed_batch(), nll, Hyperparameters(1e-5, 0.0))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert before[name].dtype == torch.bfloat16
+    assert not torch.equal(before[name], weights_of(policy)[name])
+
+
+def test_a_reset_optimizer_forgets_its_moments(folder: Path, ranks: Ranks) -> None:
+    used, fresh = engine(folder, ranks), engine(folder, ranks)
+    used.train(fixed_batch(), nll, Hyperparameters(0.0, 0.0))
+    used.reset_optimizer()
+    for each in (used, fresh):
+        each.train(fixed_batch(), nll, HYPER)
+    # Adam's count of steps starts anew as well
+    assert_same(weights_of(used), weights_of(fresh))
+
+
+def test_a_critic_learns(folder: Path, ranks: Ranks) -> None:
+    made = FSDP2Engine(load_critic(folder, ModelArgs(), seed=1), TrainingArgs(), ranks)
+
+    def miss(_: int, values: Tensor) -> Tensor:
+        return ((values - 1.0) ** 2).sum()
+
+    first = sum(float(miss(0, values)) for values in made.infer(fixed_batch()))
+    for _ in range(5):
+        made.train(fixed_batch(), miss, HYPER)
+    assert sum(float(miss(0, values)) for values in made.infer(fixed_batch())) < 0.5 * first
+
+
+@pytest.mark.parametrize("told", [{"zero_stage": 2}, {"strategy_config": {"a": 1}}])
+def test_deepspeeds_settings_are_refused(told: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="strategy_name=deepspeed_train"):
+        StrategyArgs.model_validate({"strategy_name": "fsdp2_train"} | told)
+
+
+def test_adapters_are_refused() -> None:
+    train = {"model_args": {"lora_target": "all-linear"}, "strategy_args": {"strategy_name": "fsdp2_train"}}
+    (complaint,) = learner_complaints(learner_config(actor_train=train))
+    assert complaint.path == "actor_train.strategy_args.strategy_name"
+    assert "deepspeed_train" in complaint.message

@@ -1,0 +1,144 @@
+# pyright: basic
+"""A training engine on PyTorch's own sharding (`fully_shard`, FSDP2): on CPUs over gloo or on GPUs over nccl.
+
+Every rank holds its share of weights, gradients and moments, as ZeRO-3 does; layer by layer, weights are made whole where
+they are needed. Invariants: the loss arrives globally normalised, so gradients are summed over micro-batches and ranks; a
+step whose gradient is not finite changes nothing, on any rank; every rank runs equally many passes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.state_dict_loader as loading
+import torch.distributed.checkpoint.state_dict_saver as saving
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.config import TrainingArgs
+from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.engines.passes import everybodys, first_of, passes
+from trainer.engines.processes import Ranks
+from trainer.models.packing import PackedInput
+
+WRAPPER = "model."
+"""What the packed models put in front of the Hugging Face names."""
+
+
+class FSDP2Engine:
+    """`TrainEngine` for one module whose forward takes a `PackedInput`; checkpoints may be loaded by any number of ranks."""
+
+    def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._dtype = next(module.parameters()).dtype
+        self._max_grad_norm = training.max_grad_norm
+        self._module = self._sharded(module.float().to(ranks.device))
+        self._optimizer = torch.optim.AdamW(
+            [parameter for parameter in self._module.parameters() if parameter.requires_grad],
+            lr=training.learning_rate,
+            betas=(training.adam_beta1, training.adam_beta2),
+            eps=training.adam_epsilon,
+            weight_decay=training.weight_decay,
+        )
+
+    def _sharded(self, module: nn.Module) -> nn.Module:
+        """Weights are kept in float32, and computed with in the model's own type."""
+        kind = None if self._dtype == torch.float32 else self._dtype
+        settings: dict[str, Any] = {
+            "mesh": init_device_mesh(self._ranks.device.type, (self._ranks.world_size,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32),
+        }
+        for layer in _layers(module):
+            fully_shard(layer, **settings)
+        fully_shard(module, **settings)
+        return module
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks.world_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._ranks.device
+
+    def train(
+        self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
+    ) -> StepOutcome:
+        """See `TrainEngine.train`."""
+        for group in self._optimizer.param_groups:
+            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+        self._module.train()
+        for each in passes(batch, self._ranks):
+            output = self._module(each.x)
+            share = first_of(output).sum() * 0.0 if each.index is None else loss(each.index, output)
+            (share * self.world_size).backward()  # gradients are averaged over ranks
+        outcome = self._step()
+        self._optimizer.zero_grad()
+        return outcome
+
+    def _step(self) -> StepOutcome:
+        parameters = [p for p in self._module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not math.isfinite(float(norm)):
+            return StepOutcome(False, math.nan)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        self._optimizer.step()
+        return StepOutcome(True, float(norm))
+
+    @torch.no_grad()
+    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
+        """See `TrainEngine.infer`."""
+        self._module.eval()
+        found: dict[int, Tensor] = {}
+        for each in passes(batch, self._ranks):
+            output = first_of(self._module(each.x))
+            if each.index is not None:
+                found[each.index] = output
+        return everybodys(found, batch, self._ranks)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.tensors`; one weight is gathered at a time."""
+        for name, parameter in self._module.named_parameters():
+            weight = parameter.detach()
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            yield name.removeprefix(WRAPPER), whole.to(self._dtype)
+
+    def reset_optimizer(self) -> None:
+        """See `TrainEngine.reset_optimizer`."""
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        model, optimizer = get_state_dict(self._module, self._optimizer)
+        saving.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`. Raises RuntimeError if the folder is not a whole checkpoint of this module."""
+        model, optimizer = get_state_dict(self._module, self._optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        try:
+            loading.load(state, checkpoint_id=folder)
+        except (CheckpointException, KeyError, ValueError) as error:
+            raise RuntimeError(f"{folder} holds no state of this engine: {error}") from error
+        set_state_dict(
+            self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The blocks that a transformer repeats: each is made whole by itself."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    return list(max(lists, key=len)) if lists else []
