@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import RunConfig
+from deploy.episode_checks import episode_problems
 from deploy.problems import Problem
 from deploy.prompt_check import first_prompt_problems
 from deploy.run_folder import holds_run
-from deploy.vision_checks import vision_problems
 from services.buffer.address import address_problem
 from services.rollout.config import AgentRunner, EnvManagerConfig
 from trainer.algorithm_checks import algorithm_complaints
@@ -43,7 +43,7 @@ def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | No
         *_algorithm_problems(config),
         *_device_problems(config, gpus),
         *_model_problems(config),
-        *vision_problems(config),
+        *episode_problems(config),
         *_place_problems(config),
     ]
     return problems or first_prompt_problems(config)

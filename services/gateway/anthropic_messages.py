@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
+from services.chat.messages import ChatMessage, ToolCall, Tools, one_form
 from services.gateway.reading import (
     Body,
     items_of,

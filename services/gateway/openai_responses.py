@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.gateway.messages import ChatMessage, ToolCall, Tools, one_form
+from services.chat.messages import ChatMessage, ToolCall, Tools, one_form
 from services.gateway.openai_chat import SYSTEM_ROLES
 from services.gateway.reading import (
     Body,

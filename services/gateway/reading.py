@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.gateway.messages import ChatMessage
+from services.chat.messages import ChatMessage
 from services.gateway.session import RefusedError
 
 Body = Mapping[str, Any]

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from services.gateway.capture import Captured, Reward, capture
-from services.gateway.messages import ChatMessage, Tools
-from services.gateway.template import ChatTemplate
-from services.gateway.tree import Prompt, TokenTree
+from services.chat.capture import Captured, Reward, capture
+from services.chat.messages import ChatMessage, Tools
+from services.chat.template import ChatTemplate
+from services.chat.tree import Prompt, TokenTree
 from services.schema import Completion, FinishReason
 
 Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from envs.prompting import fill_template
-from services.gateway.capture import Captured
+from services.chat.capture import Captured
+from services.chat.template import load_chat_template
 from services.gateway.server import Gateway
 from services.gateway.session import Bounds, EpisodeSession, RefusedError
-from services.gateway.template import load_chat_template
 from services.rollout.agent_task import AgentTask
 from services.rollout.agents import AgentPool, Outcome
 from services.rollout.config import AgentRunner, CustomEnv

@@ -50,6 +50,8 @@ class EnvWorkerActor:
         self._name = worker_name(self._settings.run_id, index)
         configure_logging(self._name, self._settings.output_dir / "logs")
         self._chat = load_chat_format(self._settings.model_folder)
+        if self._chat.rewrites:
+            log.info("each turn that history is rewritten after becomes a segment of its own: %s", self._chat.rewrites)
         self._worker: EnvWorker | None = None
         self._working = asyncio.get_running_loop().create_task(self._work())
 

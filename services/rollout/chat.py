@@ -1,7 +1,7 @@
 """The chat template as token pieces: what stands before the first answer, and what stands between two answers.
 
 Invariant: first prompt + answer + piece + answer + ... are exactly the tokens that the template gives for the whole
-conversation. That holds for append-only templates; any other is refused when the worker starts.
+conversation. That holds for append-only templates; whether one is, and keeps thoughts too, is found out when it is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
 
+from services.chat.template import ChatTemplate, load_chat_template
+from services.chat.tokenizer import load_tokenizer
 from services.errors import RolloutError
 from services.rollout.sight import Sight
 from services.vision import PictureReader
@@ -21,7 +23,6 @@ Render = Callable[[Sequence[Message], bool], str]
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
 """Stand for contents while the template is taken apart; no template and no text holds them."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 CACHED_TEXTS = 16_384
 LONGEST_CACHED = 512
 """Characters; longer texts hardly come twice."""
@@ -39,31 +40,45 @@ class ChatFormat:
     """Turns observations into tokens and tokens into answers, without rendering a template on the way."""
 
     def __init__(
-        self, render: Render, tokenizer: Tokenizer, extra_stop_ids: Sequence[int] = (), folder: Path | None = None
+        self,
+        render: Render,
+        tokenizer: Tokenizer,
+        extra_stop_ids: Sequence[int] = (),
+        folder: Path | None = None,
+        template: Callable[[], ChatTemplate] | None = None,
     ) -> None:
         """Take the template apart and check it.
 
         extra_stop_ids: tokens that end an answer beside the one that the template puts there; folder: of the model, for
-        pictures.
+        pictures; template: makes what renders whole conversations, for a template that rewrites history; None refuses one.
 
         Raises:
-            RolloutError: the template is not append-only, or does not end an answer by a special token.
+            RolloutError: the template does not end an answer by a special token, or can't be used otherwise.
         """
         self._tokenizer = tokenizer
         self._render = render
         self._folder = folder
         self._trims = _trims(render)
         self._first = {False: _take_apart_first(render, None)}
-        self._next = _take_apart_next(render, None)
         if _takes_system(render):
             self._first[True] = _take_apart_first(render, MARKS[0])
-            if (with_system := _take_apart_next(render, MARKS[0])) != self._next:
-                raise _not_append_only(str(self._next), str(with_system))
+        self._next: _Pieces | None = None
+        self.rewriting: ChatTemplate | None = None
+        """Of a template that writes earlier turns differently when later ones follow: it renders whole conversations."""
+        self.rewrites = ""
+        """What it does, in words; empty for an append-only template."""
+        try:
+            self._next = _later_pieces(render)
+        except NotAppendOnlyError as error:
+            if template is None:
+                raise
+            self.rewriting, self.rewrites = template(), str(error)
         self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
         self._decode = lru_cache(CACHED_TEXTS)(self._decode_now)
-        self.end_id = self._end_of_turn()
+        self.end_id = self._end_of_turn(self._next) if self.rewriting is None else self.rewriting.end_id
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
-        _check_tokens(self, render)
+        if self.rewriting is None:
+            _check_tokens(self, render)
 
     @cached_property
     def sight(self) -> Sight:
@@ -90,7 +105,13 @@ class ChatFormat:
         )
 
     def next_prompt(self, observation: str) -> tuple[int, ...]:
-        """Tokens between an answer's end-of-turn token (which is not among them) and the next answer."""
+        """Tokens between an answer's end-of-turn token (which is not among them) and the next answer.
+
+        Raises:
+            RolloutError: the template rewrites history, so that there are no such tokens.
+        """
+        if self._next is None:
+            raise NotAppendOnlyError(self.rewrites)
         return self.encode(self._next.head + self._content(observation) + self._next.tail)[1:]
 
     def answer(self, token_ids: tuple[int, ...]) -> str:
@@ -114,12 +135,13 @@ class ChatFormat:
     def _decode_now(self, token_ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def _end_of_turn(self) -> int:
-        first = self._encode(self._next.head)[0]
+    def _end_of_turn(self, pieces: _Pieces | None) -> int:
+        assert pieces is not None
+        first = self._encode(pieces.head)[0]
         token = self._tokenizer.get_added_tokens_decoder().get(first)
-        if token is None or not self._next.head.startswith(token.content):
+        if token is None or not pieces.head.startswith(token.content):
             raise RolloutError(
-                f"the chat template puts {self._next.head[:20]!r} after an answer, which is no special token of the "
+                f"the chat template puts {pieces.head[:20]!r} after an answer, which is no special token of the "
                 "tokenizer: where an answer ends could not be told"
             )
         return first
@@ -142,26 +164,7 @@ def load_chat_format(folder: Path) -> ChatFormat:
         return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
 
     eos = tokenizer.eos_token_id
-    return ChatFormat(render, backend, () if eos is None else (int(eos),), folder)
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer as its tokenizer.json has it; transformers' own class alone where there is no such file.
-
-    `AutoTokenizer` imports torch and takes some architectures' own tokenizer whatever tokenizer.json says.
-    """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise RolloutError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} is there")
-    try:
-        if (folder / "tokenizer.json").is_file():
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise RolloutError(f"no tokenizer in {folder}: {error}") from error
+    return ChatFormat(render, backend, () if eos is None else (int(eos),), folder, lambda: load_chat_template(folder))
 
 
 def _turns(contents: Sequence[str], system: str | None = None) -> list[Message]:
@@ -230,6 +233,19 @@ def _take_apart_next(render: Render, system: str | None) -> _Pieces:
     return _Pieces(head, "", tail)
 
 
+def _later_pieces(render: Render) -> _Pieces:
+    """Pieces around each later observation. Raises NotAppendOnlyError where earlier turns do not stay as they were."""
+    pieces = _take_apart_next(render, None)
+    if _takes_system(render) and (with_system := _take_apart_next(render, MARKS[0])) != pieces:
+        raise _not_append_only(str(pieces), str(with_system))
+    user, thought, answer, reply = MARKS[1:5]
+    thinking = f"<think>\n{thought}\n</think>\n\n{answer}"
+    short, long = render(_turns((user,)), True), render(_turns((user, thinking, reply)), True)
+    if not long.startswith(short + thinking):
+        raise _not_append_only(short + thinking, long)
+    return pieces
+
+
 def _split(text: str, mark: str) -> tuple[str, str]:
     before, found, after = text.partition(mark)
     if not found or mark in after:
@@ -237,15 +253,17 @@ def _split(text: str, mark: str) -> tuple[str, str]:
     return before, after
 
 
-def _not_append_only(expected: str, got: str) -> RolloutError:
+class NotAppendOnlyError(RolloutError):
+    """The chat template writes earlier turns differently when later ones follow."""
+
+
+def _not_append_only(expected: str, got: str) -> NotAppendOnlyError:
     same = next(
         (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
     )
-    return RolloutError(
+    return NotAppendOnlyError(
         "the chat template is not append-only: with another turn it renders the earlier ones differently "
-        f"(expected ...{expected[max(0, same - 20) : same + 30]!r}, got ...{got[max(0, same - 20) : same + 30]!r}). "
-        "Trajectories could not be one sequence of the tokens that were sampled; such templates (those that strip earlier "
-        "thoughts, for example) are not supported yet: use an append-only chat_template.jinja"
+        f"(expected ...{expected[max(0, same - 20) : same + 30]!r}, got ...{got[max(0, same - 20) : same + 30]!r})"
     )
 
 

@@ -46,8 +46,13 @@ class CustomEnv(Config):
     agent_system_template: str | None = None
     """System prompt; None takes the env's `system_prompt`."""
     agent_template: str = "{observation}"
-    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`, and `{image}` where the policy is shown
-    what the env renders as `rgb_array`."""
+    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`; `{image}` shows what the env renders as
+    `rgb_array`, `{history}` the turns that `history_length` counts."""
+    env_manager_cls: Literal["TrajEnvManager", "StepEnvManager", "StepConcatEnvManager"] = "TrajEnvManager"
+    """What the policy has before it: the whole conversation; with the two others each turn is a prompt of its own, which
+    tells of earlier turns by `{history}`, or shows all observations and answers so far as one `{observation}`."""
+    history_length: int = Field(default=0, ge=0)
+    """Turns that `{history}` tells, of `StepEnvManager`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the env's constructor."""
     agent_runner: AgentRunner | None = None
@@ -61,6 +66,17 @@ class CustomEnv(Config):
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
+
+    @model_validator(mode="after")
+    def _history_is_told(self) -> "CustomEnv":
+        stepwise, told = self.env_manager_cls == "StepEnvManager", "{history}" in self.agent_template
+        if self.history_length and not stepwise:
+            raise ValueError(
+                f"history_length is for StepEnvManager; {self.env_manager_cls} has the whole history before it"
+            )
+        if told != bool(self.history_length):
+            raise ValueError("history_length and {history} in agent_template go together: set both or neither")
+        return self
 
     @property
     def shows_pictures(self) -> bool:

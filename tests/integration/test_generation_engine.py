@@ -19,9 +19,9 @@ import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
+from services.chat.template import load_chat_template
 from services.gateway.server import Gateway
 from services.gateway.session import Bounds, EpisodeSession
-from services.gateway.template import load_chat_template
 from services.generation.config import GenerationConfig
 from services.generation.engine import VllmEngine
 from services.schema import Completion, FinishReason, GenerateRequest, Sampling

@@ -6,9 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from services.chat.template import ChatTemplate
 from services.gateway.server import Gateway
 from services.gateway.session import Bounds, EpisodeSession
-from services.gateway.template import ChatTemplate
 from services.schema import Completion, VersionSpan
 from tests.services.gateway.conftest import PLAIN, chat_template
 

@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from services.chat.template import ChatTemplate
 from services.gateway.session import Bounds, EpisodeSession
-from services.gateway.template import ChatTemplate
 from services.schema import Completion, FinishReason, VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
+from services.chat.template import ChatTemplate
 from services.gateway.server import Gateway
 from services.gateway.session import EpisodeSession
-from services.gateway.template import ChatTemplate
 from services.schema import Completion
 from tests.services.gateway.conftest import Scripted, session_of
 from tests.waiting import wait_until

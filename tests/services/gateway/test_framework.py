@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.chat.template import ChatTemplate
 from services.gateway.server import Gateway
 from services.gateway.session import EpisodeSession
-from services.gateway.template import ChatTemplate
 from tests.services.gateway.conftest import Scripted, session_of
 
 smolagents = pytest.importorskip("smolagents")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.chat.messages import ChatMessage
 from services.gateway.anthropic_messages import read_messages
-from services.gateway.messages import ChatMessage
 from services.gateway.openai_chat import read_chat, read_completion
 from services.gateway.openai_responses import read_responses
 from services.gateway.session import Ask, RefusedError

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.chat.capture import Captured
+from services.chat.messages import ChatMessage, ToolCall, one_form
+from services.chat.template import ChatTemplate, UnusableError
 from services.codec import decode_trajectory, encode_trajectory
-from services.gateway.capture import Captured
-from services.gateway.messages import ChatMessage, ToolCall, one_form
 from services.gateway.session import Ask, EpisodeSession, RefusedError
-from services.gateway.template import ChatTemplate, UnusableError
 from services.schema import Segment, StopReason, Trajectory
 from tests.services.gateway.conftest import PLAIN, Scripted, chat_template, session_of
 

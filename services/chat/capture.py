@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.gateway.tree import TokenTree
+from services.chat.tree import TokenTree
 from services.schema import Segment, Turn, VersionSpan
 
 

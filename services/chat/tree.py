@@ -11,8 +11,8 @@ a call goes on from it; a node's tokens are those of its parent and more.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.messages import ChatMessage, Tools
-from services.gateway.template import ChatTemplate
+from services.chat.messages import ChatMessage, Tools
+from services.chat.template import ChatTemplate
 from services.schema import Completion
 
 ROOT = -1

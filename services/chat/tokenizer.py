@@ -1,0 +1,27 @@
+"""The tokenizer of a model folder."""
+
+from pathlib import Path
+from typing import Any
+
+from services.errors import RolloutError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer as its tokenizer.json has it; transformers' own class alone where there is no such file.
+
+    `AutoTokenizer` imports torch and takes some architectures' own tokenizer whatever tokenizer.json says.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise RolloutError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} is there")
+    try:
+        if (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise RolloutError(f"no tokenizer in {folder}: {error}") from error

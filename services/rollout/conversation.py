@@ -1,0 +1,226 @@
+"""What an episode has said so far, as the tokens that the engine saw: in one sequence, or in one for each stretch of it.
+
+Invariants: what is recorded is what was sent and sampled, token by token; each sampled token is recorded once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from services.chat.capture import Reward, capture
+from services.chat.messages import ChatMessage
+from services.chat.template import ChatTemplate, UnusableError
+from services.chat.tree import Prompt, TokenTree
+from services.rollout.chat import ChatFormat
+from services.rollout.config import CustomEnv
+from services.rollout.failures import EpisodeError
+from services.schema import Completion, Picture, Segment, Turn, VersionSpan
+
+
+class Message(NamedTuple):
+    """What the policy is told in a turn: words, and the picture that stands `num_pictures` times among them."""
+
+    words: str
+    png: bytes = b""
+    num_pictures: int = 0
+
+
+Sent = tuple[tuple[int, ...], tuple[Picture, ...]]
+"""A prompt's tokens, and the pictures among them."""
+
+
+class Recorded(Protocol):
+    """Takes the turns of one episode in their order: asked, heard, rated."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Those that are over."""
+        ...
+
+    def ask(self, message: Message) -> Sent:
+        """What to send when this is the next message.
+
+        Raises:
+            EpisodeError: it can't be told to the policy.
+        """
+        ...
+
+    def hear(self, completion: Completion) -> None:
+        """The policy's answer. Raises EpisodeError where logprobs or versions do not belong to its tokens one by one."""
+        ...
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """What the env said to the last answer."""
+        ...
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The token sequences, each up to its last answer."""
+        ...
+
+
+class OneSequence:
+    """Each prompt is all that came before, and the new message's tokens."""
+
+    def __init__(self, chat: ChatFormat, system: str) -> None:
+        self._chat = chat
+        self._system = system
+        self.turns: list[Turn] = []
+        self._tokens: list[int] = []
+        self._pictures: list[Picture] = []
+        self._logprobs: list[tuple[int, tuple[float, ...]]] = []
+        self._spans: list[VersionSpan] = []
+
+    def ask(self, message: Message) -> Sent:
+        """See `Recorded.ask`. An answer that was cut short is ended first."""
+        if self.turns and self._tokens[-1] != self._chat.end_id:
+            self._tokens.append(self._chat.end_id)
+        words = message.words
+        ids = self._chat.next_prompt(words) if self.turns else self._chat.first_prompt(self._system, words)
+        pictures: tuple[Picture, ...] = ()
+        if message.num_pictures:
+            ids, pictures = self._chat.sight.place(ids, message.png, message.num_pictures)
+        before = len(self._tokens)
+        self._pictures += [replace(picture, start=before + picture.start) for picture in pictures]
+        self._tokens.extend(ids)
+        return tuple(self._tokens), tuple(self._pictures)
+
+    def hear(self, completion: Completion) -> None:
+        """See `Recorded.hear`."""
+        start, count = len(self._tokens), len(completion.token_ids)
+        check_completion(completion)
+        self._tokens.extend(completion.token_ids)
+        self._logprobs.append((start, completion.logprobs))
+        for span in completion.versions:
+            last = self._spans[-1] if self._spans else None
+            if last is not None and last.end == start + span.start and last.version == span.version:
+                self._spans[-1] = VersionSpan(last.start, start + span.end, span.version)
+            else:
+                self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+        self.turns.append(Turn(0, start, start + count, 0.0))
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """See `Recorded.rate`."""
+        turn = self.turns[-1]
+        self.turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """See `Recorded.segments`: one."""
+        length = self.turns[-1].end if self.turns else len(self._tokens)
+        mask = np.zeros(length, dtype=np.bool_)
+        logprobs = np.zeros(length, dtype=np.float32)
+        for start, values in self._logprobs:
+            mask[start : start + len(values)] = True
+            logprobs[start : start + len(values)] = values
+        pictures = tuple(picture for picture in self._pictures if picture.start + picture.count <= length)
+        tokens = np.array(self._tokens[:length], dtype=np.int32)
+        return (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),)
+
+
+class StepByStep:
+    """Each prompt stands for itself: a message that tells all that the policy may know."""
+
+    def __init__(self, chat: ChatFormat, system: str) -> None:
+        self._chat = chat
+        self._system = system
+        self._steps: list[OneSequence] = []
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """See `Recorded.turns`."""
+        return [replace(turn, segment=n) for n, step in enumerate(self._steps) for turn in step.turns]
+
+    def ask(self, message: Message) -> Sent:
+        """See `Recorded.ask`."""
+        self._steps.append(OneSequence(self._chat, self._system))
+        return self._steps[-1].ask(message)
+
+    def hear(self, completion: Completion) -> None:
+        """See `Recorded.hear`."""
+        self._steps[-1].hear(completion)
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """See `Recorded.rate`."""
+        self._steps[-1].rate(reward, state_hash)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """See `Recorded.segments`: one for each turn."""
+        answered = [step for step in self._steps if step.turns]
+        return tuple(segment for step in answered or self._steps[:1] for segment in step.segments())
+
+
+@dataclass
+class RewrittenHistory:
+    """Prompts as the template writes the whole conversation each time; what it leaves as it was goes on as one sequence."""
+
+    template: ChatTemplate
+    system: str
+    messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
+    _states: list[str] = field(default_factory=list[str])
+    _rewards: list[Reward] = field(default_factory=list[Reward])
+    _prompt: Prompt | None = None
+
+    def __post_init__(self) -> None:
+        self._tree = TokenTree(self.template)
+        if self.system:
+            self.messages.append(ChatMessage("system", self.system))
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """See `Recorded.turns`."""
+        turns = capture(self._tree, self._rewards).turns
+        return [replace(turn, state_hash=state) for turn, state in zip(turns, self._states, strict=True)]
+
+    def ask(self, message: Message) -> Sent:
+        """See `Recorded.ask`: all before it as the template writes it now."""
+        if message.num_pictures:
+            raise EpisodeError("bad_conversation", "a template that rewrites history shows no pictures")
+        self.messages.append(ChatMessage("user", message.words))
+        try:
+            self._prompt = self._tree.plan_chat(self.messages)
+        except UnusableError as error:
+            raise EpisodeError("bad_conversation", str(error)) from error
+        return self._prompt.tokens, ()
+
+    def hear(self, completion: Completion) -> None:
+        """See `Recorded.hear`."""
+        assert self._prompt is not None, "ask() comes first"
+        check_completion(completion)
+        said = ChatMessage("assistant", self.template.text_of(completion.token_ids))
+        number = self._tree.record(self._prompt, said, completion, len(completion.token_ids))
+        self._tree.nodes[number].delivered = True
+        self.messages.append(said)
+        self._states.append("")
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """See `Recorded.rate`."""
+        self._rewards.append(Reward(len(self._tree.nodes), reward))
+        self._states[-1] = state_hash
+
+    def segments(self) -> tuple[Segment, ...]:
+        """See `Recorded.segments`."""
+        return capture(self._tree, self._rewards).segments
+
+
+def conversation(chat: ChatFormat, env: CustomEnv, system: str) -> Recorded:
+    """How the episodes of a tag are recorded, by its manager and by what the chat template does with history."""
+    if env.env_manager_cls != "TrajEnvManager":
+        return StepByStep(chat, system)
+    return OneSequence(chat, system) if chat.rewriting is None else RewrittenHistory(chat.rewriting, system)
+
+
+def check_completion(completion: Completion) -> None:
+    """Raises EpisodeError where logprobs or versions do not belong to the tokens one by one."""
+    count, covered = len(completion.token_ids), 0
+    for span in completion.versions:
+        if span.start != covered or span.end <= span.start:
+            raise EpisodeError("generation_invalid", f"version spans {completion.versions} of {count} tokens")
+        covered = span.end
+    if not count or covered != count or len(completion.logprobs) != count:
+        raise EpisodeError(
+            "generation_invalid", f"{count} tokens, {len(completion.logprobs)} logprobs, versions for {covered}"
+        )
+    if not all(map(math.isfinite, completion.logprobs)):
+        raise EpisodeError("generation_invalid", "a logprob that is not finite")
