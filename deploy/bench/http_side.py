@@ -28,8 +28,8 @@ class GatewayHost:
     async def start(self) -> None:
         import ray
 
+        from services.chat.template import load_chat_template
         from services.gateway.server import Gateway
-        from services.gateway.template import load_chat_template
         from services.generation.client import ServeGenerationClient
         from services.generation.config import app_name
         from services.rollout.batcher import TurnBatcher
