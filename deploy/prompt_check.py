@@ -34,7 +34,7 @@ def first_prompt_problems(config: RunConfig) -> list[Problem]:
         count_tokens = _count_tokens(config)
     except (NoWordsError, BrokenTokenizerError, RolloutError) as error:
         return [Problem("pretrain", str(error))]
-    problems = list(_template_problems(config))
+    problems = [*_template_problems(config), *_parser_problems(config)]
     for tag, env in config.custom_envs.items():
         try:
             texts = _first_texts(env, config.seed)
@@ -56,6 +56,24 @@ def first_prompt_problems(config: RunConfig) -> list[Problem]:
             )
             problems.append(Problem("sequence_length", message))
     return problems
+
+
+def _parser_problems(config: RunConfig) -> Iterator[Problem]:
+    """Parsers of tool calls that vLLM has not, or that do not fit the tokenizer."""
+    from services.rollout.agent_episode import load_agent_template
+
+    for tag, env in config.custom_envs.items():
+        name = env.agent_runner.tool_call_parser if env.agent_runner else None
+        if name is None:
+            continue
+        key = f"custom_envs.{tag}.agent_runner.tool_call_parser"
+        if config.pretrain == "tiny":
+            yield Problem(key, "the tiny policy's template offers no tools: leave it out")
+            continue
+        try:
+            load_agent_template(Path(config.pretrain), name)
+        except RolloutError as error:
+            yield Problem(key, str(error))
 
 
 def _template_problems(config: RunConfig) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ to how JSON is spaced: agents and their frameworks change both on the way.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,10 @@ class ChatMessage:
 
 Tools = tuple[Mapping[str, Any], ...]
 """Functions in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
+"""(answer, tools that were offered) -> (words beside the calls, calls)."""
 
 
 def one_form(arguments: str | Mapping[str, Any]) -> str:

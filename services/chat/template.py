@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from services.chat.messages import ChatMessage, ToolCall, Tools, one_form
+from services.chat.messages import CallParser, ChatMessage, ToolCall, Tools, one_form
 from services.chat.tokenizer import load_tokenizer
 from services.errors import RolloutError
 
@@ -41,14 +41,22 @@ class ToolFormat(NamedTuple):
 class ChatTemplate:
     """Renders conversations, and turns tokens into messages."""
 
-    def __init__(self, render: RenderAny, tokenizer: Tokenizer, extra_stop_ids: Sequence[int] = ()) -> None:
-        """extra_stop_ids: tokens that end an answer beside the one that the template puts there.
+    def __init__(
+        self,
+        render: RenderAny,
+        tokenizer: Tokenizer,
+        extra_stop_ids: Sequence[int] = (),
+        parser: CallParser | None = None,
+    ) -> None:
+        """extra_stop_ids: tokens that end an answer beside the one that the template puts there; parser: reads calls in the
+        template's own form, None in the form of JSON that the template is found to write.
 
         Raises:
             RolloutError: the template does not end an answer by a special token.
         """
         self._render = render
         self._tokenizer = tokenizer
+        self._parser = parser
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
         self.tools = _tool_format(render, tokenizer, self.end_text)
@@ -60,10 +68,10 @@ class ChatTemplate:
         Raises:
             UnusableError: the template refuses it, or knows no tools and there are some.
         """
-        if tools and self.tools is None:
+        if tools and self.tools is None and self._parser is None:
             raise UnusableError(
-                "the policy's chat template writes no tool calls as JSON: call without `tools`, or give the model a "
-                "template that does"
+                "the policy's chat template writes no tool calls as JSON: call without `tools`, or name a parser by "
+                "agent_runner.tool_call_parser"
             )
         try:
             return self._render([message.for_template() for message in messages], tools, prompt)
@@ -71,26 +79,32 @@ class ChatTemplate:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Words of sampled tokens, without special ones."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        """Words of sampled tokens, without special ones; a parser of calls gets all of them but those that end an answer."""
+        if self._parser is None:
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        words = [token for token in token_ids if token not in self.stop_ids]
+        return self._tokenizer.decode(words, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         """One token, special ones by their names."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def message_of(self, text: str, *, tools: bool) -> ChatMessage:
-        """What the policy said; calls that are no JSON of the right form stay words."""
-        if not tools or self.tools is None:
+    def message_of(self, text: str, *, tools: Tools) -> ChatMessage:
+        """What the policy said; calls that are not of the right form stay words."""
+        if tools and self._parser is not None:
+            words, calls = self._parser(text, tools)
+        elif tools and self.tools is not None:
+            words, calls = _take_out_calls(text, self.tools)
+        else:
             return ChatMessage("assistant", text)
-        words, calls = _take_out_calls(text, self.tools)
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def load_chat_template(folder: Path) -> ChatTemplate:
-    """The template of a Hugging Face folder.
+def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | None = None) -> ChatTemplate:
+    """The template of a Hugging Face folder. parser_for: makes a parser of calls for a tokenizer (`.parsers`).
 
     Raises:
         RolloutError: there is no tokenizer or no chat template in it, or where an answer ends can't be told.
@@ -111,7 +125,8 @@ def load_chat_template(folder: Path) -> ChatTemplate:
         )
 
     eos = tokenizer.eos_token_id
-    return ChatTemplate(render, backend, () if eos is None else (int(eos),))
+    parser = None if parser_for is None else parser_for(tokenizer)
+    return ChatTemplate(render, backend, () if eos is None else (int(eos),), parser)
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:

@@ -125,7 +125,7 @@ class TokenTree:
         written = until[len(before) : end]
         if end < len(before) or not until.startswith(before) or not whole.startswith(until):
             return None
-        if not self.template.message_of(written, tools=bool(tools)).says_the_same_as(messages[place]):
+        if not self.template.message_of(written, tools=tools).says_the_same_as(messages[place]):
             return None
         parent = _of_same_calls(same, self.nodes, messages[place])
         tokens, behind = self.nodes[parent].tokens, self.template.encode(whole[end:])

@@ -27,7 +27,7 @@ class Link:
     """One part, and what it waits for."""
 
     who: str
-    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `run`, or a component's name."""
+    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, or a component's name."""
     state: str
     """In a word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
     says: str
@@ -259,6 +259,9 @@ def _episodes(picture: Picture, said: Mapping[str, tuple[int, float]], whom: str
         case "env":
             says = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(picture.now - since)
             return [Link("episodes", "waits", says, "env", picture.now - since, detail)]
+        case "agent":
+            says = f"{they} for {'its' if still == 1 else 'their'} agent to go on" + _for(picture.now - since)
+            return [Link("episodes", "waits", says, "agent", picture.now - since, detail)]
         case "place":
             return [Link("episodes", "waits", f"{they} for an env of the pool", "env", picture.now - since, detail)]
         case _:

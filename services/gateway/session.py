@@ -196,7 +196,7 @@ class EpisodeSession:
 
     def _keep(self, prompt: Prompt, completion: Completion, ask: Ask) -> Reply:
         kept, text, stop_word = self._until_stop(completion, ask.stop)
-        message = self.template.message_of(text, tools=bool(ask.tools))
+        message = self.template.message_of(text, tools=ask.tools)
         message = _with_call_ids(message, len(self.tree.nodes))
         node = self.tree.record(prompt, message, completion, kept)
         cut = completion.finish_reason is FinishReason.LENGTH and not stop_word

@@ -6,13 +6,15 @@ env failed is no trajectory; the episode's key is closed before its trajectory i
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from envs.prompting import fill_template
 from services.chat.capture import Captured
-from services.chat.template import load_chat_template
+from services.chat.parsers import load_parser
+from services.chat.template import ChatTemplate, load_chat_template
 from services.gateway.server import Gateway
 from services.gateway.session import Bounds, EpisodeSession, RefusedError
 from services.rollout.agent_task import AgentTask
@@ -27,9 +29,13 @@ from services.schema import StopReason, Trajectory
 class AgentDesk:
     """What the agents of one process share: the policy's template, the gateway, and their processes."""
 
-    def __init__(self, model_folder: Path) -> None:
-        """Raises RolloutError where the folder's chat template can't be used."""
-        self.template = load_chat_template(model_folder)
+    def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
+        """parsers: every `tool_call_parser` that a tag names.
+
+        Raises:
+            RolloutError: the folder's chat template can't be used, or a parser not with it.
+        """
+        self.templates = {name: load_agent_template(model_folder, name) for name in parsers}
         self.gateway = Gateway()
         self.pool = AgentPool()
 
@@ -39,9 +45,16 @@ class AgentDesk:
         await self.gateway.close()
 
 
+def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
+    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentDesk`."""
+    parser_for = None if tool_call_parser is None else partial(load_parser, tool_call_parser)
+    return load_chat_template(model_folder, parser_for)
+
+
 def desk_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentDesk | None:
     """A desk, where a tag has an agent of its own."""
-    return AgentDesk(model_folder) if any(env.agent_runner for env in custom_envs.values()) else None
+    parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
+    return AgentDesk(model_folder, parsers) if parsers else None
 
 
 class SteppedEnv:
@@ -147,7 +160,7 @@ async def play_with_agent(
         stepped = SteppedEnv(env, plan, traits, await env.reset(plan.seed))
         most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
         bounds = Bounds(plan.sequence_length, most, runner.max_calls)
-        session = EpisodeSession(desk.template, sample, bounds, env=stepped)
+        session = EpisodeSession(desk.templates[runner.tool_call_parser], sample, bounds, env=stepped)
         desk.gateway.start()
         task = stepped.agent_task(desk.gateway.origin, plan, session)
         with desk.gateway.opened(session):

@@ -24,6 +24,9 @@ class AgentRunner(Config):
     """An agent that plays longer is killed with all that it started, and its episode fails."""
     max_calls: int = Field(default=1024, ge=1)
     """Answers that one episode may ask the policy for."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of the form in which the model calls tools (`llama4_pythonic`, `mistral`, ...); None reads the JSON that
+    the chat template is found to write."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "AgentRunner":

@@ -298,15 +298,23 @@ class EnvWorker:
             retry_s=settings.rollout.max_generation_retry_s,
             on_answer=lambda completion, seconds: self._reporter.turn(task.kind, what.tag, completion, seconds),
         )
+
+        def after() -> None:
+            if plan.env.agent_runner:
+                self._waits.enter(task, Wait.AGENT)
+
         env = _TimedEnv(
             lent,
             lambda seconds: self._reporter.env_call(task.kind, what.tag, seconds),
             lambda: self._waits.enter(task, Wait.ENV),
+            after,
         )
 
         async def answer(prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
             self._waits.enter(task, Wait.GENERATION)
-            return await sample(prompt, most, pictures)
+            completion = await sample(prompt, most, pictures)
+            after()
+            return completion
 
         if plan.env.agent_runner and self._desk:
             played = await play_with_agent(plan, plan.env.agent_runner, env, lent.traits, answer, self._desk)
@@ -321,12 +329,15 @@ class EnvWorker:
 
 
 class _TimedEnv:
-    """An env whose calls are timed, and told before they begin."""
+    """An env whose calls are timed, and told before they begin and after they have ended."""
 
-    def __init__(self, lent: Lent, on_call: Callable[[float], None], before: Callable[[], None]) -> None:
+    def __init__(
+        self, lent: Lent, on_call: Callable[[float], None], before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
         self._runner = lent.runner
         self._on_call = on_call
         self._before = before
+        self._after = after
         self._clock = asyncio.get_running_loop().time
 
     async def reset(self, seed: int) -> str:
@@ -334,6 +345,7 @@ class _TimedEnv:
         began = self._clock()
         observation = await self._runner.reset(seed)
         self._on_call(self._clock() - began)
+        self._after()
         return observation
 
     async def picture(self) -> bytes:
@@ -345,4 +357,5 @@ class _TimedEnv:
         began = self._clock()
         result = await self._runner.step(action)
         self._on_call(self._clock() - began)
+        self._after()
         return result

@@ -18,6 +18,8 @@ class Wait(StrEnum):
     PLACE = "place"
     """An env of the pool."""
     ENV = "env"
+    AGENT = "agent"
+    """The agent that plays it thinks, or is busy elsewhere."""
     GENERATION = "generation"
     BUFFER = "buffer"
     """Its trajectory is handed in."""

@@ -110,6 +110,12 @@ def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
     assert "3 of its 8 episodes are still playing; they wait for their env to answer since 2.0 s" in said
 
 
+def test_an_agent_that_thinks_is_told_apart_from_its_env():
+    links = chain(picture(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
+    assert links[-1].waits_for == "agent"
+    assert "3 of its 8 episodes are still playing; they wait for their agent to go on since 4.0 s" in sentence(links)
+
+
 def test_a_worker_that_is_silent_is_not_believed():
     silent = replace(BUFFER, workers=(WorkerState("w0", 12.0, 8),))
     links = chain(picture(buffer=silent, workers={"w0": report({"41": {"env": [3, NOW - 20]}}, at=NOW - 12)}))
@@ -233,7 +239,9 @@ def test_a_run_that_is_over_keeps_nobody_waiting():
 
 
 def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
-    trouble = "the checkpoint of step 8 could not be written (No space left on device); the newest whole one is of step 6"
+    trouble = (
+        "the checkpoint of step 8 could not be written (No space left on device); the newest whole one is of step 6"
+    )
     learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 0.01}, trouble=trouble)
     record = replace(picture().record, beat=NOW - 40.0)
     links = chain(picture(learner=learner, record=record))

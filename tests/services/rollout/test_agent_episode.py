@@ -3,7 +3,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,15 @@ def played_by(agent: str | tuple[str, ...], env: str = HERE + "CountingEnv", **c
 
 
 class Mesh:
-    def __init__(self, worker: EnvWorker, buffer: FakeBuffer, generation: FakeGeneration) -> None:
-        self.worker, self.buffer, self.generation = worker, buffer, generation
+    def __init__(self, buffer: FakeBuffer, generation: FakeGeneration) -> None:
+        self.buffer, self.generation = buffer, generation
+        self.waits: set[str] = set()
+        """All that episodes were seen to wait for."""
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
+        """See `WaitsWriter`."""
+        del worker_id
+        self.waits.update(wait for waits in report["groups"].values() for wait in waits)
 
     async def outcome(self) -> Trajectory | str:
         """Of the one episode: its trajectory, or why there is none."""
@@ -51,10 +58,13 @@ def mesh(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
     async def make(env: CustomEnv, episodes: int = 1, answer: Any = walk) -> AsyncIterator[Mesh]:
         settings = worker_settings(policy_folder, custom_envs={"Tag": env})
         buffer, generation = FakeBuffer([train_episode(0, i) for i in range(episodes)]), FakeGeneration(answer)
-        worker = EnvWorker(settings, "w", buffer=buffer, generation=generation, metrics=FakeMetrics(), chat=chat)
+        made = Mesh(buffer, generation)
+        worker = EnvWorker(
+            settings, "w", buffer=buffer, generation=generation, metrics=FakeMetrics(), chat=chat, board=made
+        )
         running = asyncio.create_task(worker.run())
         try:
-            yield Mesh(worker, buffer, generation)
+            yield made
         finally:
             worker.stop()
             await running
@@ -114,6 +124,7 @@ async def test_an_agent_that_hangs_is_killed_with_its_children(mesh, tmp_path: P
     monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
     async with mesh(played_by("hangs_with_child", timeout_s=4.0)) as m:
         assert await m.outcome() == "agent_timeout"
+        assert "agent" in m.waits
         pids = json.loads(marker.read_text())
         await wait_until(lambda: not any(map(is_alive, pids)))
 

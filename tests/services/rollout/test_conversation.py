@@ -62,7 +62,9 @@ def test_a_template_that_drops_thoughts_is_found_out_when_it_is_loaded(forgetful
 async def test_turns_with_thoughts_are_segments_as_the_engine_saw_them(forgetful: ChatFormat, thinking: Path) -> None:
     tokenizer: Tokenizer = load_tokenizer(thinking).backend_tokenizer
     thoughts = [f"<think> hm hm </think> {answer}" for answer in ("Right", "Down", "Left")]
-    player, got = await played(forgetful, tokenizer, *thoughts, agent_system_template="Walk .")
+    player, got = await played(
+        forgetful, tokenizer, *thoughts, agent_system_template="Walk .", env_config={"action_pattern": "</think> (.*)"}
+    )
     messages, rewards = conversation_of(["Right", "Down", "Left"])
     messages[0]["content"] = "Walk ."
     render = load_tokenizer(thinking).apply_chat_template
