@@ -263,6 +263,10 @@ def bench_peer(
     seeds: Annotated[str, typer.Option(metavar="LIST", help="Of the runs, with commas.")] = "1,2,3",
     sides: Annotated[str, typer.Option(metavar="LIST", help="Who is run or read: offbeat, trl.")] = "offbeat,trl",
     steps: Annotated[int | None, typer.Option(min=8, help="Of each run. Default: the setting's own.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the runs' configuration; give --folder one of its own."),
+    ] = None,
     folder: Annotated[
         Path, typer.Option(metavar="DIR", help="Holds the runs; those that are there are not measured again.")
     ] = Path("runs/bench-peer"),
@@ -283,14 +287,15 @@ def bench_peer(
     """
     from deploy.bench.peer import comparison, options
     from deploy.bench.venv import VenvError
+    from deploy.problems import ConfigError
 
     try:
         chosen = options.parse(
             settings=settings, seeds=seeds, sides=sides, steps=steps, folder=folder, venv=venv, smollm2=smollm2,
-            plot=plot, together=together, fresh=fresh,
+            plot=plot, together=together, fresh=fresh, overrides=tuple(set_ or ()),
         )  # fmt: skip
         _run("peer", comparison.run, chosen, json)
-    except (options.PeerError, VenvError) as error:
+    except (options.PeerError, VenvError, ConfigError) as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
 

@@ -17,7 +17,7 @@ from deploy.bench.peer.options import OFFBEAT, TRL, Options, SideError
 from deploy.bench.peer.picture import draw
 from deploy.bench.peer.processes import evaluate, make_policy, run_offbeat, run_trl
 from deploy.bench.peer.records import SideRun, read_offbeat, read_trl
-from deploy.bench.peer.settings import SETTINGS, Setting, evaluate_job, offbeat_config, train_job, warm_config
+from deploy.bench.peer.settings import SETTINGS, Setting, adjusted, evaluate_job, offbeat_config, train_job, warm_config
 from deploy.bench.peer.venv import TRL_VENV
 from deploy.config import RunConfig
 
@@ -100,7 +100,7 @@ class PeerBench:
 def run(options: Options) -> dict[str, Any]:
     """Measure, show and draw; returns what goes into the JSON."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so that a side that runs is ended too
-    settings = [SETTINGS[name] for name in options.settings]
+    settings = [adjusted(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
         found = [_setting(bench, options, setting) for setting in settings]

@@ -26,6 +26,8 @@ class Options:
     sides: tuple[str, ...] = (OFFBEAT, TRL)
     steps: int | None = None
     """None: the setting's own."""
+    overrides: tuple[str, ...] = ()
+    """`key=value` of the configuration, over those of each setting."""
     folder: Path = Path("runs/bench-peer")
     venv: Path = Path()
     smollm2: Path = Path("models/smollm2")

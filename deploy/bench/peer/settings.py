@@ -3,6 +3,7 @@
 Invariant: TRL's job is read off the configuration that Offbeat runs, so that task, seeds, algorithm and batch are the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ SETTINGS = {
             "rollout.num_threads=256",
             "rollout.coalesce_s=0.03",  # a turn may wait that long for company, its env makes it wait longer
             "max_staleness=2",  # groups wait for their slowest member: more of them must be in play to feed the learner
+            "buffer.order=completion",  # a batch does not wait for the slowest of all that were admitted with it
+            "buffer.stale_policy=train",  # what came late was paid for
+            "train_env_manager.group_size_redundancy=1",  # nor a group for its very slowest member
         ),
         env_threads=64,
     ),
@@ -63,6 +67,11 @@ SETTINGS = {
         "c", "SmolLM2-135M, instant env", "frozen_lake_smollm2.yaml", 8, 0, 0, pretrained=True
     ),
 }  # fmt: skip
+
+
+def adjusted(setting: Setting, overrides: Sequence[str]) -> Setting:
+    """The setting under a configuration that differs by `key=value`s; what TRL has no word for is Offbeat's alone."""
+    return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
 def warm_config(setting: Setting, seed: int, output: Path) -> RunConfig:

@@ -14,8 +14,9 @@ from deploy.bench.peer.guest import job as jobs
 from deploy.bench.peer.meter import CPU, CpuMeter, kind_of
 from deploy.bench.peer.options import Options, PeerError, parse
 from deploy.bench.peer.records import SideRun, Snapshot, Step, read_offbeat, read_trl
-from deploy.bench.peer.settings import SETTINGS, offbeat_config, play_rules, train_job
+from deploy.bench.peer.settings import SETTINGS, adjusted, offbeat_config, play_rules, train_job
 from deploy.bench.peer.venv import TRL_VENV
+from deploy.problems import ConfigError
 from tests.waiting import wait_until_sync
 
 
@@ -109,6 +110,14 @@ def test_neither_side_evaluates_or_warms_up_within_its_time(folder: Path, tmp_pa
     assert config.eval_steps == 0
     assert config.warm_start is None
     assert play_rules(config, 4).max_turns == config.custom_envs["FrozenLake"].max_steps
+
+
+def test_what_is_set_on_the_command_line_holds_over_the_setting(folder: Path, tmp_path: Path) -> None:
+    setting = adjusted(SETTINGS["b"], ["max_staleness=1", "rollout.coalesce_s=0.02"])
+    config = offbeat_config(setting, 1, 10, folder, tmp_path / "run")
+    assert (config.max_staleness, config.rollout.coalesce_s, config.rollout.num_threads) == (1, 0.02, 256)
+    with pytest.raises(ConfigError, match="max_staleness"):
+        offbeat_config(adjusted(SETTINGS["b"], ["max_stalenes=1"]), 1, 10, folder, tmp_path / "run")
 
 
 def test_options_name_what_is_wrong() -> None:
