@@ -75,7 +75,7 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
             subprocess.Popen(command, env={**os.environ, **address, "RANK": str(rank), "PYTHONPATH": root})
             for rank in range(world)
         ]
-        assert [process.wait(timeout=120) for process in running] == [0] * world
+        assert [process.wait(timeout=240) for process in running] == [0] * world
     expected = load_file(tmp_path / "0-of-1.safetensors")
     assert "model.embed_tokens.weight" in expected
     for name in ("0", "2", "3", "fsdp2"):
