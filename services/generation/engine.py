@@ -3,6 +3,7 @@
 # pyright: basic
 import asyncio
 import json
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -64,7 +65,13 @@ class PolicyEngine(Protocol):
 
 def engine_environment(config: GenerationConfig) -> dict[str, str]:
     """What vLLM's processes must find in their environment."""
-    environment = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Setting its log up, vLLM closes every handler of the process, those of Serve too; when Serve's controller came back
+        # after its death, it then took each replica for broken and replaced it.
+        "VLLM_CONFIGURE_LOGGING": "0",
+    }
     if config.device == "cpu":
         environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -130,6 +137,7 @@ class VllmEngine:
     ) -> "VllmEngine":
         """Start an engine of the model folder's architecture. Its weights are random until the first `load`."""
         os.environ.update(engine_environment(config))
+        logging.getLogger("vllm").setLevel(logging.WARNING)
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
