@@ -150,8 +150,19 @@ def dump_yaml(config: RunConfig) -> str:
 
 
 def _forced(overrides: Sequence[str]) -> list[str]:
-    """Overrides that add a key where the YAML has none: whether a key exists is for our validation to say, not Hydra's."""
-    return [text if text.startswith(("+", "~")) else f"++{text}" for text in overrides]
+    """Overrides that add a key where the YAML has none: whether a key exists is for our validation to say, not Hydra's.
+
+    A URL with options (`redis.url=rediss://host?ssl_ca_certs=/ca.pem`) is quoted: an equals sign would end Hydra's value.
+    """
+    return [text if text.startswith(("+", "~")) else f"++{_quoted(text)}" for text in overrides]
+
+
+def _quoted(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if "://" not in value or "=" not in value or value[0] in "\"'[{":
+        return override
+    escaped = value.replace('"', '\\"')
+    return f'{key}{equals}"{escaped}"'
 
 
 def _as_tree(tree: Any, source: str) -> dict[str, Any]:

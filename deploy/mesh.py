@@ -32,7 +32,7 @@ from deploy.problems import ConfigError, Problem
 from deploy.removal import remove_run_files
 from deploy.run_folder import FolderInUseError
 from deploy.shared_generation import SharedGeneration
-from services.buffer.client import GroupProgress, Snapshot
+from services.buffer.client import GroupProgress, Quarantined, Snapshot
 from services.buffer.connection import connect
 from services.buffer.watch import BufferWatch, release_all_workers
 from services.control.components import Component
@@ -166,6 +166,10 @@ class Wiring:
     async def groups(self, run_id: str) -> list[GroupProgress]:
         """The groups of a run that are being played."""
         return await BufferWatch(self._async_redis, run_id).groups()
+
+    async def quarantine(self, run_id: str) -> list[Quarantined]:
+        """Trajectories of a run that could not be read."""
+        return await BufferWatch(self._async_redis, run_id).quarantine()
 
 
 def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:

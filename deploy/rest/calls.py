@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich.console import Console
+from rich.markup import escape
 
 from deploy.config import RunConfig
 from deploy.loading import compose_tree
@@ -162,6 +163,22 @@ def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> i
     async def ask(client: ControlClient) -> int:
         found = await client.why(run_id)
         return show_answer(found, as_json=as_json, otherwise=lambda: found.sentence)
+
+    return call(url, token, ask)
+
+
+def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
+    """Say what could not be read."""
+
+    async def ask(client: ControlClient) -> int:
+        found = await client.quarantine(run_id)
+        lines = [
+            f"group {each.group}, member {each.member}: {each.complaint} ({each.size} bytes, {each.head[:32]}...)"
+            for each in found.trajectories
+        ]
+        return show_answer(
+            found, as_json=as_json, otherwise=lambda: escape("\n".join(lines)) or "nothing is kept aside"
+        )
 
     return call(url, token, ask)
 

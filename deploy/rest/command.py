@@ -122,6 +122,14 @@ def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = Fa
 
 
 @runs_app.command(epilog=EXIT_CODES)
+def quarantine(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Tell which trajectories could not be read, and why; they never reached the trainer."""
+    from deploy.rest.calls import show_quarantine
+
+    raise typer.Exit(show_quarantine(url, token, run, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
 def scale(
     run: RunId,
     env_workers: Annotated[int | None, typer.Option("--env-workers", min=1, help="Env worker processes.")] = None,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from services.control.event_views import MetricsView
 from services.control.runs import RunState
 from services.control.sse import Message, messages
-from services.control.views import DeletedView, ErrorView, RunsView, RunView, WhyView
+from services.control.views import DeletedView, ErrorView, QuarantineView, RunsView, RunView, WhyView
 from services.errors import ControlError, RetryableError
 
 JSON = {"Content-Type": "application/json"}
@@ -102,6 +102,10 @@ class ControlClient:
     async def why(self, run_id: str) -> WhyView:
         """Who waits for whom."""
         return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
+
+    async def quarantine(self, run_id: str) -> QuarantineView:
+        """Trajectories that could not be read."""
+        return QuarantineView.model_validate(await self._call("GET", f"/runs/{run_id}/quarantine"))
 
     async def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
         """Forget a run that is over."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
-from services.buffer.client import GroupProgress, Snapshot
+from services.buffer.client import GroupProgress, Quarantined, Snapshot
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, LearnerReport, RunRecord
 from services.control.views import (
@@ -41,6 +41,10 @@ class BufferReader(Protocol):
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
         """The groups that are being played."""
+        ...
+
+    async def quarantine(self, run_id: str) -> list[Quarantined]:
+        """Trajectories that could not be read, newest first."""
         ...
 
 
@@ -89,6 +93,7 @@ class Overview:
             ended_at=record.ended_at,
             components=component_views({name: (each.health, each.detail) for name, each in seen.items()}, restarts),
             counters=CountersView.of(snapshot.counters),
+            quarantined=snapshot.quarantined,
             staleness=_staleness(learner, settings),
             rates=_rates(records),
             settings=SettingsView.of(settings),

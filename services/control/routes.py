@@ -21,7 +21,7 @@ from services.control.feed import START, EventKind, Feed, Position
 from services.control.refusals import RefusedError, refusals
 from services.control.runs import RunState, UnknownRunError, Wanted
 from services.control.service import ControlService
-from services.control.views import ChangeBody, DeletedView, RunsView, RunView, WhyView
+from services.control.views import ChangeBody, DeletedView, QuarantineView, RunsView, RunView, WhyView
 
 MAX_WATCHERS = 32
 """Streams of events at a time; each polls Redis."""
@@ -84,7 +84,7 @@ def run_routes(service: ControlService) -> APIRouter:
         """Runs, newest first."""
         return await service.runs(states=state, name=name, after=after, limit=limit)
 
-    @routes.get("/runs/{run_id}", responses=refusals(404, 422))
+    @routes.get("/runs/{run_id}", responses=refusals(404, 409, 422))
     async def show_run(run_id: RunId) -> RunView:
         """State, step, version, staleness, rates, counters, settings, and where things lie."""
         return await service.view(run_id)
@@ -99,7 +99,7 @@ def run_routes(service: ControlService) -> APIRouter:
         """Forget a run that is over; with `files`, remove what it wrote into its folder too."""
         return await service.delete(run_id, files=files)
 
-    @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 422))
+    @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 409, 422))
     async def stop_run(run_id: RunId, now: bool = False) -> RunView:
         """Drain, checkpoint and end; with `now`, end without draining. A run that is over stays as it is."""
         return await service.want(run_id, Wanted.KILLED if now else Wanted.STOPPED)
@@ -114,12 +114,17 @@ def run_routes(service: ControlService) -> APIRouter:
         """Let a paused run go on."""
         return await service.want(run_id, Wanted.RUNNING)
 
-    @routes.get("/runs/{run_id}/why", responses=refusals(404, 422))
+    @routes.get("/runs/{run_id}/why", responses=refusals(404, 409, 422))
     async def explain_run(run_id: RunId) -> WhyView:
         """Who waits for whom at this moment, as a chain and as one sentence."""
         return await service.why(run_id)
 
-    @routes.get("/runs/{run_id}/metrics", responses=refusals(404, 422))
+    @routes.get("/runs/{run_id}/quarantine", responses=refusals(404, 409, 422))
+    async def show_quarantine(run_id: RunId) -> QuarantineView:
+        """Trajectories that could not be read, newest first: why, and how they begin."""
+        return await service.quarantine(run_id)
+
+    @routes.get("/runs/{run_id}/metrics", responses=refusals(404, 409, 422))
     async def read_metrics(
         run_id: RunId, after: EntryId = "0", limit: Annotated[int, Query(ge=1, le=5000)] = 1000
     ) -> MetricsView:
@@ -134,7 +139,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
     watchers: set[Feed] = set()
 
     @routes.get(
-        "/runs/{run_id}/events", response_class=StreamingResponse, responses={**EVENTS, **refusals(404, 422, 429)}
+        "/runs/{run_id}/events", response_class=StreamingResponse, responses={**EVENTS, **refusals(404, 409, 422, 429)}
     )
     async def watch_run(
         run_id: RunId,

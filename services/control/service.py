@@ -15,6 +15,8 @@ from services.control.views import (
     ChangeBody,
     DeletedView,
     ProblemView,
+    QuarantinedView,
+    QuarantineView,
     RunsView,
     RunView,
     UnreadableView,
@@ -133,6 +135,23 @@ class ControlService:
     async def why(self, run_id: str) -> WhyView:
         """Who waits for whom."""
         return WhyView.of(run_id, await self._overview.why(await self.store.load(run_id)))
+
+    async def quarantine(self, run_id: str) -> QuarantineView:
+        """Trajectories that could not be read."""
+        await self.store.load(run_id)
+        kept = await self._wiring.quarantine(run_id)
+        return QuarantineView(
+            trajectories=[
+                QuarantinedView(
+                    group=int(each.unit.partition(":")[2]),
+                    member=each.index,
+                    complaint=each.complaint,
+                    size=len(each.blob),
+                    head=each.blob[:64].hex(),
+                )
+                for each in kept
+            ]
+        )
 
     async def delete(self, run_id: str, *, files: bool) -> DeletedView:
         """Forget a run that is over, and with `files` remove what it wrote.

@@ -160,6 +160,8 @@ class RunView(View):
     ended_at: float
     components: dict[str, ComponentView] = Field(default_factory=dict[str, ComponentView])
     counters: CountersView | None = None
+    quarantined: int = 0
+    """Trajectories that could not be read and are kept aside, at most 16; their groups count as dropped (`corrupt`)."""
     staleness: StalenessView | None = None
     rates: RatesView | None = None
     settings: SettingsView
@@ -185,6 +187,26 @@ class RunsView(View):
     """Runs in the same stretch of the list that can't be told, whatever their state."""
     next: str | None = None
     """Ask with `after` set to this for older ones; null when these were the last."""
+
+
+class QuarantinedView(View):
+    """A trajectory that could not be read: it never reached the trainer."""
+
+    group: int
+    """Number of its group, which was dropped."""
+    member: int
+    complaint: str
+    """What is wrong with it."""
+    size: int
+    """Bytes."""
+    head: str
+    """Its first 64 bytes, as hex."""
+
+
+class QuarantineView(View):
+    """What is kept aside, newest first."""
+
+    trajectories: list[QuarantinedView]
 
 
 class LinkView(View):

@@ -66,6 +66,12 @@ def test_a_file_may_build_on_another_one(tmp_path: Path):
     assert (config.max_steps, config.seed) == (5, 2)
 
 
+def test_a_url_with_options_is_an_override_like_any_other():
+    url = "rediss://:p%40ss@redis.example:6380/0?ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=false"
+    assert load_run(QUICKSTART, [f"redis.url={url}"]).redis.url == url
+    assert load_run(QUICKSTART, [f"redis.url='{url}'"]).redis.url == url
+
+
 def test_an_unknown_override_gets_our_words_with_path_and_nearest_key():
     found = refused("max_stepz=3", "actor_train.training_args.learning_rat=1.0", "nothing.like.it=1")
     assert found["max_stepz"] == "unknown key; did you mean `max_steps`?"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import Redis
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
@@ -15,6 +16,7 @@ from deploy.rest.calls import CONFLICT, REFUSED, UNAUTHORIZED, UNKNOWN, UNREACHA
 from services.control.runs import RunState
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, mean
+from tests.services.buffer.buffer_play import RUN, Run, limits
 from tests.services.control.api_world import ApiWorld, api_world
 from tests.services.control.test_events import served
 
@@ -83,6 +85,25 @@ async def test_runs_are_listed_and_shown_for_people_and_for_programs(terminal: T
     assert "the disk is full (see logs/learner.out)" in shown
     assert "learning_rate 0.001" in shown
     assert (await terminal.json("show", "sea"))["state"] == "failed"
+
+
+async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_told(terminal: Terminal):
+    await terminal.api.start(RUN)
+    with Redis.from_url(terminal.api.redis_url) as redis:
+        run = Run.begin(redis, terminal.api.redis, limits(max_staleness=9.0))
+        assert (await terminal.types("quarantine", RUN)).stdout == "nothing is kept aside\n"
+        await run.complete_groups(2)
+        run.overwrite_blob(0, 1, b"\xc1[red]" * 20)
+        taken = [run.learner.take(0), run.learner.take(0)]
+    assert [group.number for group in taken if group] == [1]
+    (kept,) = (await terminal.json("quarantine", RUN))["trajectories"]
+    assert (kept["group"], kept["member"], kept["size"]) == (0, 1, 120)
+    assert kept["head"].startswith("c15b7265645d")
+    told = (await terminal.types("quarantine", RUN)).stdout
+    assert told.startswith("group 0, member 1: not a trajectory message")
+    shown = await terminal.json("show", RUN)
+    assert (shown["quarantined"], shown["counters"]["dropped"]) == (1, {"corrupt": 1})
+    assert (await terminal.types("quarantine", "nobody")).exit_code == UNKNOWN
 
 
 async def test_a_run_is_paused_resumed_and_stopped(terminal: Terminal):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from services.buffer.client import GroupProgress, Snapshot
+from services.buffer.client import GroupProgress, Quarantined, Snapshot
 from services.buffer.watch import BufferWatch
 from services.control.api import create_api
 from services.control.client import ControlClient
@@ -58,12 +58,16 @@ class FakeWiring:
     async def groups(self, run_id: str) -> list[GroupProgress]:
         return await BufferWatch(self._redis, run_id).groups()
 
+    async def quarantine(self, run_id: str) -> list[Quarantined]:
+        return await BufferWatch(self._redis, run_id).quarantine()
+
 
 class ApiWorld:
     """An API, a client of it, and the store behind it."""
 
-    def __init__(self, redis: Redis, token: str | None, read_token: str | None) -> None:
+    def __init__(self, redis: Redis, redis_url: str, token: str | None, read_token: str | None) -> None:
         self.redis = redis
+        self.redis_url = redis_url
         self.store = RunStore(redis)
         self.wakes = 0
         service = ControlService(self.store, FakeWiring(redis), wake=self.wake)
@@ -87,7 +91,7 @@ class ApiWorld:
 @asynccontextmanager
 async def api_world(redis_url: str, token: str | None = None, read_token: str | None = None) -> AsyncIterator[ApiWorld]:
     async with Redis.from_url(redis_url) as redis:
-        made = ApiWorld(redis, token, read_token)
+        made = ApiWorld(redis, redis_url, token, read_token)
         async with made.http, made.client:
             yield made
 

@@ -408,6 +408,7 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
         ("POST", "/runs/{run_id}/pause"),
         ("POST", "/runs/{run_id}/resume"),
         ("GET", "/runs/{run_id}/why"),
+        ("GET", "/runs/{run_id}/quarantine"),
         ("GET", "/runs/{run_id}/metrics"),
         ("GET", "/runs/{run_id}/events"),
         ("GET", "/healthz"),
