@@ -94,6 +94,7 @@ class Chaos:
             disk.keep()
         self._report.wall_s = round(time.monotonic() - started, 1)
         self._report.leftovers = self._run.leftovers()
+        self._report.complaints += self._run.complaints
         self._audit()
         return self._report
 

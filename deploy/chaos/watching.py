@@ -41,6 +41,9 @@ class RunUnderChaos:
         self._shm_before = {path.name for path in SHM.iterdir()}
         self.seen: dict[int, float] = {}
         """Every process of the run that was ever seen: pid -> its start."""
+        self.complaints: list[str] = []
+        """What must not be and was seen: a version that went back."""
+        self._highest = -1
         command = [sys.executable, "-m", "deploy.cli", "train", str(config), f"output_dir={output_dir}"]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
@@ -89,7 +92,13 @@ class RunUnderChaos:
     def step(self) -> int | None:
         """Optimizer batches behind the newest published weights, -1 before the first; None while Redis does not tell."""
         raw = self._field(self._keys.progress, "step")
-        return None if raw is None else int(raw or -1)
+        if raw is None:
+            return None
+        step = int(raw or -1)
+        if step < self._highest:
+            self.complaints.append(f"the published weights went back from step {self._highest} to {step}")
+        self._highest = step
+        return step
 
     def stage(self) -> str:
         """What the learner is at."""

@@ -17,6 +17,8 @@ from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunSt
 
 logger = logging.getLogger(__name__)
 
+LONGEST_LOOK_S = 900.0
+"""A look that takes longer hangs, in a call that Ray never answers, say: the next one begins, and does what is missing."""
 GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
@@ -89,7 +91,8 @@ class Reconciler:
 
     async def _look(self, run_id: str) -> None:
         try:
-            await self.look(run_id)
+            async with asyncio.timeout(LONGEST_LOOK_S):
+                await self.look(run_id)
         except UnknownRunError:
             self._forget(run_id)
         except ForeignRecordError as error:

@@ -21,6 +21,7 @@ from deploy.learner_host import (
     read_status,
 )
 from deploy.loading import load_run
+from deploy.problems import ConfigError
 from services.control.components import Health
 from services.keys import ENDING, RunKeys
 from tests.waiting import wait_until_sync
@@ -211,6 +212,11 @@ def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
     assert read_status(redis, "r").exit_code == -signal.SIGKILL
     for pid in (second, third):
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_standby_of_a_learner_that_people_attach_is_refused():
+    with pytest.raises(ConfigError, match="attach a second learner instead"):
+        load_run(QUICKSTART, ["control.standby_learner=true", "control.learner=external"])
 
 
 def test_a_learner_that_hangs_is_killed_once_its_lease_has_run_out(

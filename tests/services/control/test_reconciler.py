@@ -56,6 +56,26 @@ async def test_a_run_is_prepared_then_started_then_running(reconciler: Reconcile
     assert [component.starts for component in mesh.components] == [1, 1, 1]
 
 
+async def test_a_look_that_hangs_is_given_up_and_the_next_one_goes_on(
+    store: RunStore, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("services.control.reconciler.LONGEST_LOOK_S", 0.3)
+    reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.05)
+    hung, ensure = asyncio.Event(), mesh.components[0].ensure
+
+    async def hang() -> None:
+        mesh.components[0].ensure = ensure
+        hung.set()
+        await asyncio.Event().wait()
+
+    mesh.components[0].ensure = hang
+    running = asyncio.create_task(reconciler.run())
+    await hung.wait()
+    await wait_until(lambda: mesh.components[0].starts == 1)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_looking_again_changes_nothing_that_is_right(reconciler: Reconciler, mesh: FakeMesh):
     await look_until(reconciler, RunState.RUNNING, looks=20)
     assert mesh.prepared == 1
