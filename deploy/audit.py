@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from deploy.lineage import Lineage, trace
 from services.buffer.client import Counters
-from services.buffer.ledger import LifeEvent
+from services.buffer.ledger import UNCOUNTED, LifeEvent
 from trainer.journal import ResumedLine, StepLine
 
 TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
@@ -110,10 +110,13 @@ def audit(evidence: Evidence) -> Audit:
     return found
 
 
-def _standing(events: Iterable[LifeEvent], found: Audit) -> list[LifeEvent]:
+def _standing(events: Sequence[LifeEvent], found: Audit) -> list[LifeEvent]:
     """The events that no loss of data in Redis took back."""
     standing: list[LifeEvent] = []
-    for event in events:
+    counted = [event for event in events if event.ordinal != UNCOUNTED]
+    if old := len(events) - len(counted):
+        found.notes.append(f"{old} events of an older version of Offbeat are not numbered, and were not looked at")
+    for event in counted:
         last = standing[-1].ordinal if standing else 0
         if event.ordinal > last + 1:
             missing = f"event {last + 1}" if event.ordinal == last + 2 else f"events {last + 1} to {event.ordinal - 1}"

@@ -26,6 +26,7 @@ PAGE = 1000
 BLOCK_MS = 500
 RETRY_S = 0.5
 SYNC_EVERY_S = 1.0
+UNCOUNTED = 0
 OF_THE_RUN = -1
 """Group number of events that concern the whole run: `restored` and `rewound`, with the groups that stand as trained."""
 
@@ -37,7 +38,7 @@ class LifeEvent:
     id: str
     """Of the stream's entry: Unix time in ms, and a sequence number."""
     ordinal: int
-    """1, 2, 3, ... over the life of the run's Redis."""
+    """1, 2, 3, ... over the life of the run's Redis; 0: an older version of Offbeat has written it, which did not count."""
     number: int
     event: str
     """`admitted`, `submitted`, `trained`, `dropped`, `failed`; for `OF_THE_RUN` `restored` or `rewound`."""
@@ -59,8 +60,8 @@ def events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None 
 
 
 def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> LifeEvent:
-    number, event, detail, ordinal = (fields[name] for name in (b"n", b"e", b"d", b"i"))
-    return LifeEvent(entry_id.decode(), int(ordinal), int(number), event.decode(), detail.decode())
+    number, event, detail = (fields[name] for name in (b"n", b"e", b"d"))
+    return LifeEvent(entry_id.decode(), int(fields.get(b"i", UNCOUNTED)), int(number), event.decode(), detail.decode())
 
 
 class LedgerFile:
@@ -124,6 +125,7 @@ class LedgerThread(Follower):
         self._redis = redis
         self._run_id = run_id
         self._output_dir = output_dir
+        self._warned = False
         super().__init__("ledger")
 
     def _follow(self) -> None:
@@ -142,10 +144,20 @@ class LedgerThread(Follower):
             file.sync()
             file.close()
 
+    def _warn_of_old(self, events: Sequence[LifeEvent]) -> None:
+        if not self._warned and any(event.ordinal == UNCOUNTED for event in events):
+            self._warned = True
+            logger.warning(
+                "run %s: its Redis holds events of an older version of Offbeat, which did not count them: training goes on, "
+                "and `offbeat audit` can't prove that none of those is missing",
+                self._run_id,
+            )
+
     def _copy(self, file: LedgerFile, block_ms: int | None) -> int:
         try:
             events = events_after(self._redis, self._run_id, file.position, block_ms=block_ms)
             file.append(events)
+            self._warn_of_old(events)
         except (RedisError, OSError) as error:
             logger.warning("the ledger can't be written now: %s", error)
             self._stop.wait(RETRY_S)

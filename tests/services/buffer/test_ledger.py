@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from redis import Redis
 
 from services.buffer.ledger import LedgerFile, LedgerThread, LifeEvent, events_after, read_ledger
@@ -43,6 +44,17 @@ async def test_the_thread_follows_and_brings_the_rest_when_it_ends(run: Run, red
     with LedgerThread(redis, RUN, tmp_path):
         pass
     assert len(read_ledger(tmp_path)) == 6
+
+
+async def test_events_of_an_older_version_are_copied_and_told(
+    run: Run, redis: Redis, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    redis.xadd(BufferKeys(RUN).life, {"n": 7, "e": "admitted", "d": "0"})
+    with LedgerThread(redis, RUN, tmp_path):
+        await run.complete_groups(1)
+        wait_until_sync(lambda: len(read_ledger(tmp_path)) == 3)
+    assert [(event.number, event.ordinal) for event in read_ledger(tmp_path)] == [(7, 0), (0, 1), (0, 2)]
+    assert caplog.text.count("an older version of Offbeat") == 1
 
 
 def test_an_event_comes_back_as_it_was(tmp_path: Path):
