@@ -41,7 +41,7 @@ def _own_tasksets_are_found(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_a_task_with_a_tool_is_played_and_paid_by_verifiers_and_the_policy_is_asked_twice(hermes: ChatTemplate):
-    call = '<tool_call>\n{"name": "price", "arguments": {"thing": "tea"}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "price_tools_price", "arguments": {"thing": "tea"}}\n</tool_call>'
     policy = Scripted(hermes, [call, "3"])
     told = await played(policy, {"id": "vf_shop"})
     assert (told["reward"], told["metrics"]["success"]) == (1.0, 1.0)
