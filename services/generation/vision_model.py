@@ -51,6 +51,11 @@ class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
 
     requires_tokenizer = False
 
+    def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> MultiModalInput:
+        """Nothing to warm up."""
+        del mm_counts
+        return mm_input([], {}, {}, {})
+
 
 _takes_pixels = MULTIMODAL_REGISTRY.register_processor(
     NoProcessing, info=Sizes, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder

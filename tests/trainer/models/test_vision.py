@@ -1,5 +1,6 @@
 """A policy that sees: packed tokens with pictures against transformers' own forward of one sequence at a time."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from services.schema import Picture
 from services.vision import PictureReader, encode_png, stacked
@@ -152,6 +154,22 @@ def test_a_text_policy_refuses_pictures(tmp_path: Path) -> None:
 def test_text_alone_has_the_same_position_on_every_axis() -> None:
     packing = Packing.of(torch.tensor([0, 3, 5]))
     assert rope_positions(packing, (), (), 2)[:, 0].tolist() == [[0, 1, 2, 0, 1]] * 4
+
+
+@pytest.mark.parametrize("change", [{"depth": 1}, {"embed_dim": 128}, {"num_heads": 1}, {"patch_size": 8}])
+def test_each_setting_of_the_tower_is_written(folder: Path, tmp_path: Path, change: dict[str, int]) -> None:
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig(**change)), WORDS)
+    ((key, value),) = change.items()
+    before, after = (json.loads((each / "config.json").read_text())["vision_config"] for each in (folder, tmp_path))
+    assert {name for name in after if after[name] != before[name]} == {key}
+    assert after[key] == value
+    png = picture(1, 2, 2)
+    assert PictureReader(tmp_path).count(png) == (16 if key == "patch_size" else 4)
+
+
+def test_a_tower_whose_heads_can_not_be_turned_is_refused() -> None:
+    with pytest.raises(ValidationError, match="no multiple of 24"):
+        TinyVisionConfig(num_heads=6)
 
 
 def test_a_policy_that_sees_knows_the_tokens_of_pictures_and_one_that_does_not_has_none() -> None:
