@@ -29,6 +29,8 @@ LONGEST_BLOCK_S = 5.0
 """Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
 MOST_CALLS = 32
 """That one round trip carries."""
+MOST_BYTES = 1 << 18
+"""After which it takes no further call, so that Redis works on the first while the next are made ready."""
 MOST_TRIPS = 2
 """Round trips of a process that are under way together: while Redis works on one, the next is made ready."""
 
@@ -145,8 +147,7 @@ class AsyncBufferScripts:
 
     async def _send_all(self) -> None:
         while self._waiting:
-            calls = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
-            calls = [call for call in calls if not call.answer.done()]  # nobody waits for it any more
+            calls = self._next_calls()
             commands = _joined(calls)
             try:
                 replies = await self._replies(commands) if commands else []
@@ -159,6 +160,16 @@ class AsyncBufferScripts:
                 continue
             for command, reply in zip(commands, replies, strict=True):
                 command.settle(reply)
+
+    def _next_calls(self) -> list["_Call"]:
+        calls: list[_Call] = []
+        size = 0
+        while self._waiting and len(calls) < MOST_CALLS and size < MOST_BYTES:
+            call = self._waiting.popleft()
+            if not call.answer.done():  # somebody still waits for it
+                calls.append(call)
+                size += sum(len(part) for part in call.own or () if isinstance(part, bytes))
+        return calls
 
     async def _replies(self, commands: Sequence["_Command"]) -> list[Any]:
         lines = [(len(self._keys), *self._keys, *command.arguments) for command in commands]

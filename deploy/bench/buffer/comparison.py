@@ -1,7 +1,8 @@
 """`offbeat bench buffer`: groups/s into and out of the trajectory buffer, against plain redis-py and against Reverb.
 
-All sides move the same bytes in turn, in one call. Redis has its append-only file synced every second, for ours and for
-plain redis-py alike; Reverb keeps items in memory.
+All sides move the same bytes in turn, in one call; ours, and plain redis-py once more, make them of trajectories and read
+trajectories out of them within the time that is measured. Redis has its append-only file synced every second, for ours and
+for plain redis-py alike; Reverb keeps items in memory.
 
 Invariant: a round counts only if everything came out whole.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 from deploy.bench.buffer.load import Load, Rates, Side, make_load
 from deploy.bench.buffer.queue_peer import REVERB_VENV, Reverb, ReverbError
-from deploy.bench.buffer.sides import offbeat_side, raw_side
+from deploy.bench.buffer.sides import offbeat_side, raw_side, with_cpu
 from deploy.bench.ground import Ground, ground
 from deploy.bench.outcome import Spread, console, show
 from deploy.bench.venv import VenvError
@@ -48,11 +49,13 @@ def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, ExitStack() as stack:
         base = stack.enter_context(ground())
-        sides: dict[str, Side] = {
+        on_redis: dict[str, Side] = {
             OURS: offbeat_side(base.redis, base.redis_url),
             "raw": raw_side(base.redis, base.redis_url, pipelined=False),
+            "raw_codec": raw_side(base.redis, base.redis_url, pipelined=False, codec=True),
             "raw_pipelined": raw_side(base.redis, base.redis_url, pipelined=True),
         }
+        sides = {name: with_cpu(side, base.redis) for name, side in on_redis.items()}
         refusal = "not asked for"
         if options.reverb:
             status.update("starting Reverb (the first time, its venv is made: minutes)")
@@ -104,6 +107,9 @@ def _bytes_per_group(load: Load) -> float:
 def summary(found: dict[str, list[Rates]]) -> dict[str, Any]:
     """Spread of every side's rates, and of ours over each other's in the same round."""
     sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in found.items()}
+    for name, rounds in found.items():
+        spent = [rates.cpu_us for rates in rounds if rates.cpu_us is not None]
+        sides[name] |= {"cpu_us": Spread.of(spent)} if spent else {}
     ratios = {
         name: {part: _ratio(found[OURS], rounds, part) for part in PARTS}
         for name, rounds in found.items()
@@ -125,10 +131,11 @@ def _show(row: dict[str, Any]) -> None:
     for name, rates in row["sides"].items():
         ratio = row["ratios"].get(name)
         over = (ratio[part].median if ratio else None for part in PARTS)
-        rows.append([name, *(rates[part].median for part in PARTS), *over])
+        cpu_us = rates["cpu_us"].median if "cpu_us" in rates else None
+        rows.append([name, *(rates[part].median for part in PARTS), cpu_us, *over])
     kib = row["bytes_per_group"] / 1024
     show(
         f"Groups/s, {row['tokens']} tokens a trajectory ({kib:.0f} KiB a group); ours / theirs, median of rounds",
-        ("side", "in", "out", "in and out", "ours / theirs: in", "out", "in and out"),
+        ("side", "in", "out", "in and out", "CPU us/trajectory", "ours / theirs: in", "out", "in and out"),
         rows,
     )

@@ -46,6 +46,8 @@ class Rates:
 
     into: float
     out: float
+    cpu_us: float | None = None
+    """CPU time of a trajectory, in and out, of client and server; None where the server was not looked at."""
 
     @property
     def both(self) -> float:

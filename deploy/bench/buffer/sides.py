@@ -1,12 +1,13 @@
 """Ours and plain redis-py on one server: a load goes in, `in_hand` at a time, and comes out in acknowledged batches.
 
-Ours admits, claims, checks, assembles groups, counts and acknowledges; plain redis-py appends trajectories to a stream as
-they are, reads and acknowledges, decoding nothing.
+Ours admits, claims, checks, encodes, assembles groups, counts, decodes and acknowledges; plain redis-py appends bytes that
+are there already to a stream, reads and acknowledges. With the codec it starts from trajectories and ends with them too.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 from redis import Redis
@@ -19,13 +20,31 @@ from services.buffer.connection import connect_async
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.buffer.watch import configure_buffer
+from services.codec import check_trajectory, decode_trajectory, encode_trajectory
 from services.keys import RunKeys
+from services.schema import Trajectory
 
 WORKER = "worker"
 STREAM = "bench-raw"
 READER = "reader"
 HANDS = 2
 """Into which what is in hand of our side is parted: while one claims, the other hands in."""
+
+
+def with_cpu(side: Side, redis: Redis) -> Side:
+    """Tells what a round costs this process and Redis."""
+
+    def server_cpu_s() -> float:
+        used = cast(dict[str, float], redis.info("cpu"))
+        return used["used_cpu_user"] + used["used_cpu_sys"]
+
+    def measured(load: Load) -> Rates:
+        client, server = time.process_time(), server_cpu_s()
+        rates = side(load)
+        spent = time.process_time() - client + server_cpu_s() - server
+        return replace(rates, cpu_us=1e6 * spent / (load.num_groups * load.group_size))
+
+    return measured
 
 
 def offbeat_side(redis: Redis, url: str) -> Side:
@@ -50,13 +69,14 @@ def offbeat_side(redis: Redis, url: str) -> Side:
     return side
 
 
-def raw_side(redis: Redis, url: str, *, pipelined: bool) -> Side:
-    """A stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read."""
+def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
+    """A stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read. codec:
+    trajectories are checked and encoded on the way in and decoded on the way out, as ours are; otherwise bytes are moved."""
 
     def side(load: Load) -> Rates:
         redis.flushdb()
         redis.xgroup_create(STREAM, READER, id="0", mkstream=True)
-        into = loops.run(_append(load, url, pipelined=pipelined))
+        into = loops.run(_append(load, url, pipelined=pipelined, codec=codec))
         wanted = load.batch * load.group_size
         start = time.perf_counter()
         for _ in range(load.num_groups // load.batch):
@@ -65,6 +85,8 @@ def raw_side(redis: Redis, url: str, *, pipelined: bool) -> Side:
                 count = wanted if pipelined else load.group_size
                 streams = cast(list[Any], redis.xreadgroup(READER, READER, {STREAM: ">"}, count=count))
                 ids += [entry for entry, _ in streams[0][1]]
+                for _, fields in streams[0][1] if codec else ():
+                    decode_trajectory(fields[b"b"])
             with redis.pipeline(transaction=False) as pipe:
                 pipe.xack(STREAM, READER, *ids)
                 pipe.xdel(STREAM, *ids)
@@ -103,12 +125,15 @@ async def _claim_and_submit(load: Load, url: str) -> float:
     return await _timed(redis, HANDS, play)
 
 
-async def _append(load: Load, url: str, *, pipelined: bool) -> float:
+async def _append(load: Load, url: str, *, pipelined: bool, codec: bool) -> float:
     redis = connect_async(url)
     rows = _parcels(load, load.group_size if pipelined else 1)
 
     async def play() -> None:
         for parcel in rows:
+            if codec:
+                for fields in parcel:
+                    fields["b"] = _encoded(load.trajectories[fields["n"]][fields["i"]])
             if len(parcel) == 1:
                 await redis.xadd(STREAM, parcel[0])
                 continue
@@ -118,6 +143,11 @@ async def _append(load: Load, url: str, *, pipelined: bool) -> float:
                 await pipe.execute()
 
     return await _timed(redis, max(1, load.in_hand // (load.group_size if pipelined else 1)), play)
+
+
+def _encoded(trajectory: Trajectory) -> bytes:
+    check_trajectory(trajectory)
+    return encode_trajectory(trajectory)
 
 
 def _parcels(load: Load, size: int) -> Iterator[list[dict[Any, Any]]]:

@@ -52,8 +52,8 @@ def test_scale_tells_what_an_episode_costs(tmp_path: Path) -> None:
 def test_buffer_moves_the_same_groups_through_ours_and_through_plain_redis(tmp_path: Path) -> None:
     found = result_of(tmp_path, "buffer")
     (row,) = found["loads"]
-    assert set(row["sides"]) == {"offbeat", "raw", "raw_pipelined"}
+    assert set(row["sides"]) == {"offbeat", "raw", "raw_codec", "raw_pipelined"}
     assert found["reverb_left_out"]
-    for name in ("raw", "raw_pipelined"):
+    for name in ("raw", "raw_codec", "raw_pipelined"):
         for part in ("into", "out", "both"):
             assert row["ratios"][name][part]["median"] > 0

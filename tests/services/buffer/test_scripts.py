@@ -7,7 +7,7 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.scripts import MOST_CALLS, MOST_TRIPS, AsyncBufferScripts
+from services.buffer.scripts import MOST_BYTES, MOST_CALLS, MOST_TRIPS, AsyncBufferScripts
 from services.buffer.watch import configure_buffer
 from services.errors import BufferError, FencedError
 from tests.services.buffer.buffer_play import RUN, limits
@@ -82,3 +82,12 @@ async def test_a_refusal_of_what_neighbours_share_reaches_each_of_them(run_scrip
     calls = (run_script.one_of_many("take", (99, "0-0"), (i,)) for i in range(3))
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(answer) for answer in answers] == [FencedError] * 3
+
+
+async def test_large_calls_do_not_wait_for_each_other(redis: Redis, run_script: AsyncBufferScripts) -> None:
+    await submit_late(run_script, 0)
+    redis.config_resetstat()
+    large = bytes(MOST_BYTES)
+    calls = (run_script.one_of_many("submit", ("w",), (f"t:{i}", 0, 0, large)) for i in range(4))
+    assert await asyncio.gather(*calls) == [b"late"] * 4
+    assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == 4  # type: ignore[index]
