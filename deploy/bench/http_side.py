@@ -7,10 +7,14 @@ Serve handle. The agents share a process and use `httpx`, on which OpenAI's clie
 import itertools
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploy.bench.load import Load, Prompts, under_load
 from deploy.bench.servant import Servant
 from services.schema import Completion, GenerateRequest, Sampling
+
+if TYPE_CHECKING:
+    from services.generation.client import GenerationClient
 
 SEQUENCE_LENGTH = 512
 TIMEOUT_S = 300.0
@@ -28,14 +32,19 @@ class GatewayHost:
     async def start(self) -> None:
         import ray
 
-        from services.chat.template import load_chat_template
-        from services.gateway.server import Gateway
         from services.generation.client import ServeGenerationClient
         from services.generation.config import app_name
-        from services.rollout.batcher import TurnBatcher
 
         ray.init(address=self._ray_address, log_to_driver=False)
-        self._batcher = TurnBatcher(ServeGenerationClient(app_name(self._run_id)), self._coalesce_s)
+        self.serve(ServeGenerationClient(app_name(self._run_id)))
+
+    def serve(self, client: "GenerationClient") -> None:
+        """Open the gateway before a generation service, on the running loop."""
+        from services.chat.template import load_chat_template
+        from services.gateway.server import Gateway
+        from services.rollout.batcher import TurnBatcher
+
+        self._batcher = TurnBatcher(client, self._coalesce_s)
         self._template = load_chat_template(self._model)
         self._episodes = ExitStack()
         self._numbers = itertools.count()
@@ -61,8 +70,12 @@ class GatewayHost:
     def close(self) -> None:
         import ray
 
-        self._episodes.close()
+        self.end()
         ray.shutdown()
+
+    def end(self) -> None:
+        """Close what `open` opened."""
+        self._episodes.close()
 
 
 class Agents:
