@@ -1,1 +1,1 @@
-"""Foreign agents that the project's own configurations play."""
+"""Foreign agents that come with the project."""
