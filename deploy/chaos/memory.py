@@ -97,7 +97,8 @@ class MemoryLog:
                 with suppress(psutil.Error):
                     key = (process.pid, process.create_time())
                     mib, count = process.memory_full_info().uss / MIB, process.num_fds()
-                    series = self._series.setdefault(key, Series(kind_of(process.cmdline()), process.pid))
+                    series = self._series.setdefault(key, Series("", process.pid))
+                    series.kind = kind_of(process.cmdline())  # Ray renames its workers as they come to work
                     series.hours.append(hours)
                     series.mib.append(mib)
                     series.files.append(count)
