@@ -27,7 +27,9 @@ LOAD_S = 20.0
 """Longest load of a version."""
 LOG = "rollouts.log"
 LOOK_S = 0.02
-"""Between two looks at how many episodes are being played."""
+"""Between two looks at what a replica serves."""
+WATCH_S = 0.1
+"""Between two looks at how many episodes are being played; they count as the worker's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ class _Meter:
     async def watch(self) -> None:
         before = time.monotonic()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(WATCH_S)
             now = time.monotonic()
             self._episode_s += self._worker.num_playing * (now - before)
             before = now
