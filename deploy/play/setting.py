@@ -46,6 +46,14 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     ]
     if not config.custom_envs:
         problems.append(Problem("custom_envs", "no env: name at least one tag"))
+    problems += [
+        Problem(
+            f"custom_envs.{tag}.agent_template",
+            "{image} is shown to the policy by `offbeat train` alone: leave it out here",
+        )
+        for tag, env in config.custom_envs.items()
+        if env.shows_pictures
+    ]
     if problems:
         raise ConfigError(problems, str(path))
     return config

@@ -4,6 +4,8 @@ import pytest
 
 from deploy.checks import check_run
 from deploy.loading import compose_tree, validate_tree
+from deploy.play.setting import load_config
+from deploy.problems import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 TAG = "custom_envs.FrozenLake"
@@ -68,3 +70,8 @@ def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str],
 )
 def test_what_step_wise_episodes_and_agents_can_not_do_is_refused(overrides: list[str], path: str, says: str):
     assert says in problems("quickstart.yaml", *overrides).get(path, "")
+
+
+def test_episodes_with_pictures_are_played_in_a_run_alone():
+    with pytest.raises(ConfigError, match="`offbeat train` alone"):
+        load_config(CONFIGS / "frozen_lake_vision.yaml")
