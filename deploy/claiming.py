@@ -21,5 +21,5 @@ def claim_folder(config: RunConfig, claim: str) -> None:
         return
     run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    (config.output_dir / run_folder.CONFIG).write_text(dump_yaml(config))
+    run_folder.write_config(config.output_dir, dump_yaml(config))
     mark.write_text(claim)

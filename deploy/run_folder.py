@@ -92,6 +92,14 @@ def claim(folder: Path, *, resume: bool) -> Path | None:
     return move_aside(folder)
 
 
+def write_config(folder: Path, text: str) -> None:
+    """Keep a run's whole configuration, for its owner alone: a Redis' password and the API's tokens may stand in it."""
+    path = folder / CONFIG
+    path.touch(mode=0o600)
+    path.chmod(0o600)
+    path.write_text(text)
+
+
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
     """Tell other terminals where the services listen."""
     path = folder / ENDPOINTS

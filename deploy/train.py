@@ -74,7 +74,7 @@ def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
 def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     configure_logging("offbeat", config.output_dir / LOGS)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    (config.output_dir / run_folder.CONFIG).write_text(dump_yaml(config))
+    run_folder.write_config(config.output_dir, dump_yaml(config))
     with open_view(config.exp_name) as view:
         if aside is not None:
             view.say(f"An earlier run lay there; it is in {_shown(aside)} now.")

@@ -14,6 +14,7 @@ def run_config(folder: Path, *overrides: str) -> RunConfig:
 def test_an_earlier_run_is_moved_aside_once(tmp_path: Path):
     folder = tmp_path / "run"
     claim_folder(run_config(folder), "first")
+    assert (folder / "config.yaml").stat().st_mode & 0o777 == 0o600, "the API's token and Redis' password stand in it"
     (folder / "report.json").write_text("{}")
     claim_folder(run_config(folder), "second")
     (folder / "checkpoints").mkdir()
