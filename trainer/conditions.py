@@ -56,7 +56,7 @@ class ConditionalConfig(Config):
     @classmethod
     def _has_an_effect(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields.get(info.field_name or "")
-        if field is None or value == field.get_default():
+        if field is None or value == field.get_default(call_default_factory=True):
             return value
         for condition in field.metadata:
             if isinstance(condition, OnlyWith | NotWith) and (complaint := condition.complaint(info.data)):

@@ -58,10 +58,12 @@ def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 LORA = ("actor_train.model_args.lora_target=all-linear", *REFERENCE)
 MOVING = (*REFERENCE, "ref_model_sync_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1", "kl_loss_type=full")
 STAGE_3 = ("actor_train.strategy_args.zero_stage=3",)
+FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.model_args.shared_prefix=true")
 
 
 @pytest.mark.parametrize(
-    "overrides", [RUNNING, CRITIC, (*CRITIC, *REFERENCE), STAGE_3, LORA, (*LORA, *STAGE_3), MOVING]
+    "overrides",
+    [RUNNING, CRITIC, (*CRITIC, *REFERENCE), STAGE_3, LORA, (*LORA, *STAGE_3), MOVING, (*FSDP2, *CRITIC, *REFERENCE)],
 )
 def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
     run = run_of(tmp_path, overrides)

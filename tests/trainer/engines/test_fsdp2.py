@@ -144,3 +144,8 @@ def test_adapters_are_refused() -> None:
     (complaint,) = learner_complaints(learner_config(actor_train=train))
     assert complaint.path == "actor_train.strategy_args.strategy_name"
     assert "deepspeed_train" in complaint.message
+
+
+def test_a_configuration_that_was_written_out_in_full_is_read_again() -> None:
+    config = StrategyArgs(strategy_name="fsdp2_train")
+    assert StrategyArgs.model_validate_json(config.model_dump_json()) == config
