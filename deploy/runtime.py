@@ -72,8 +72,9 @@ LEARNER_GRACE_S = 4.0
 END_GRACE_S = 1.0
 REDIS_LOOK_S = 0.2
 """How long the embedded Redis may be dead unnoticed."""
-REDIS_PING_S, REDIS_HUNG_S = 5.0, 60.0
-"""It is asked so often whether it answers; one that has not for so long hangs, and is killed."""
+REDIS_PING_S, REDIS_HUNG_S = 2.0, 15.0
+"""It is asked so often whether it answers; one that has not for so long hangs, and is killed. All is well again before those
+who are patient with Redis (`services.buffer.connection`) lose their patience."""
 
 
 class LocalMesh:

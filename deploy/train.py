@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 RESUME = "resume_from_checkpoint"
 POLL_S = 0.5
-UNREACHABLE_S = 60.0
+UNREACHABLE_S = 240.0
 """A control service that does not answer for so long is gone for good."""
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 

@@ -90,10 +90,10 @@ class Chaos:
             self._end(end_s)
         finally:
             self._run.close()
+            self._report.leftovers = self._run.leftovers(besides={process.pid for process in node.seen})
             node.close()
             disk.keep()
         self._report.wall_s = round(time.monotonic() - started, 1)
-        self._report.leftovers = self._run.leftovers()
         self._report.complaints += self._run.complaints
         self._audit()
         return self._report

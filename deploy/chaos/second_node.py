@@ -37,6 +37,8 @@ class SecondNode:
         self._log = log
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
+        self.seen: set[psutil.Process] = set()
+        """Every process of the node that was ever seen: those of a raylet that was killed lose their parent."""
 
     @property
     def root(self) -> psutil.Process | None:
@@ -48,6 +50,8 @@ class SecondNode:
     def keep_up(self, command: psutil.Process) -> None:
         """Start the node where there is none, once the run of `command` has a Ray that it can join."""
         if self._process is not None and self._process.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                self.seen.update(psutil.Process(self._process.pid).children(recursive=True))
             return
         address = _address(command)
         if address is None:
@@ -65,19 +69,18 @@ class SecondNode:
 
     def close(self) -> None:
         """End it with all that it started."""
-        root = self.root
-        if self._process is None or root is None:
+        if self._process is None:
             return
-        family = root.children(recursive=True)
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for process in family:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for process in self.seen:
             with suppress(psutil.NoSuchProcess):
-                process.kill()
+                process.kill()  # psutil knows a process that has got the number of another
 
 
 def _address(command: psutil.Process) -> str | None:
