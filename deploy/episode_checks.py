@@ -63,6 +63,16 @@ def _training_problems(config: RunConfig) -> Iterator[Problem]:
         ),
         (config.kl_is_full, "kl_loss_type", "full reads no pictures: take k3"),
         (train.num_processes > 1, "actor_train.num_processes", "it is trained by one process"),
+        (
+            train.model_args.shared_prefix,
+            "actor_train.model_args.shared_prefix",
+            "what sequences share is found in tokens alone",
+        ),
+        (
+            train.strategy_args.strategy_name != "deepspeed_train",
+            "actor_train.strategy_args.strategy_name",
+            "it is trained by deepspeed_train alone",
+        ),
         (train.strategy_args.zero_stage == 3, "actor_train.strategy_args.zero_stage", "3 is not built for it: take 2"),
         (
             config.actor_infer.tensor_parallel_size > 1,

@@ -45,7 +45,7 @@ def load_parser(name: str, tokenizer: Any) -> CallParser:
     def parse(text: str, tools: Tools) -> tuple[str, tuple[ToolCall, ...]]:
         asked = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
         try:
-            found = kind(tokenizer, asked.tools).extract_tool_calls(text, asked)
+            found = kind(tokenizer, [*(asked.tools or ())]).extract_tool_calls(text, asked)
             calls = tuple(ToolCall(call.function.name, one_form(call.function.arguments)) for call in found.tool_calls)
         except Exception:
             # the policy may write anything

@@ -54,7 +54,7 @@ class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> MultiModalInput:
         """Nothing to warm up."""
         del mm_counts
-        return mm_input([], {}, {}, {})
+        return mm_input([], MultiModalKwargsItems({}), {}, {})
 
 
 _takes_pixels = MULTIMODAL_REGISTRY.register_processor(

@@ -28,6 +28,12 @@ def test_a_tiny_policy_can_be_trained_on_pictures():
         (["+actor_train.model_args.lora_target=q_proj"], "actor_train.model_args.lora_target", "text models"),
         (["adv_estimator=gae"], "adv_estimator", "critic reads no pictures"),
         (["+actor_train.num_processes=2"], "actor_train.num_processes", "one process"),
+        (["+actor_train.model_args.shared_prefix=true"], "actor_train.model_args.shared_prefix", "tokens alone"),
+        (
+            ["+actor_train.strategy_args.strategy_name=fsdp2_train"],
+            "actor_train.strategy_args.strategy_name",
+            "deepspeed_train alone",
+        ),
         (["+actor_train.strategy_args.zero_stage=3"], "actor_train.strategy_args.zero_stage", "take 2"),
         (["+actor_infer.tensor_parallel_size=2"], "actor_infer.tensor_parallel_size", "take 1"),
         (["+use_kl_loss=true", "+kl_loss_coef=0.1", "+kl_loss_type=full"], "kl_loss_type", "take k3"),
