@@ -224,12 +224,13 @@ def test_a_daemon_that_ignores_every_signal_ends_with_its_program(layers: tuple[
     wait_until_sync(lambda: not running(mark))
 
 
-def test_a_program_ends_with_the_process_that_asked_for_it():
+def test_a_program_ends_with_the_process_that_asked_for_it(tmp_path: Path):
     mark = f"offbeat-orphan-{os.getpid()}"
     limits = "Limits(timeout_s=600, max_processes=8)"
     asks = f"from envs.sandbox import *; run_python({LEAVES % ('/usr/bin/sleep', mark, 600)!r}, limits={limits})"
     held(FULL)
-    asker = subprocess.Popen([sys.executable, "-c", asks])
+    # Nobody is left to remove the program's folder.
+    asker = subprocess.Popen([sys.executable, "-c", asks], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         wait_until_sync(lambda: bool(running(mark)))
     finally:
