@@ -25,8 +25,8 @@ class TinyVisionConfig(Config):
     def _heads_fit(self) -> "TinyVisionConfig":
         if self.embed_dim % (4 * self.num_heads):
             raise ValueError(
-                f"embed_dim {self.embed_dim} is no multiple of {4 * self.num_heads}: a head's dimensions are halved for rows and "
-                "columns, and turned in pairs"
+                f"embed_dim {self.embed_dim} is no multiple of {4 * self.num_heads}: a head's dimensions are halved for "
+                "rows and columns, and turned in pairs"
             )
         return self
 

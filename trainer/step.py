@@ -258,5 +258,7 @@ class BatchTrainer:
 
 
 def _input(micro: MicroBatch, anchor: Anchor | None = None) -> PackedInput:
-    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents)
+    x = PackedInput.of(
+        micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents
+    )
     return x if anchor is None else replace(x, anchor=Anchor(anchor.hidden[micro.index], anchor.head))

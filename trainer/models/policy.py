@@ -100,7 +100,9 @@ class PackedCritic(nn.Module):
     def forward(self, x: PackedInput) -> Tensor:
         """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
-        return self.value_head(hidden.index_select(0, x.predictors))[:, 0].float().clone()  # no view: FSDP2 hooks into it
+        return (
+            self.value_head(hidden.index_select(0, x.predictors))[:, 0].float().clone()
+        )  # no view: FSDP2 hooks into it
 
 
 def _attention(args: ModelArgs, *, pictures: bool) -> str | dict[str, str]:
