@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from deploy.bench.http_side import Agents, GatewayHost
 from envs.frozen_lake import WORDS
@@ -47,7 +47,7 @@ async def test_agents_get_every_token_that_they_ask_for_over_http(tmp_path: Path
     client, host = Answering(), GatewayHost("", "run", tmp_path, 0.001)
     write_tiny_policy(tmp_path, TinyPolicyConfig(), WORDS)
     host.serve(client)
-    load = await Agents(Beside(host), 16, tokens=7).measure(3, 12)
+    load = await Agents(cast(Any, Beside(host)), 16, tokens=7).measure(3, 12)
     assert len(client.seen) == 12
     assert {request.sampling.max_new_tokens for request in client.seen} == {7}
     assert len({request.prompt for request in client.seen}) == 12, "no prompt is sent twice"
