@@ -37,9 +37,10 @@ def test_the_first_prompt_is_counted_with_the_templates_own_tokens(llama: Path):
     assert f"has at least {length};" in problems(llama, f"sequence_length={length}")["sequence_length"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path):
+def test_a_template_that_rewrites_earlier_turns_can_be_trained_and_not_warmed_up(tmp_path: Path):
     write_llama(tmp_path, FORGETTING)
-    assert "the chat template is not append-only" in problems(tmp_path)["pretrain"]
+    assert "the chat template is not append-only" in problems(tmp_path)["warm_start"]
+    assert problems(tmp_path, "warm_start=null") == {}
 
 
 def test_a_model_without_a_template_is_refused(llama: Path, tmp_path: Path):
