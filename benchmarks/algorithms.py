@@ -106,6 +106,7 @@ def measure(run: Run, folder: Path, steps: int, timeout_s: float) -> dict[str, A
             except subprocess.TimeoutExpired:
                 process.terminate()
                 process.wait(60)
+                said.write(f"not over after {timeout_s:g} s\n")
     if not report.is_file():
         lines = (folder / "said.log").read_text().strip().splitlines()
         return {
