@@ -131,11 +131,10 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
     """The special token behind an answer."""
-    text = render(
-        [{"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}, {"role": "user", "content": VALUE}],
-        (),
-        True,
-    )
+    asked, answer = {"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}
+    text = render([asked, answer, {"role": "user", "content": VALUE}], (), True)
+    if NAME not in text:  # the template leaves earlier answers out
+        text = render([asked, answer], (), False)
     _, _, behind = text.partition(NAME)
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if token.special and behind.startswith(token.content):
