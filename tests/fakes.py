@@ -101,7 +101,7 @@ class FakeLearnerBuffer:
         self._delivered = 0
 
     def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
-        del timeout_s
+        del timeout_s, wanted
         if self._delivered == len(self.stream) and self.on_empty is not None:
             self.on_empty(self)
         if self._delivered == len(self.stream):
