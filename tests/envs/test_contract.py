@@ -7,6 +7,7 @@ import pytest
 from envs import registry
 from envs.contract import check_contract
 from envs.contract_process import check_apart
+from tests.envs.sandbox.needs import needs_sandbox
 
 FAULTY = Path(__file__).parent
 
@@ -25,7 +26,10 @@ def _faulty_envs_can_be_imported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(FAULTY))
 
 
-@pytest.mark.parametrize(("env_type", "env_config"), ENVS)
+@pytest.mark.parametrize(
+    ("env_type", "env_config"),
+    [pytest.param(*each, marks=needs_sandbox if each[0] == "tools" else ()) for each in ENVS],
+)
 def test_every_env_holds_the_contract(env_type: str, env_config: dict[str, object]):
     report = check_contract(env_type, env_config)
     assert report.findings == []

@@ -10,6 +10,7 @@ from envs import registry
 from envs.contract import check_contract
 from services.rollout.config import CustomEnv, EnvManagerConfig
 from services.rollout.tasks import EvalTasks
+from tests.envs.sandbox.needs import needs_sandbox
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -107,6 +108,7 @@ def test_questions_and_answers_are_compared_as_squad_does(tmp_path: Path):
 CODE = "```python\ndef double(x):\n    return {}\n```"
 
 
+@needs_sandbox
 def test_programs_are_run_against_their_tests(tmp_path: Path):
     rows = [{"question": "double", "tests": ["assert double(2) == 4", "assert double(0) == 0"]}]
     settings = {"dataset_name": write(tmp_path / "code.jsonl", rows), "split": "any"}
@@ -122,6 +124,7 @@ def test_programs_are_run_against_their_tests(tmp_path: Path):
     assert judged(partial, CODE.format("x + 2")) == (0.5, False, True)
 
 
+@needs_sandbox
 def test_programs_may_read_stdin_and_print(tmp_path: Path):
     tests = json.dumps({"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10"]})
     path = write(tmp_path / "apps.jsonl", [{"question": "add", "tests": tests}])

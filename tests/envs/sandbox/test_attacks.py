@@ -1,4 +1,5 @@
-"""Programs that try to get out. Each is first run without the sandbox, where it must succeed: no attack is a straw man."""
+"""Programs that try to get out. Each is first run without the sandbox, where it must succeed, unless the
+machine itself forbids it, as Yama does ptrace: no attack is a straw man."""
 
 import os
 import signal
@@ -13,7 +14,10 @@ import pytest
 
 from envs.sandbox import Limits, platform_isolation, run_python
 from envs.sandbox.running import LAYERS, Layer
+from tests.envs.sandbox.needs import needs_sandbox
 from tests.waiting import wait_until_sync
+
+pytestmark = needs_sandbox
 
 FULL, CONTAINER, NO_FILTERS = LAYERS, ("landlock", "seccomp"), ("namespaces", "mounts")
 """All layers; what a container without user namespaces gives; a kernel with namespaces alone."""
@@ -43,14 +47,20 @@ WRITES = {
     "over a secret": "open({secret!r}, 'a').write('')",
     "a secret away": "import os; os.remove({secret!r})",
 }
-CALL = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); "
+CALL = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def check(done):
+    if not done:
+        raise OSError(ctypes.get_errno(), "refused")
+"""
 PROCESSES = {
     "a signal": "import os; os.kill({victim}, 0)",
-    "ptrace": CALL + "assert libc.ptrace(16, {victim}, 0, 0) == 0",
+    "ptrace": CALL + "check(libc.ptrace(16, {victim}, 0, 0) == 0)",
     "its memory": CALL
     + "b = ctypes.create_string_buffer(8); io = (ctypes.c_void_p * 2)(ctypes.addressof(b), 8); "
     + "at = int(open('/proc/{victim}/maps').readline().split('-')[0], 16); there = (ctypes.c_void_p * 2)(at, 8); "
-    + "assert libc.process_vm_readv({victim}, io, 1, there, 1, 0) == 8",
+    + "check(libc.process_vm_readv({victim}, io, 1, there, 1, 0) == 8)",
     "its limits": "import resource; resource.prlimit({victim}, resource.RLIMIT_NOFILE, (64, 64))",
     "its priority": "import os; os.setpriority(os.PRIO_PROCESS, {victim}, 1)",
     "a look at it": "open('/proc/{victim}/cmdline').read()",
@@ -106,7 +116,9 @@ REFUSALS = (
 def assert_succeed_outside(attacks: dict[str, str]) -> None:
     code = TRIES.format(attacks=attacks)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split("\n")[:-1] == [f"{how} -> SUCCEEDED" for how in attacks], "not an attack at all"
+    found = dict(line.split(" -> ") for line in done.stdout.split("\n")[:-1])
+    possible = {how: what for how, what in found.items() if not what.startswith("PermissionError")}
+    assert possible == dict.fromkeys(possible, "SUCCEEDED"), "not an attack at all"
 
 
 def assert_refused(attacks: dict[str, str], layers: tuple[Layer, ...]) -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 
 from envs.sandbox import IsolationError, Limits, check_isolation, lacking, platform_isolation, run_python
+from tests.envs.sandbox.needs import needs_sandbox
 
+pytestmark = needs_sandbox
 SHORT = Limits(timeout_s=1.0)
 
 

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 
 from envs import registry
+from tests.envs.sandbox.needs import needs_sandbox
+
+pytestmark = needs_sandbox
 
 
 def lake(**settings: Any) -> Any:

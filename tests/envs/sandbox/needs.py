@@ -1,0 +1,12 @@
+"""What tests need that run programs of a policy."""
+
+import pytest
+
+from envs.isolation.promises import missing_promises
+from envs.sandbox import lacking, platform_isolation
+
+needs_sandbox = pytest.mark.skipif(
+    bool(missing_promises(platform_isolation(), one_process=True)),
+    reason=f"this machine does not keep programs from {'; '.join(lacking(platform_isolation()))}",
+)
+"""Where the kernel holds too little, programs are refused by name; `isolation` in envs/sandbox."""
