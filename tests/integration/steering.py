@@ -78,7 +78,7 @@ def steer(run: Steering) -> int:
     assert "learner" in run.offbeat("why")
     assert run.why().endswith(".")
     run.patch(num_workers=2)
-    run.offbeat("set", "learning_rate=5e-4", "max_staleness=2", "temperature=0.8")
+    run.offbeat("set", "learning_rate=5e-4", "max_staleness=2", "temperature=0.8", "num_env_groups=6")
     view = run.until(lambda v: len(v["changes"]) == 2 and v["changes"][1]["from_step"] is not None)
     first = view["changes"][1]["from_step"]
     assert view["settings"] == {
@@ -87,6 +87,7 @@ def steer(run: Steering) -> int:
         "learning_rate": 5e-4,
         "temperature": 0.8,
         "max_staleness": 2.0,
+        "num_env_groups": 6,
     }
     run.until(lambda v: v["step"] >= first + 3)
     rates = run.learning_rates()
