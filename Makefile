@@ -31,7 +31,7 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test test-alone test-others check bench clean
 
 help: ## list the commands
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -52,16 +52,22 @@ $(STAMP): pyproject.toml
 train: $(STAMP) ## train an agent on this machine: make train ARGS="seed=2"
 	@$(BIN)/offbeat train $(CONFIG) $(ARGS)
 
-# Two tests at a time, but for those that start Ray Serve with vLLM: they use both cores by themselves.
 test: $(STAMP) ## run all tests, or what ARGS names
 ifeq ($(strip $(ARGS)),)
-	@failed=0; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' || failed=$$?; \
-	$(BIN)/python -m pytest -q -m alone tests/integration || failed=$$?; \
-	exit $$failed
+	@$(MAKE) --no-print-directory --keep-going --jobs 2 test-alone test-others
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
+
+# Tests that start Ray Serve with vLLM wait much and have timings to keep, so they go one by one; the others run beside
+# them in what that leaves of the cores, and tell when they are done.
+test-alone: $(STAMP)
+	@$(BIN)/python -m pytest -q -m alone tests/integration
+
+test-others: $(STAMP)
+	@told=$$(mktemp); failed=0; \
+	nice $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' >$$told 2>&1 || failed=$$?; \
+	echo; cat $$told; rm $$told; exit $$failed
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .

@@ -29,7 +29,9 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         ended_at=0.0,
         components={"learner": ComponentView(health=learner, detail="", restarts=1)},
         counters=counters,
-        settings=SettingsView(num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0),
+        settings=SettingsView(
+            num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=8
+        ),
         places=PlacesView(output_dir="", logs="", checkpoints="", tensorboard=""),
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.checkpoint import CheckpointError, CheckpointStore, LearnerState, read_checkpoint
+from trainer.checkpoint import CheckpointError, CheckpointStore, LearnerState, UnsavedError, read_checkpoint
 
 
 def write(folder: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_write_that_breaks_off_leaves_the_older_one_newest(store: CheckpointSt
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError("no space left on device")
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(UnsavedError, match="no space"):
         store.save(state(40), breaks).result()
     found = store.newest_complete("now")
     assert found is not None

@@ -397,15 +397,16 @@ def test_training_goes_on_without_room_for_a_checkpoint_and_the_next_one_contain
 
 @pytest.mark.usefixtures("no_waiting")
 def test_a_checkpoint_that_fails_leaves_the_one_before_it_whole_and_a_new_learner_goes_on_from_that(
-    world: World,
+    tmp_path: Path,
 ) -> None:
+    world = World(tmp_path, learner_config(save_steps=2))
     learner, trainer = full_disk(world, lambda: len(trainer.history) > 3)
     world.publisher.moments = Moments(crash_at=6)
     with pytest.raises(CrashError):
         learner.run()
-    assert world.buffer.trained == list(range(6))
+    assert world.buffer.trained == list(range(4))
     assert "step 4 could not be written ([Errno 28]" in world.board.fields["learner_trouble"]
-    assert "the newest whole one is of step 3" in world.board.fields["learner_trouble"]
+    assert "the newest whole one is of step 2" in world.board.fields["learner_trouble"]
     again, trainer = world.learner()
     assert again.run()
     assert trainer.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
