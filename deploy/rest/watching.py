@@ -6,7 +6,7 @@ Invariant: watching changes nothing; a service that goes away and comes back is 
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deploy.history import RunHistory
 from deploy.live import LiveView, open_view
@@ -73,11 +73,9 @@ def _tell(shown: LiveView, event: HistoryView, since: float) -> None:
         case "died":
             shown.say(f"{detail['component']} died ({detail['why']}) and is started again")
         case "adopted":
-            values = ", ".join(f"{name} {value:g}" for name, value in detail["values"].items())
-            shown.say(f"from step {detail['step'] + 1} on: {values}")
+            shown.say(f"from step {detail['step'] + 1} on: {_named(detail['values'])}")
         case "asked":
-            values = ", ".join(f"{name} {value:g}" for name, value in detail["values"].items())
-            shown.say(f"asked for: {values}")
+            shown.say(f"asked for: {_named(detail['values'])}")
         case "state" if detail.get("state") in ("paused", "draining"):
             shown.say(f"the run is {detail['state']}" + (f": {detail['error']}" if detail.get("error") else ""))
         case _:
@@ -91,3 +89,7 @@ def _last_words(view: RunView) -> str:
 
 def _code(state: RunState) -> int:
     return FAILED if state is RunState.FAILED else DONE
+
+
+def _named(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))

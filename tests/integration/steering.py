@@ -91,8 +91,8 @@ def steer(run: Steering) -> int:
     }
     run.until(lambda v: v["step"] >= first + 3)
     rates = run.learning_rates()
-    assert {rate for step, rate in rates.items() if step <= first} == {1e-3}
-    assert {rate for step, rate in rates.items() if step > first} == {5e-4}
+    assert {rate for step, rate in rates.items() if step <= first} == {1e-3}, (first, rates)
+    assert {rate for step, rate in rates.items() if step > first} == {5e-4}, (first, rates)
 
     run.post("pause")
     run.until(lambda v: v["state"] == "paused")
