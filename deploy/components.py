@@ -371,7 +371,7 @@ class WorkerPool:
             return Observation(Health.STARTING, f"has not answered for {silent_s:.0f} s", log)
         logger.error("%s has not answered for %.0f s and is killed", name, silent_s)
         del self._answered[name]
-        # For good; `ensure` makes a new one. Killed for Ray to start it again, one whose node had died was seen to stay away.
+        # For good; `ensure` makes a new one. Killed for Ray to start again, one whose node had died was seen to stay away.
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
         return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {since}")
 
