@@ -89,9 +89,9 @@ class Chaos:
                 self._strike_all(faults, minutes)
             self._end(end_s)
         finally:
-            self._run.close()
-            self._report.leftovers = self._run.leftovers(besides={process.pid for process in node.seen})
             node.close()
+            self._run.close()
+            self._report.leftovers = self._run.leftovers()
             disk.keep()
         self._report.wall_s = round(time.monotonic() - started, 1)
         self._report.complaints += self._run.complaints

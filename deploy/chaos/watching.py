@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -121,9 +121,9 @@ class RunUnderChaos:
         except subprocess.TimeoutExpired:
             return None
 
-    def leftovers(self, besides: Collection[int] = ()) -> list[str]:
-        """What the run left outside its folder. besides: processes that others have to end."""
-        left = [f"process {pid}" for pid, started in self.seen.items() if pid not in besides and _lives(pid, started)]
+    def leftovers(self) -> list[str]:
+        """What the run left outside its folder, second nodes included: close them before."""
+        left = [f"process {pid}" for pid, started in self.seen.items() if _lives(pid, started)]
         files = [path.name for path in SHM.iterdir() if path.name not in self._shm_before]
         return left + [f"/dev/shm/{name}" for name in files if f"-{self._run_id}-" in name or _held_by_nobody(name)]
 

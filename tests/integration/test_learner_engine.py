@@ -14,11 +14,12 @@ from torch import Tensor
 
 from tests.conftest import free_port
 from tests.integration.learner_rank import SMOOTH, fixed_batch
+from tests.trainer.engines.comparing import assert_same, nll, weights_of
 from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
 from trainer.engines.base import Hyperparameters
 from trainer.engines.deepspeed import DeepSpeedEngine, merged
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.models.policy import PackedCritic, Sampled, load_critic, load_policy
+from trainer.models.policy import PackedCritic, load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
 
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
@@ -48,20 +49,6 @@ def engine(folder: Path, ranks: Ranks) -> EngineFactory:
         return DeepSpeedEngine(load_policy(folder, args, seed=1), training, strategy, ranks)
 
     return build
-
-
-def nll(_: int, said: Sampled) -> Tensor:
-    return -said.logprobs.sum() / 6
-
-
-def weights_of(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.tensors()}
-
-
-def assert_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 0.0) -> None:
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, two[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.config import StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.passes import everybodys, first_of, passes
+from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
 from trainer.models.adapters import whole_weights
 from trainer.models.packing import PackedInput
@@ -53,11 +53,11 @@ class ClippingAdamW(torch.optim.AdamW):
             super().step(closure)
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(OnRanks):
     """`TrainEngine` for one module whose forward takes a `PackedInput`."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
-        self._ranks = ranks
+        super().__init__(ranks)
         module.to(ranks.device)
         bf16 = next(module.parameters()).dtype == torch.bfloat16
         # bf16 keeps its float32 masters in ZeRO's sharded optimizer, on one process as on many
@@ -68,18 +68,6 @@ class DeepSpeedEngine:
             model=module, optimizer=self._moments, config=merged(config, strategy.strategy_config)
         )[0]
 
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._ranks.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._ranks.device
-
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
@@ -87,11 +75,8 @@ class DeepSpeedEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
         self._engine.train()
-        for each in passes(batch, self._ranks):
-            output = self._engine(each.x)
-            share = first_of(output).sum() * 0.0 if each.index is None else loss(each.index, output)
-            # DeepSpeed averages gradients over ranks
-            self._engine.backward(share * self.world_size, scale_wrt_gas=False)
+        for share in self.shares(self._engine, batch, loss):
+            self._engine.backward(share, scale_wrt_gas=False)
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan)
@@ -100,12 +85,7 @@ class DeepSpeedEngine:
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         """See `TrainEngine.infer`."""
         self._engine.eval()
-        found: dict[int, Tensor] = {}
-        for each in passes(batch, self._ranks):
-            output = first_of(self._engine(each.x))
-            if each.index is not None:
-                found[each.index] = output
-        return everybodys(found, batch, self._ranks)
+        return self.outputs(self._engine, batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.passes import everybodys, first_of, passes
+from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
 from trainer.models.packing import PackedInput
 
@@ -31,11 +31,11 @@ WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""
 
 
-class FSDP2Engine:
+class FSDP2Engine(OnRanks):
     """`TrainEngine` for one module whose forward takes a `PackedInput`; checkpoints may be loaded by any number of ranks."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks) -> None:
-        self._ranks = ranks
+        super().__init__(ranks)
         self._dtype = next(module.parameters()).dtype
         self._max_grad_norm = training.max_grad_norm
         self._module = self._sharded(module.float().to(ranks.device))
@@ -59,18 +59,6 @@ class FSDP2Engine:
         fully_shard(module, **settings)
         return module
 
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._ranks.world_size
-
-    @property
-    def device(self) -> torch.device:
-        return self._ranks.device
-
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
@@ -78,10 +66,8 @@ class FSDP2Engine:
         for group in self._optimizer.param_groups:
             group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
         self._module.train()
-        for each in passes(batch, self._ranks):
-            output = self._module(each.x)
-            share = first_of(output).sum() * 0.0 if each.index is None else loss(each.index, output)
-            (share * self.world_size).backward()  # gradients are averaged over ranks
+        for share in self.shares(self._module, batch, loss):
+            share.backward()
         outcome = self._step()
         self._optimizer.zero_grad()
         return outcome
@@ -100,12 +86,7 @@ class FSDP2Engine:
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         """See `TrainEngine.infer`."""
         self._module.eval()
-        found: dict[int, Tensor] = {}
-        for each in passes(batch, self._ranks):
-            output = first_of(self._module(each.x))
-            if each.index is not None:
-                found[each.index] = output
-        return everybodys(found, batch, self._ranks)
+        return self.outputs(self._module, batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`; one weight is gathered at a time."""

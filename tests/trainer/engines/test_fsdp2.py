@@ -12,13 +12,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tests.integration.learner_rank import SMOOTH, fixed_batch
+from tests.trainer.engines.comparing import assert_same, nll, weights_of
 from tests.trainer.test_loop import learner_config
 from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
 from trainer.engines.base import Hyperparameters
 from trainer.engines.fsdp2 import FSDP2Engine
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.learner_checks import learner_complaints
-from trainer.models.policy import Sampled, load_critic, load_policy
+from trainer.models.policy import load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
 
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
@@ -40,20 +41,6 @@ def ranks() -> Iterator[Ranks]:
 
 def engine(folder: Path, ranks: Ranks, dtype: str = "float32", training: TrainingArgs = SMOOTH) -> FSDP2Engine:
     return FSDP2Engine(load_policy(folder, ModelArgs.model_validate({"dtype": dtype}), seed=1), training, ranks)
-
-
-def nll(_: int, said: Sampled) -> Tensor:
-    return -said.logprobs.sum() / 6
-
-
-def weights_of(one: FSDP2Engine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.tensors()}
-
-
-def assert_same(one: dict[str, Tensor], two: dict[str, Tensor], atol: float = 0.0) -> None:
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, two[name], rtol=0, atol=atol)
 
 
 def test_a_step_is_torch_adamw_on_the_clipped_gradient(folder: Path, ranks: Ranks) -> None:
