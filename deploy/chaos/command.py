@@ -1,12 +1,12 @@
 """`offbeat chaos`: its command line, and the report as people and programs read it."""
 
-import json
-import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from deploy.chaos.options import JsonFile, Overrides, RunFolder, end_runs_first, write_report
 
 if TYPE_CHECKING:
     from deploy.chaos.report import ChaosReport
@@ -20,15 +20,9 @@ def chaos(
     overlap: Annotated[
         float, typer.Option(min=0, max=1, metavar="P", help="Share of the faults after which the next comes at once.")
     ] = 0.0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run's folder.", show_default="a new one in /tmp")
-    ] = None,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report there.", show_default=False)
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the run.", show_default=False)
-    ] = None,
+    out: RunFolder = None,
+    as_json: JsonFile = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train for real on this machine while its processes are killed and stopped at random, then prove that nothing was lost.
 
@@ -36,8 +30,7 @@ def chaos(
     """
     from deploy.chaos.running import run_chaos
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # whatever ends this command, the run's processes end first
+    end_runs_first()
     folder = out or Path(tempfile.mkdtemp(prefix="offbeat-chaos-")) / "run"
     report = run_chaos(
         folder,
@@ -49,8 +42,7 @@ def chaos(
         say=typer.echo,
         overrides=overrides or [],
     )
-    if as_json is not None:
-        as_json.write_text(json.dumps(report.as_tree(), indent=2) + "\n", encoding="utf-8")
+    write_report(as_json, report.as_tree())
     _show(report, folder)
     raise typer.Exit(0 if report.passed else 1)
 

@@ -1,6 +1,5 @@
 """`offbeat soak`: a run at full speed for a long time, and whether any of its processes' memory grows."""
 
-import json
 import signal
 import statistics
 import tempfile
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from deploy.chaos.options import JsonFile, Overrides, RunFolder, end_runs_first, write_report
 
 if TYPE_CHECKING:
     from deploy.chaos.memory import Growth, Series
@@ -45,30 +46,22 @@ class SoakReport:
 
 def soak(
     minutes: Annotated[float, typer.Option(min=1.0, metavar="M", help="After the first step.")] = 60.0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run's folder.", show_default="a new one in /tmp")
-    ] = None,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report there.", show_default=False)
-    ] = None,
+    out: RunFolder = None,
+    as_json: JsonFile = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw memory over time there (PNG).", show_default=False)
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the run.", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train the quickstart at full speed and measure the memory of every process: does any grow?
 
     Exit codes: 0 none grows by more than 2 % an hour with two standard errors to spare, the audit proves the run, nothing is
     left; 1 otherwise.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)  # whatever ends this command, the run's processes end first
+    end_runs_first()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
     report = _run_soak(folder, minutes, overrides or [], picture, typer.echo)
-    if as_json is not None:
-        as_json.write_text(json.dumps(report.as_tree(), indent=2) + "\n", encoding="utf-8")
+    write_report(as_json, report.as_tree())
     _show(report, folder)
     raise typer.Exit(0 if report.passed else 1)
 
