@@ -19,6 +19,7 @@ from deploy.curves import Point, draw_learning_curve
 from deploy.episodes import PlayedEpisode, play_again, write_gif, write_html
 from deploy.history import RunHistory
 from deploy.recorded import recorded_episodes
+from deploy.run_folder import newest_checkpoint
 from services.control.views import CountersView
 
 logger = logging.getLogger(__name__)
@@ -212,9 +213,9 @@ def _shown(value: float | None, form: str = ".3f") -> str:
 
 
 def _places(folder: Path) -> list[tuple[str, Path]]:
-    checkpoints = sorted((folder / "checkpoints").glob("*"), key=lambda path: path.stat().st_mtime)
+    newest = newest_checkpoint(folder)
     places = [
-        ("checkpoint", checkpoints[-1] if checkpoints else folder / "checkpoints"),
+        ("checkpoint", newest[1] if newest else folder / "checkpoints"),
         ("TensorBoard", folder / "tensorboard"),
         ("learning curve", folder / CURVE),
         ("episodes", folder / HTML),
