@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from envs.sandbox import Limits, platform_isolation, run_python
@@ -334,9 +335,10 @@ def test_no_open_file_of_ours_is_inherited(tmp_path: Path):
             assert open_files(lambda code, layers=layers: attack(code, layers)) == ""
 
 
-def running(mark: str) -> list[str]:
-    """Processes with the mark on their command line, zombies aside."""
-    found = [
-        path.read_bytes().decode(errors="replace") for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()
+def running(mark: str) -> list[int]:
+    """Processes with the mark on their command line, zombies aside (theirs is empty)."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if (process.info["cmdline"] or [""])[0].startswith(mark)
     ]
-    return [line for line in found if line.startswith(mark)]
