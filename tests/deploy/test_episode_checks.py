@@ -57,7 +57,6 @@ def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str],
 @pytest.mark.parametrize(
     ("overrides", "path", "says"),
     [
-        ([f"+{TAG}.env_manager_cls=StepEnvManager"], "warm_start.tag", "whole conversations"),
         (
             [
                 f"+{TAG}.env_manager_cls=StepConcatEnvManager",

@@ -114,16 +114,19 @@ def test_a_learner_that_stands_by_takes_over_from_a_dead_one(redis_server: str, 
         assert_same_weights(alone, run, atol=1e-5)
 
 
-def test_a_dead_process_ends_the_learner_and_two_processes_learn_what_one_learns(
+def test_a_process_that_hangs_ends_the_learner_and_two_processes_learn_what_one_learns(
     redis_server: str, tmp_path: Path, alone: Run
 ) -> None:
     with a_run(redis_server, tmp_path, "pair", SMOOTH) as run:
         first = run.attach("--nproc", "2")
         follower = follower_of(first)
         wait_until_sync(lambda: run.published() >= 1, timeout_s=60)
-        follower.kill()
-        assert first.wait(timeout=30) == 1
+        follower.suspend()
+        assert first.wait(timeout=60) == 1
+        log = (run.config.output_dir / "logs" / "learner.log").read_text()
+        assert f"rank 1 (pid {follower.pid}) has given no sign of life for" in log
         assert f"rank 1 (pid {follower.pid}) was killed by SIGKILL" in run.said(first)
+        assert not follower.is_running()
         assert not run.redis.exists(run.keys.lease)
         second = run.attach("--nproc", "2")
         assert second.wait(timeout=240) == 0, run.said(second)

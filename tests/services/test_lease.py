@@ -96,7 +96,7 @@ def test_a_dead_learners_lease_expires(redis: Redis):
     started = time.monotonic()
     with LearnerLease(redis, RUN, "next", 10) as successor:
         assert successor.acquire(wait_s=10) == 2
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
         assert not dead.held()
     dead.release()
 

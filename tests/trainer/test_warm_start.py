@@ -52,7 +52,7 @@ def run(
 def test_a_demonstration_is_tokenised_as_the_template_renders_it(folder: Path, chat: ChatFormat) -> None:
     from transformers import AutoTokenizer
 
-    messages = demonstrator(WARM, ENV)(np.random.default_rng(0))
+    (messages,) = demonstrator(WARM, ENV)(np.random.default_rng(0))
     demo = tokenize(chat, messages)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     whole = tokenizer.apply_chat_template(messages, return_dict=False)
@@ -65,7 +65,7 @@ def test_a_demonstration_is_tokenised_as_the_template_renders_it(folder: Path, c
 def test_the_loss_covers_everything_behind_the_first_prompt(chat: ChatFormat) -> None:
     play = demonstrator(WARM, ENV)
     rng = np.random.default_rng(0)
-    demos = [tokenize(chat, play(rng)) for _ in range(3)]
+    demos = [tokenize(chat, messages) for _ in range(3) for messages in play(rng)]
     x = pack_demonstrations(demos)
     start = 0
     expected: list[int] = []
@@ -79,10 +79,38 @@ def test_a_demonstration_keeps_to_the_tags_turns_and_words() -> None:
     env = ENV.model_copy(
         update={"max_steps": 2, "agent_system_template": "Avoid O", "agent_template": "G {observation}"}
     )
-    messages = demonstrator(WARM, env)(np.random.default_rng(0))
+    (messages,) = demonstrator(WARM, env)(np.random.default_rng(0))
     assert messages[0] == {"role": "system", "content": "Avoid O"}
     assert messages[1]["content"].startswith("G ")
     assert sum(message["role"] == "assistant" for message in messages) <= 2
+
+
+def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None:
+    (whole,) = demonstrator(WARM, ENV)(np.random.default_rng(0))
+    seen, said = [m["content"] for m in whole[1::2]], [m["content"] for m in whole[2::2]]
+    stepwise = ENV.model_copy(
+        update={
+            "env_manager_cls": "StepEnvManager",
+            "history_length": 1,
+            "agent_template": "{history}|{step}|{actions_left}|{observation}",
+        }
+    )
+    steps = demonstrator(WARM, stepwise)(np.random.default_rng(0))
+    assert len(steps) == len(seen) > 1
+    for i, (head, user, answer) in enumerate(steps):
+        told = f"{seen[i - 1]}\n{said[i - 1]}" if i else ""
+        assert head == whole[0]
+        assert user == {"role": "user", "content": f"{told}|{i + 1}|{4 - i}|{seen[i]}"}
+        assert answer == {"role": "assistant", "content": said[i]}
+
+
+def test_a_tag_that_shows_all_that_was_said_as_one_observation_is_shown_it_so() -> None:
+    (whole,) = demonstrator(WARM, ENV)(np.random.default_rng(0))
+    concat = ENV.model_copy(update={"env_manager_cls": "StepConcatEnvManager"})
+    steps = demonstrator(WARM, concat)(np.random.default_rng(0))
+    assert [messages[1]["content"] for messages in steps] == [
+        "\n".join(m["content"] for m in whole[1 : 2 + 2 * i]) for i in range(len(steps))
+    ]
 
 
 def test_the_policy_learns_the_demonstrations(folder: Path, chat: ChatFormat) -> None:

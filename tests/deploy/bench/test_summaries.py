@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -77,10 +78,11 @@ async def test_tokens_of_requests_that_run_at_the_same_time_all_count() -> None:
         return 3
 
     requests = Prompts(vocab_size=10, tokens=3, seed=0).take(20)
+    began = time.perf_counter()
     load = await under_load(call, requests, concurrency=5)
-    wall_s = load.p50_s * 4  # four requests after one another by each of the five
+    wall_s = time.perf_counter() - began
     assert most == 5
-    assert load.tokens_per_s == pytest.approx(60 / wall_s, rel=0.5)
+    assert 60 / wall_s <= load.tokens_per_s <= 60 / (4 * 0.01)  # four requests after one another by each of the five
 
 
 def test_the_service_is_compared_with_the_bare_engine_where_both_are_at_their_best() -> None:

@@ -33,7 +33,7 @@ async def test_clients_give_up_a_redis_that_hangs_or_is_gone_when_their_patience
             release_all_workers(client, RUN)
         with pytest.raises(RetryableError):
             await worker.claim("w", 1)
-        assert 0.9 < time.monotonic() - started < 5
+        assert 0.9 < time.monotonic() - started < 15
         if signal_number is signal.SIGSTOP:
             os.kill(server.pid, signal.SIGCONT)
         else:

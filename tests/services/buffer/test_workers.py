@@ -5,38 +5,28 @@ from redis.asyncio import Redis as AsyncRedis
 from services.buffer.scripts import BufferKeys
 from services.buffer.watch import release_all_workers
 from tests.services.buffer.buffer_play import RUN, Run, limits
-from tests.waiting import wait_until
 
 
 async def test_episodes_of_a_worker_that_is_silent_too_long_go_to_others(redis: Redis, async_redis: AsyncRedis):
-    run = Run.begin(redis, async_redis, limits(worker_timeout_s=0.1, max_groups_in_flight=1))
+    run = Run.begin(redis, async_redis, limits(max_groups_in_flight=1))
     await run.buffer.claim("dead", 1)
     other = run.other_worker()
     (rest,) = await other.claim("alive", 10)
-    taken = []
-
-    async def taken_over() -> bool:
-        taken.extend(await other.claim("alive", 10))
-        return bool(taken)
-
-    await wait_until(taken_over)
+    run.silence("dead")
+    taken = await other.claim("alive", 10)
     assert [(t.number, t.index, t.attempt) for t in taken] == [(0, 1 - rest.index, 1)]
     assert [w.worker_id for w in run.learner.snapshot().workers] == ["alive"]
 
 
 async def test_a_worker_that_beats_keeps_its_episodes(redis: Redis, async_redis: AsyncRedis):
-    run = Run.begin(redis, async_redis, limits(worker_timeout_s=0.2))
+    run = Run.begin(redis, async_redis)
     tasks = await run.buffer.claim("w", 4)
-    other, beats = run.other_worker(), 0
-
-    async def long_enough() -> bool:
-        nonlocal beats
-        beats += 1
-        await other.heartbeat("other")
+    other = run.other_worker()
+    await other.heartbeat("other")
+    for _ in range(3):
+        run.silence("w")
         assert (await run.buffer.heartbeat("w")).cancelled == ()
-        return beats > 40
-
-    await wait_until(long_enough)
+        await other.heartbeat("other")
     assert run.learner.snapshot().workers[0].episodes + run.learner.snapshot().workers[1].episodes == len(tasks)
 
 

@@ -156,7 +156,7 @@ async def test_one_bad_env_harms_no_other_episode(bench):
 @pytest.mark.parametrize("execution", ["thread", "process"])
 async def test_a_hung_env_is_retried_with_the_same_seed(bench, tmp_path: Path, execution: str):
     config = {"how": "hang", "marker": str(tmp_path / "hung")}
-    env = custom("BadEnv", execution, env_config=config, step_timeout_s=1.5)
+    env = custom("BadEnv", execution, env_config=config, step_timeout_s=3.0)
     async with bench(train_episode(0), custom_envs={"Bad": env}) as b:
         b.buffer.retries = True
         await wait_until(lambda: bool(b.buffer.submitted), timeout_s=30)
@@ -175,7 +175,7 @@ async def test_a_crashed_env_process_fails_its_episode_alone(bench, tmp_path: Pa
 
 
 async def test_an_episode_that_takes_too_long_as_a_whole_is_failed_and_its_turn_aborted(bench, tokenizer: Tokenizer):
-    env = custom("CountingEnv", episode_timeout_s=0.2)
+    env = custom("CountingEnv", episode_timeout_s=2.0)
     slow = FakeGeneration(walker(tokenizer), delay_s=lambda _: 60.0)
     async with bench(train_episode(0), generation=slow, custom_envs={"Slow": env}) as b:
         await b.until_done(1)

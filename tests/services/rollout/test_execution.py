@@ -183,7 +183,7 @@ async def test_of_what_an_env_prints_without_end_a_megabyte_is_passed_on(
         assert failed.value.reason == "step_timeout"
     printed = len(capfd.readouterr().err)
     assert MOST_PRINTED / 2 < printed <= MOST_PRINTED
-    assert turns > 20
+    assert turns > 5
 
 
 @pytest.mark.parametrize("during", ["step", "idle"])
@@ -226,7 +226,7 @@ async def test_env_processes_die_with_their_worker():
 
 async def test_a_thread_that_hangs_is_replaced_and_counted_until_it_returns(tmp_path: Path):
     gate, closed, threads = tmp_path / "gate", tmp_path / "gate.closed", DaemonThreads(1)
-    runner = ThreadEnv(spec("WaitingEnv", wait_s=0.0, gate=str(gate), timeout_s=0.05), threads)
+    runner = ThreadEnv(spec("WaitingEnv", wait_s=0.0, gate=str(gate), timeout_s=2.0), threads)
     await runner.start()
     await runner.reset(0)
     with pytest.raises(EpisodeError):
@@ -264,14 +264,14 @@ async def test_a_cancelled_call_keeps_its_thread_until_it_returns_and_then_close
 
 async def test_calls_in_threads_run_side_by_side_up_to_their_number():
     threads, running_now, most = DaemonThreads(3), 0, 0
-    lock = threading.Lock()
+    lock, together = threading.Lock(), threading.Barrier(3)
 
     def call() -> None:
         nonlocal running_now, most
         with lock:
             running_now += 1
             most = max(most, running_now)
-        time.sleep(0.02)
+        together.wait(10)
         with lock:
             running_now -= 1
 
@@ -282,7 +282,7 @@ async def test_calls_in_threads_run_side_by_side_up_to_their_number():
 
 async def test_the_time_limit_counts_from_when_a_thread_is_free():
     threads = DaemonThreads(1)
-    await asyncio.gather(*(threads.run(lambda: time.sleep(0.05), 1.0) for _ in range(25)))
+    await asyncio.gather(*(threads.run(lambda: time.sleep(1.0), 2.5) for _ in range(3)))
     with pytest.raises(HungError):
         await threads.run(lambda: time.sleep(0.5), 0.05)
     await wait_until(lambda: threads.num_hung == 0)
