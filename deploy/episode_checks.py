@@ -1,4 +1,4 @@
-"""Episodes that can't be told to the policy or trained on (pictures, step-wise demonstrations), refused before a start."""
+"""Episodes that can't be told to the policy or trained on (pictures, an agent played step-wise), refused before a start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +11,8 @@ from services.vision import FAMILIES, model_family
 def episode_problems(config: RunConfig) -> Iterator[Problem]:
     """Every impossible combination with pictures and with step-wise episodes."""
     for tag, env in config.custom_envs.items():
-        if env.env_manager_cls == "TrajEnvManager":
-            continue
-        if env.agent_runner:
+        if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
             yield Problem(f"custom_envs.{tag}.env_manager_cls", "an agent keeps its own history: leave it out")
-        if config.warm_start is not None and config.warm_start.tag == tag:
-            yield Problem(
-                "warm_start.tag",
-                f"demonstrations are whole conversations, and {tag} is played by {env.env_manager_cls}",
-            )
     yield from _vision_problems(config)
 
 

@@ -1,12 +1,12 @@
 """A short supervised fine-tune on weak play, so that reinforcement learning starts from a policy that answers sensibly.
 
 Invariants: demonstrations are token sequences exactly as a rollout would have recorded them; the loss covers answers and
-later observations, never the first prompt; the same seed makes the same weights.
+later observations of a conversation, never its first prompt; the same seed makes the same weights.
 """
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from envs import registry
+from envs.prompting import fill_template
 from services.rollout.chat import ChatFormat
 from services.rollout.config import CustomEnv
+from services.rollout.past import Past
 from trainer.config import WarmStartConfig
 from trainer.engines.base import Hyperparameters, TrainEngine
 from trainer.engines.schedule import plateau_rate
@@ -27,7 +29,8 @@ from trainer.models.policy import Sampled
 logger = logging.getLogger(__name__)
 
 Message = dict[str, str]
-Demonstrate = Callable[[np.random.Generator], list[Message]]
+Demonstrate = Callable[[np.random.Generator], list[list[Message]]]
+"""One episode's conversations: one, or one for each turn where a prompt stands for itself."""
 Progress = Callable[[int, int], None]
 """(steps done, steps in all)."""
 
@@ -49,12 +52,8 @@ def tokenize(chat: ChatFormat, messages: list[Message]) -> Demonstration:
     Raises:
         ValueError: the roles come in another order.
     """
-    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    turns = messages[1:] if messages[0]["role"] == "system" else messages
-    roles = [message["role"] for message in turns]
-    if len(turns) < 2 or roles != [("user", "assistant")[i % 2] for i in range(len(turns))]:
-        raise ValueError(f"a demonstration takes user and assistant in turn, got {', '.join(roles)}")
-    prompt = chat.first_prompt(system, turns[0]["content"])
+    head, turns = _taken_apart(messages)
+    prompt = chat.first_prompt(head[0]["content"] if head else "", turns[0]["content"])
     rest: list[int] = []
     for message in turns[1:]:
         if message["role"] == "assistant":
@@ -67,6 +66,8 @@ def tokenize(chat: ChatFormat, messages: list[Message]) -> Demonstration:
 def demonstrator(config: WarmStartConfig, env: CustomEnv) -> Demonstrate:
     """Bind `config.demos` to an env of the demonstrated tag; templates and turn limit are passed on if it takes them.
 
+    Of a tag that is played step-wise each turn becomes a conversation of its own, told as a rollout tells it.
+
     Raises:
         ValueError: there is no such function, or no such env.
     """
@@ -75,14 +76,20 @@ def demonstrator(config: WarmStartConfig, env: CustomEnv) -> Demonstrate:
     if not callable(play):
         raise ValueError(f"warm_start.demos: {module} has no function {name!r}")
     player = registry.make(env.env_type, env.env_config)
+    whole = env.env_manager_cls == "TrajEnvManager"
     offered = {
         "max_turns": env.max_steps,
         "system_prompt": env.agent_system_template,
-        "agent_template": env.agent_template,
+        "agent_template": env.agent_template if whole else "{observation}",
     }
     taken = inspect.signature(play).parameters
     settings: dict[str, Any] = {key: value for key, value in offered.items() if key in taken}
-    return lambda rng: cast(list[Message], play(player, rng, **settings))
+
+    def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
+        messages = cast(list[Message], play(player, rng, **settings))
+        return [messages] if whole else list(_step_by_step(messages, env))
+
+    return demonstrate
 
 
 def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
@@ -116,7 +123,8 @@ def warm_start(
     for step in range(config.steps):
         if stopped():
             return None
-        demos = [_cut(tokenize(chat, demonstrate(rng)), max_tokens) for _ in range(config.episodes_per_step)]
+        told = [each for _ in range(config.episodes_per_step) for each in demonstrate(rng)]
+        demos = [_cut(tokenize(chat, messages), max_tokens) for messages in told]
         shares = [demos[i :: engine.world_size] for i in range(min(engine.world_size, len(demos)))]
         loss = _step(engine, [pack_demonstrations(share) for share in shares], _hyperparameters(config, step))
         if step % 10 == 9 or step + 1 == config.steps:
@@ -124,6 +132,31 @@ def warm_start(
     engine.reset_optimizer()
     logger.info("warm start: %d steps, last loss %.3f nats per token", config.steps, loss)
     return loss
+
+
+def _taken_apart(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """The system message, if any, and the turns. Raises ValueError where user and assistant do not take turns."""
+    count = int(messages[0]["role"] == "system")
+    roles = [message["role"] for message in messages[count:]]
+    if len(roles) < 2 or roles != [("user", "assistant")[i % 2] for i in range(len(roles))]:
+        raise ValueError(f"a demonstration takes user and assistant in turn, got {', '.join(roles)}")
+    return messages[:count], messages[count:]
+
+
+def _step_by_step(messages: list[Message], env: CustomEnv) -> Iterator[list[Message]]:
+    """An episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
+    head, turns = _taken_apart(messages)
+    past = Past(env)
+    for seen, answer in zip(turns[::2], turns[1::2], strict=False):
+        words = fill_template(
+            env.agent_template,
+            observation=past.shown(seen["content"]),
+            step=len(past) + 1,
+            actions_left=env.max_steps - len(past),
+            history=past.window(),
+        )
+        yield [*head, {"role": "user", "content": words}, answer]
+        past.add(seen["content"], answer["content"])
 
 
 def _cut(demo: Demonstration, max_tokens: int) -> Demonstration:
