@@ -159,6 +159,9 @@ class ActorTrainConfig(Config):
     device: Literal["cpu", "cuda"] = "cpu"
     num_processes: int = Field(default=1, ge=1)
     """Data-parallel learner processes."""
+    backend_timeout: float = Field(default=30.0, gt=0)
+    """Minutes for which a process may keep the others waiting in a call that all make (a sum of gradients, gathered weights);
+    then all end, and the learner is replaced. One that is stopped or dead is missed much earlier."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads of each process on a CPU."""
 

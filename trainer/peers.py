@@ -26,6 +26,7 @@ from trainer.algorithms.aggregation import Silent
 from trainer.engines.processes import Ranks, broadcast
 from trainer.group_codec import pack_group, unpack_group
 from trainer.policy_trainer import Trainer
+from trainer.pulse import PULSE, Pulse
 from trainer.step import Gauges
 from trainer.warm_start import Progress
 
@@ -42,6 +43,8 @@ DISMISSED_S = 30.0
 """What a follower may take to end when it was told to."""
 STUCK_S = 15.0
 """What the main thread gets to end by itself after a rank has died."""
+LOOK_S = 1.0
+"""How long a rank's end may go unnoticed."""
 
 
 class LeadingTrainer:
@@ -125,8 +128,10 @@ class RankDiedError(MeshError):
 class Peers:
     """Ranks 1 to N - 1 of this host, started by rank 0; they end when rank 0 does, however it ends."""
 
-    def __init__(self, running: Sequence["subprocess.Popen[bytes]"] = ()) -> None:
+    def __init__(self, running: Sequence["subprocess.Popen[bytes]"] = (), pulses: Sequence[Pulse] = ()) -> None:
+        """pulses: of the same ranks."""
         self._running = running
+        self._pulses = pulses
         self._ending = False
 
     def check(self) -> None:
@@ -139,6 +144,16 @@ class Peers:
                     f"rank {rank} (pid {process.pid}) {how}: all {len(self._running) + 1} processes end with it. "
                     f"Its log is logs/learner-{rank}.log"
                 )
+
+    def kill_hung(self) -> None:
+        """End those that are stopped or don't run any more; their death then ends all."""
+        for rank, (process, pulse) in enumerate(zip(self._running, self._pulses, strict=True), start=1):
+            silent_s = pulse.silence_s()
+            if silent_s and process.poll() is None:
+                logger.error(
+                    "rank %d (pid %d) has given no sign of life for %.0f s: killed", rank, process.pid, silent_s
+                )
+                process.kill()
 
     def blame(self) -> None:
         """After a failed collective call: raise `RankDiedError` if a rank's death is why."""
@@ -162,8 +177,11 @@ class Peers:
 
 
 @contextmanager
-def peers(num_processes: int, command: Sequence[str]) -> Iterator[Peers]:
-    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so."""
+def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterator[Peers]:
+    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so.
+
+    silent_s: one that gives no sign of life for so long is killed.
+    """
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
         yield Peers()
         return
@@ -173,7 +191,8 @@ def peers(num_processes: int, command: Sequence[str]) -> Iterator[Peers]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
     os.environ.update(address, RANK="0", LOCAL_RANK="0")
     # Sessions of their own: Ctrl-C in the terminal is for rank 0, which lets the running step end
-    started = Peers([_follower(command, rank) for rank in range(1, num_processes)])
+    pulses = [Pulse(silent_s) for _ in range(1, num_processes)]
+    started = Peers([_follower(command, rank, pulse) for rank, pulse in enumerate(pulses, start=1)], pulses)
     threading.Thread(target=_end_with_the_dead, args=(started,), name="peers", daemon=True).start()
     try:
         yield started
@@ -182,16 +201,20 @@ def peers(num_processes: int, command: Sequence[str]) -> Iterator[Peers]:
         started.kill()
 
 
-def _follower(command: Sequence[str], rank: int) -> "subprocess.Popen[bytes]":
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LEADER: str(os.getpid())}
-    return subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True)
+def _follower(command: Sequence[str], rank: int, pulse: Pulse) -> "subprocess.Popen[bytes]":
+    end = pulse.write_end
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LEADER: str(os.getpid()), PULSE: str(end)}
+    process = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True, pass_fds=(end,))
+    pulse.handed_over()
+    return process
 
 
 def _end_with_the_dead(started: Peers) -> None:
     """End this process if a rank has died and the main thread, in a collective call that never returns, can't see it."""
     while True:
-        time.sleep(1.0)
+        time.sleep(LOOK_S)
         try:
+            started.kill_hung()
             started.check()
         except RankDiedError as error:
             logger.error("%s", error)

@@ -33,6 +33,7 @@ from trainer.leasing import wait_for_lease
 from trainer.loop import Learner, Parts
 from trainer.peers import LeadingTrainer, Peers, die_with_leader, follow, peers
 from trainer.policy_trainer import PolicyTrainer, Trainer
+from trainer.pulse import give_signs
 from trainer.recording import BatchStore, RecordingTrainer
 from trainer.replay import Replay
 from trainer.reporting import RedisBoard, Reporter
@@ -45,6 +46,8 @@ from trainer.view import LearnerView, SilentView
 logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"
+SILENT_TIMEOUTS = 4
+"""`buffer.learner_timeout_s` for which a rank beside rank 0 may give no sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class LearnerProcess:
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._peers = Peers()
+        self._silent_s = SILENT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._laps = _Laps(started)
 
     def run(self) -> Ended:
@@ -101,10 +105,14 @@ class LearnerProcess:
         torch.manual_seed(self._run.config.seed)
         if int(os.environ.get("RANK", "0")) > 0:
             die_with_leader()
-            with process_group(ranks := ranks_of_environment(config.device)):
+            give_signs(self._silent_s)
+            with process_group(ranks := ranks_of_environment(config.device), config.backend_timeout):
                 follow(PolicyTrainer(self._run, ranks), ranks)
             return Ended()
-        with stopping_on_signals(self._interrupt), peers(self._num_processes, self._follower) as self._peers:
+        with (
+            stopping_on_signals(self._interrupt),
+            peers(self._num_processes, self._follower, self._silent_s) as self._peers,
+        ):
             try:
                 return self._lead(ranks_of_environment(config.device))
             except (RuntimeError, ControlError):
@@ -121,7 +129,7 @@ class LearnerProcess:
         owner = owner_of(os.getpid())
         lease = LearnerLease(self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set)
         self._view.phase("loading the policy")
-        with process_group(ranks):
+        with process_group(ranks, self._run.config.actor_train.backend_timeout):
             with _unusable("the policy can't be built"):
                 trainer = PolicyTrainer(self._run, ranks)
             self._laps.lap("engine")

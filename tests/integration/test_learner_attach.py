@@ -51,7 +51,7 @@ def follower_of(learner: "subprocess.Popen[bytes]") -> psutil.Process:
     def found() -> list[psutil.Process]:
         return [p for p in psutil.Process(learner.pid).children() if "trainer.cli" in p.cmdline()]
 
-    wait_until_sync(lambda: len(found()) == 1, timeout_s=60)
+    wait_until_sync(lambda: len(found()) == 1, timeout_s=240)
     return found()[0]
 
 
@@ -75,7 +75,7 @@ def test_a_detached_run_collects_up_to_the_bound_and_goes_on_where_it_was(
 ) -> None:
     with a_run(redis_server, tmp_path, "detached", (*SMOOTH, "save_steps=100")) as run:
         first = run.attach()
-        wait_until_sync(lambda: run.published() >= 2, timeout_s=60)
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
         first.send_signal(signal.SIGINT)
         assert first.wait(timeout=30) == 0
         said = run.said(first)
@@ -100,9 +100,9 @@ def test_a_learner_that_stands_by_takes_over_from_a_dead_one(redis_server: str, 
         asyncio.run(set_paused(run, True))  # or the first may have finished before the second looks
         first = run.attach("--nproc", "2")
         follower = follower_of(first)
-        wait_until_sync(lambda: run.published() >= 0, timeout_s=60)
+        wait_until_sync(lambda: run.published() >= 0, timeout_s=240)
         second = run.attach()
-        wait_until_sync(lambda: f":{first.pid}, since " in run.said(second), timeout_s=60)
+        wait_until_sync(lambda: f":{first.pid}, since " in run.said(second), timeout_s=240)
         first.kill()
         first.wait()
         psutil.wait_procs([follower], timeout=5)
@@ -120,9 +120,9 @@ def test_a_process_that_hangs_ends_the_learner_and_two_processes_learn_what_one_
     with a_run(redis_server, tmp_path, "pair", SMOOTH) as run:
         first = run.attach("--nproc", "2")
         follower = follower_of(first)
-        wait_until_sync(lambda: run.published() >= 1, timeout_s=60)
+        wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
         follower.suspend()
-        assert first.wait(timeout=60) == 1
+        assert first.wait(timeout=120) == 1
         log = (run.config.output_dir / "logs" / "learner.log").read_text()
         assert f"rank 1 (pid {follower.pid}) has given no sign of life for" in log
         assert f"rank 1 (pid {follower.pid}) was killed by SIGKILL" in run.said(first)

@@ -73,7 +73,7 @@ def test_a_killed_learners_successor_ends_with_the_same_weights(
 ) -> None:
     with a_run(redis_server, tmp_path, f"killed{version}") as run:
         victim = run.start()
-        wait_until_sync(lambda: run.published() >= version, timeout_s=60)
+        wait_until_sync(lambda: run.published() >= version, timeout_s=240)
         victim.kill()
         victim.wait()
         assert run.start().wait(timeout=240) == 0
@@ -88,9 +88,9 @@ def test_sigterm_leaves_a_checkpoint_and_a_later_learner_goes_on(
 ) -> None:
     with a_run(redis_server, tmp_path, "stopped", ["save_steps=100"]) as run:
         first = run.start()
-        wait_until_sync(lambda: run.published() >= 2, timeout_s=60)
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(timeout=20) == 0
+        assert first.wait(timeout=120) == 0
         assert not run.redis.exists(run.keys.lease)
         state = json.loads(
             next((run.config.output_dir / "checkpoints").glob("step-00000[2-6]/learner.json")).read_text()
@@ -105,21 +105,21 @@ def test_sigterm_leaves_a_checkpoint_and_a_later_learner_goes_on(
 def test_sigterm_during_the_warm_start_ends_it(redis_server: str, tmp_path: Path) -> None:
     with a_run(redis_server, tmp_path, "early", ["warm_start.steps=100000"]) as run:
         learner = run.start()
-        wait_until_sync(lambda: run.phase().startswith("warming up 1"), timeout_s=60)
+        wait_until_sync(lambda: run.phase().startswith("warming up 1"), timeout_s=240)
         learner.send_signal(signal.SIGTERM)
-        assert learner.wait(timeout=20) == 0
+        assert learner.wait(timeout=120) == 0
         assert run.published() == -1
 
 
 def test_a_learner_that_lost_its_lease_stops_with_its_own_code(redis_server: str, tmp_path: Path) -> None:
     with a_run(redis_server, tmp_path, "fenced", ["max_steps=100000"]) as run:
         learner = run.start()
-        wait_until_sync(lambda: run.published() >= 1, timeout_s=60)
+        wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
         learner.send_signal(signal.SIGSTOP)
         with LearnerLease(run.redis, run.config.exp_name, "successor", 30.0) as lease:
             lease.acquire(wait_s=10.0)
             learner.send_signal(signal.SIGCONT)
-            assert learner.wait(timeout=30) == 3
+            assert learner.wait(timeout=120) == 3
         assert "offbeat learner: run fenced: " in run.complaint()
 
 

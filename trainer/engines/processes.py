@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(days=7)
-"""Ranks wait for each other as long as rank 0 waits for trajectories; one that dies breaks the connection."""
+"""Ranks wait for rank 0's word as long as that one waits for trajectories; one that dies breaks the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,23 @@ def ranks_of_environment(device: str) -> Ranks:
 _ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
+class _Word:
+    """The group in which rank 0 tells the others what comes; they may wait long for it, and for nothing else."""
+
+    group: dist.ProcessGroup | None = None
+
+
 def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
     """Rank 0's message, on every rank."""
     if ranks.world_size == 1:
         return message
-    length = torch.tensor([len(message)], device=ranks.device)
-    dist.broadcast(length, src=0)
-    body = torch.zeros(int(length), dtype=torch.uint8, device=ranks.device)
+    length = torch.tensor([len(message)])
+    dist.broadcast(length, src=0, group=_Word.group)
+    body = torch.zeros(int(length), dtype=torch.uint8)
     if ranks.rank == 0:
         body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    dist.broadcast(body, src=0)
-    return body.cpu().numpy().tobytes()
+    dist.broadcast(body, src=0, group=_Word.group)
+    return body.numpy().tobytes()
 
 
 def gather(ranks: Ranks, message: bytes) -> list[bytes]:
@@ -65,8 +71,11 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 
 @contextmanager
-def process_group(ranks: Ranks) -> Iterator[None]:
-    """Join the peers for the time of the context; what this process starts afterwards finds the environment as it was."""
+def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[None]:
+    """Join the peers for the time of the context; what this process starts afterwards finds the environment as it was.
+
+    timeout_min: see `ActorTrainConfig.backend_timeout`.
+    """
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
     backend = "nccl" if ranks.device.type == "cuda" else "gloo"
@@ -75,7 +84,9 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     else:
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=PATIENCE)
+        patience = timedelta(minutes=timeout_min)
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=patience)
+        _Word.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
     try:
         yield
     finally:
@@ -89,6 +100,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 
 def _leave() -> None:
     """DeepSpeed, where it was used, keeps groups of its own, and must let go of them itself."""
+    _Word.group = None
     used = cast(Any, sys.modules.get("deepspeed"))
     if used is not None and used.comm.is_initialized():
         used.comm.destroy_process_group()
