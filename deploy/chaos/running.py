@@ -66,7 +66,7 @@ class Chaos:
         disk: SmallDisk,
         orders: Path,
     ) -> ChaosReport:
-        """Wait for the first step, do faults for up to `minutes`, wait up to `end_s` for the end, audit."""
+        """Wait for the first step, do faults for up to `minutes`, wait for the end, up to `end_s` without a step, audit."""
         started = time.monotonic()
         self._node = node
         self._hand = Hand(
@@ -99,13 +99,15 @@ class Chaos:
         return self._report
 
     def _end(self, end_s: float) -> None:
-        """Let the run go on until it ends, on its own."""
-        deadline = time.monotonic() + end_s
-        while self._run.running and time.monotonic() < deadline:
+        """Let the run go on until it ends, on its own, as long as it makes steps."""
+        step, since = self._run.step(), time.monotonic()
+        while self._run.running and time.monotonic() < since + end_s:
             self._pause(POLL_S)
+            if (now := self._run.step()) is not None and now != step:
+                step, since = now, time.monotonic()
         code = self._report.exit_code = self._run.process.poll()
         if code is None:
-            self._complain(f"the run did not end within {end_s:.0f} s of the last fault")
+            self._complain(f"the run neither ended nor made a step for {end_s:.0f} s after the last fault")
         elif code:
             self._complain(f"exit code {code}, see {self._run.log}")
 

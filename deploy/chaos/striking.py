@@ -63,7 +63,7 @@ class Hand:
         found = processes_of([psutil.Process()], fault.what)
         if fault.during or (fault.act is Act.HANG and fault.what == LEARNER):  # of learners, the one that trains
             leader = self._run.leader()
-            return [process for process in found if process.pid == leader]
+            return [process for process in found if leader in (process.pid, process.ppid())]
         return found
 
     def strike(self, fault: Fault) -> float:

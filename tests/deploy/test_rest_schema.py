@@ -2,6 +2,7 @@
 another shape. `OFFBEAT_SCHEMA_CASES` sets how many calls each route gets."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,14 @@ def http(redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
         client.portal.call(redis.aclose)  # type: ignore[union-attr]
 
 
-def test_the_api_answers_as_its_document_says(http: TestClient):
+def test_the_api_answers_as_its_document_says(http: TestClient, capsys: pytest.CaptureFixture[str]):
     schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
-    operations = [result.ok() for result in schema.get_all_operations()]
+    operations = [result.ok() for result in schema.get_all_operations() if result.ok().path != STREAMS]
+    calls = {f"{operation.method} {operation.path}": _hold(http, operation) for operation in operations}
+    with capsys.disabled():
+        sys.stdout.write(f"{sum(calls.values())} calls: {calls}\n" if "OFFBEAT_SCHEMA_CASES" in os.environ else "")
     assert len(operations) >= 10
-    for operation in operations:
-        if operation.path != STREAMS:
-            _hold(http, operation)
+    assert all(calls.values())
 
 
 @pytest.mark.parametrize("text", ["1", "-.inf", "true", "2026-01-01", "~", "- a", "words"])
@@ -61,7 +63,10 @@ def test_a_document_that_is_no_mapping_is_refused_in_words(http: TestClient, tex
     assert refused.json()["error"]["problems"]
 
 
-def _hold(http: TestClient, operation: Any) -> None:
+def _hold(http: TestClient, operation: Any) -> int:
+    """How many calls it took."""
+    made = 0
+
     @settings(
         max_examples=CASES,
         database=None,
@@ -73,6 +78,8 @@ def _hold(http: TestClient, operation: Any) -> None:
         arguments = {name: value for name, value in arguments.items() if name not in ("cookies", "timeout", "verify")}
         headers = {**dict(arguments.pop("headers", None) or {}), "Authorization": "Bearer secret"}
         body = arguments.pop("data", None)
+        nonlocal made
+        made += 1
         answer = http.request(**arguments, content=body, headers=headers)
         assert answer.status_code < 500, (arguments, answer.text)
         documented = operation.definition.raw["responses"]
@@ -81,3 +88,4 @@ def _hold(http: TestClient, operation: Any) -> None:
             case.validate_response(schemathesis.Response.from_any(answer), checks=CHECKS)
 
     calls()
+    return made
