@@ -1,22 +1,32 @@
 """Every estimator and every loss on FrozenLake, every recipe, and what staleness does to some: short runs of the whole mesh.
 
-    python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--steps 15] [--seeds 1,2]
+    python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--steps 20] [--seeds 1,2]
 
-Each run is the quickstart with other keys, or a file of deploy/configs/recipes as it stands, from a short warm start, on the
-real mesh (`offbeat train`): success on held-out maps before and after, sampled at temperature 1 and greedy. A run whose
-report is in DIR already is not repeated, so a table may be filled over several calls; what failed is in the table, with its
-reason. `DIR/table.md` and `DIR/results.json` are written anew after each run.
+Each run is the quickstart with other keys, and all of one seed begin with the same weights: the quickstart's warm start,
+made once into `DIR/policies`. Success on held-out maps before and after, sampled at temperature 1 and greedy. They share one
+engine (`benchmarks.algorithm_field`); `--recipes` plays the files of deploy/configs/recipes as they stand, each on a whole
+mesh of its own (`offbeat train`). A run whose result is in DIR already is not repeated, so a table may be filled over
+several calls; what failed is in the table, with its reason. `DIR/table-KIND.md` and `DIR/results-KIND.json` are written anew
+after each run; `python -m benchmarks.algorithms_plot DIR PNG` draws them.
 """
 
 # pyright: basic
 import argparse
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.algorithm_field import field, summed_up
+from deploy.bench.peer.processes import make_policy
+from deploy.loading import load_run
 
 CONFIGS = Path(__file__).parents[1] / "deploy" / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -53,6 +63,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 STALE = ("ppo", "decoupled_ppo", "tis", "cispo", "topr")
 STALENESS = (0, 1, 4, 16)
+STALE_STEPS = 32
+"""Twice the largest bound: half of a run is at it."""
+RESULT = "result.json"
 
 
 @dataclass(frozen=True)
@@ -63,21 +76,22 @@ class Run:
     seed: int
     staleness: int | None
     """None: of the recipe `name`, which has its own."""
+    steps: int
 
     @property
     def label(self) -> str:
-        bound = "recipe" if self.staleness is None else f"lag{self.staleness}"
-        return f"{self.name}-s{self.seed}-{bound}"
+        bound = "mesh" if self.staleness is None else f"lag{self.staleness}"
+        return f"{self.name}-s{self.seed}-{bound}-{self.steps}"
 
     @property
     def config(self) -> Path:
         return RECIPES[self.name] if self.staleness is None else QUICKSTART
 
-    def overrides(self, folder: Path, steps: int) -> list[str]:
+    def overrides(self, folder: Path, policy: Path) -> list[str]:
         """Of `config`."""
         return [
-            f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"seed={self.seed}", f"max_steps={steps}",
-            "warm_start.steps=120", "val_batch_size=32", "final_val_batch_size=128", "eval_steps=0", *self._own(),
+            f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"pretrain={policy}", "warm_start=null",
+            f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0", *self._own(),
         ]  # fmt: skip
 
     def _own(self) -> list[str]:
@@ -88,65 +102,90 @@ class Run:
         return [f"max_staleness={self.staleness}", f"train_env_manager.num_env_groups={groups}", *ALGORITHMS[self.name]]
 
 
-def measure(run: Run, folder: Path, steps: int, timeout_s: float) -> dict[str, Any]:
-    """The report of a run, or why there is none."""
+Play = Callable[[Run, Path], dict[str, Any]]
+
+
+def start(folder: Path, seed: int, timeout_s: float) -> Path:
+    """The policy that all runs of a seed begin with."""
+    policy = folder / "policies" / f"seed-{seed}"
+    if not (policy / "model.safetensors").exists():
+        shutil.rmtree(policy, ignore_errors=True)
+        names = [f"seed={seed}", f"exp_name=warm-{seed}", f"output_dir={policy.with_name(f'warm-{seed}')}"]
+        make_policy(load_run(QUICKSTART, names), policy, timeout_s)
+    return policy
+
+
+def on_mesh(run: Run, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
+    """What came of a run of `offbeat train`."""
+    command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
+    folder.mkdir(parents=True, exist_ok=True)
+    load, said = os.getloadavg()[0], folder / "said.log"
+    with said.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(60)
+            raise TimeoutError(f"not over after {timeout_s:g} s") from None
     report = folder / "report.json"
     if not report.is_file():
-        command = [
-            str(Path(sys.executable).with_name("offbeat")),
-            "train",
-            str(run.config),
-            *run.overrides(folder, steps),
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "said.log").open("w") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True)
-            try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait(60)
-                said.write(f"not over after {timeout_s:g} s\n")
-    if not report.is_file():
-        lines = (folder / "said.log").read_text().strip().splitlines()
-        return {
-            "name": run.name,
-            "seed": run.seed,
-            "staleness": run.staleness,
-            "failed": lines[-1] if lines else "silent",
-        }
+        raise RuntimeError((said.read_text().strip().splitlines() or ["silent"])[-1])
     found = json.loads(report.read_text())
-    kept = (
-        "success_before",
-        "success_after",
-        "greedy_before",
-        "greedy_after",
-        "wall_s",
-        "max_staleness_seen",
-        "mismatch_kl",
-    )
-    return {"name": run.name, "seed": run.seed, "staleness": run.staleness, "steps": found["steps"]} | {
-        key: found.get(key) for key in kept
-    }
+    kept = ("steps", "success_before", "success_after", "greedy_before", "greedy_after", "eval_episodes", "wall_s")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["values"] for record in records if record["source"] == "learner" and "reward" in record["values"]]
+    return {key: found[key] for key in kept} | summed_up(steps) | {"load": [load, os.getloadavg()[0]]}
+
+
+def measure(run: Run, out: Path, play: Play) -> dict[str, Any]:
+    """The row of a run: what came of it, or why nothing did."""
+    row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
+    kept = out / run.label / RESULT
+    if kept.is_file():
+        return row | json.loads(kept.read_text())
+    try:
+        found = play(run, out / run.label)
+    except (RuntimeError, ValueError, OSError) as error:
+        return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+    kept.write_text(json.dumps(found) + "\n")
+    return row | found
+
+
+@contextmanager
+def player(out: Path, seed: int, *, meshes: bool, timeout_s: float) -> Iterator[Play]:
+    """How runs of a seed are played."""
+    policy = start(out, seed, timeout_s)
+    if meshes:
+        yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)
+        return
+    with field(QUICKSTART, [f"seed={seed}", f"pretrain={policy}", "warm_start=null"], policy) as ready:
+        yield lambda run, folder: ready.run(run.config, run.overrides(folder, policy), folder, timeout_s)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Markdown; ± is the standard error of a share of so many episodes."""
     lines = [
-        "| Algorithm | seed | bound | lag seen | before | after | greedy after | mismatch KL | wall, s |",
-        "|---|" * 9,
+        "| Algorithm | seed | bound | lag (most) | before | after | greedy after | mismatch KL | ESS | wall, s (load) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines[1] = "|" + "---|" * 9
     for row in rows:
         bound = "its own" if row["staleness"] is None else row["staleness"]
         head = f"| `{row['name']}` | {row['seed']} | {bound} |"
         if "failed" in row:
-            lines.append(f"{head} failed: {row['failed']} | | | | | |")
+            lines.append(f"{head} failed: {row['failed']} | | | | | | |")
             continue
-        numbers = [row["success_before"], row["success_after"], row["greedy_after"], row["mismatch_kl"]]
-        shown = " | ".join("" if n is None else f"{n:.3f}" for n in numbers)
-        lines.append(f"{head} {row['max_staleness_seen']:g} | {shown} | {row['wall_s']:.0f} |")
+        episodes = row["eval_episodes"]
+        shares = " | ".join(share(row[key], episodes) for key in ("success_before", "success_after", "greedy_after"))
+        lag, kl, ess = f"{row['lag']:.1f} ({row['lag_max']:g})", f"{row['mismatch_kl']:.3f}", f"{row['ess']:.2f}"
+        wall = f"{row['wall_s']:.0f} ({min(row['load']):.0f} to {max(row['load']):.0f})"
+        lines.append(f"{head} {lag} | {shares} | {kl} | {ess} | {wall} |")
     return "\n".join(lines) + "\n"
+
+
+def share(successes: float, episodes: int) -> str:
+    """With its standard error."""
+    return f"{successes:.3f} ± {math.sqrt(successes * (1 - successes) / episodes):.3f}"
 
 
 def main() -> None:
@@ -156,23 +195,26 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--staleness", action="store_true", help=f"{', '.join(STALE)} at {STALENESS}")
     which.add_argument("--recipes", action="store_true", help="the files of deploy/configs/recipes")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, help=f"20; with --staleness {STALE_STEPS}")
     parser.add_argument("--seeds", default="1")
-    parser.add_argument("--timeout", type=float, default=280.0, help="seconds of a run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a run")
     args = parser.parse_args()
     seeds = [int(seed) for seed in args.seeds.split(",")]
     names = args.only or (STALE if args.staleness else tuple(RECIPES if args.recipes else ALGORITHMS))
     bounds: tuple[int | None, ...] = STALENESS if args.staleness else (None,) if args.recipes else (1,)
     if unknown := sorted(set(names) - set(RECIPES if args.recipes else ALGORITHMS)):
         parser.error(f"{', '.join(unknown)}: {'no recipe' if args.recipes else 'a recipe: add --recipes'}")
-    runs = [Run(name, seed, bound) for name in names for bound in bounds for seed in seeds]
-    rows: list[dict[str, Any]] = []
-    for number, run in enumerate(runs, start=1):
-        began = time.monotonic()
-        rows.append(measure(run, args.out.resolve() / run.label, args.steps, args.timeout))
-        print(f"{number}/{len(runs)} {run.label}: {rows[-1]} ({time.monotonic() - began:.0f} s)", flush=True)  # noqa: T201
-        (args.out / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
-        (args.out / "table.md").write_text(table(rows))
+    kind = "staleness" if args.staleness else "recipes" if args.recipes else "algorithms"
+    steps = args.steps or (STALE_STEPS if args.staleness else 20)
+    out, rows = args.out.resolve(), []
+    for seed in seeds:
+        runs = [Run(name, seed, bound, steps) for name in names for bound in bounds]
+        with player(out, seed, meshes=args.recipes, timeout_s=args.timeout) as play:
+            for run in runs:
+                rows.append(measure(run, out, play))
+                print(f"{len(rows)}/{len(runs) * len(seeds)} {run.label}: {rows[-1]}", flush=True)  # noqa: T201
+                (out / f"results-{kind}.json").write_text(json.dumps(rows, indent=2) + "\n")
+                (out / f"table-{kind}.md").write_text(table(rows))
 
 
 if __name__ == "__main__":

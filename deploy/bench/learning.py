@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deploy.bench.ground import Ground
 from deploy.config import RunConfig
+from services.buffer.config import Order
 from services.buffer.learner import RedisLearnerBuffer
 from services.schema import Group
 from services.telemetry import MetricRecord, Partial
@@ -81,9 +82,12 @@ class Records:
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self._on_step = on_step
         self.steps: list[MetricRecord] = []
+        self.evaluations: list[MetricRecord] = []
 
     def append(self, record: MetricRecord) -> None:
         """See `MetricsSink`."""
+        if record.source == "eval":
+            self.evaluations.append(record)
         if record.source == "learner" and record.step is not None:
             self.steps.append(record)
             self._on_step(record.step)
@@ -96,14 +100,24 @@ class BenchLearner:
     """One run's learner; `publish_start` first, then `run`."""
 
     def __init__(
-        self, ground: Ground, config: RunConfig, epoch: int, trainer: Any, on_step: Callable[[int], None]
+        self,
+        ground: Ground,
+        config: RunConfig,
+        epoch: int,
+        trainer: Any,
+        on_step: Callable[[int], None],
+        *,
+        evaluates: bool = False,
+        order: Order = "completion",
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """trainer: a `Trainer` with `vocab_size`, begun already."""
-        run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, learner_config(config))
+        """trainer: a `Trainer` with `vocab_size`, begun already; evaluates: before and after, as the run says."""
+        read = learner_config(config, evaluates=evaluates)
+        run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
         self._publisher = RedisWeightPublisher(ground.redis, config.exp_name, config.weights, epoch, config.output_dir)
         self.records = Records(on_step)
-        buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch)
+        buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
         log = RedisEvaluationLog(ground.redis, config.exp_name)
         intake = Intake(
             buffer=buffer,
@@ -124,7 +138,7 @@ class BenchLearner:
             journal=StepJournal(run.output_dir, epoch),
             replay=Replay(run.config.replay, run.config.groups_per_step, run.config.seed),
             staleness=StalenessController(None, buffer, groups_per_step=1, num_env_groups=1),
-            stopped=lambda: False,
+            stopped=stopped,
         )
         self._learner = Learner(run, parts)
 
@@ -141,10 +155,10 @@ class BenchLearner:
         return self.records.steps
 
 
-def learner_config(config: RunConfig) -> LearnerRunConfig:
-    """A run's configuration as the learner reads it, without evaluations: they are not what is measured."""
+def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
+    """A run's configuration as the learner reads it; without evaluations unless they are what is measured."""
     read = LearnerRunConfig.model_validate_json(config.model_dump_json())
-    return read.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
+    return read if evaluates else read.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 
 @contextmanager
