@@ -34,16 +34,18 @@ class AuditError(Exception):
     """There is nothing to audit; the message says why."""
 
 
-def audit_run(run: str, *, console: Console, as_json: bool = False, group: int | None = None) -> int:
+def audit_run(
+    run: str, *, console: Console, as_json: bool = False, group: int | None = None, redis_url: str | None = None
+) -> int:
     """Audit a run by its name or folder; returns the exit code: 0 proven, 1 not.
 
-    group: tell the life of this one too.
+    group: tell the life of this one too. redis_url: see `examine`.
 
     Raises:
         AuditError: there is no such run, or it kept no ledger.
     """
     folder = folder_of(run)
-    found, evidence = examine(folder)
+    found, evidence = examine(folder, redis_url)
     if group is not None and group not in found.groups:
         raise AuditError(f"run {run} has no group {group}: it has {len(found.groups)}, numbered from 0")
     if as_json:
@@ -53,8 +55,12 @@ def audit_run(run: str, *, console: Console, as_json: bool = False, group: int |
     return 0 if found.proven else 1
 
 
-def examine(folder: Path) -> tuple[Audit, Evidence]:
-    """Read and judge what lies in a run's folder. Raises `AuditError`."""
+def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
+    """Read and judge what lies in a run's folder. Raises `AuditError`.
+
+    redis_url: of the Redis that holds the run, where neither its configuration nor `endpoints.json` says so: a run that was
+    sent to a mesh.
+    """
     try:
         config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
     except (ConfigError, OSError) as error:
@@ -62,7 +68,7 @@ def examine(folder: Path) -> tuple[Audit, Evidence]:
     if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():
         raise AuditError(f"{folder} has no ledger/: its learner never came to a step, or an older build wrote it")
     journal, broken = read_journal(folder)
-    events, counters, complaint = _events(folder, config)
+    events, counters, complaint = _events(folder, config, redis_url)
     evidence = Evidence(
         events=events,
         journal=journal,
@@ -87,17 +93,19 @@ def folder_of(run: str) -> Path:
     raise AuditError(f"there is no run in {run} or {RUNS / run}: name its folder")
 
 
-def _events(folder: Path, config: RunConfig) -> tuple[list[LifeEvent], Counters | None, str]:
+def _events(folder: Path, config: RunConfig, redis_url: str | None) -> tuple[list[LifeEvent], Counters | None, str]:
     """The ledger, and what Redis knows beyond it; why that could not be asked, or nothing."""
     events = read_ledger(folder)
     running = run_folder.read_endpoints(folder)
-    url = config.redis.url or (running.redis_url if running else None)
+    url = redis_url or config.redis.url or (running.redis_url if running else None)
     try:
         if url is None and not (folder / "redis").is_dir():
             return events, None, "its Redis is gone: only what lies on the disk was looked at"
         if url is not None:
             with connect(url, patience_s=PATIENCE_S) as redis:
-                return *_with_newest(redis, config.exp_name, events), ""
+                events, counters = _with_newest(redis, config.exp_name, events)
+            unknown = f"its Redis tells no counters of run {config.exp_name}: only the ledger was looked at"
+            return events, counters, unknown if counters is None else ""
         with EmbeddedRedis(folder / "redis", config.redis) as server, connect(server.url) as redis:
             return *_with_newest(redis, config.exp_name, events), ""
     except (MeshError, RedisError, OSError) as error:

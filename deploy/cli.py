@@ -89,6 +89,15 @@ def audit(
     group: Annotated[
         int | None, typer.Option(metavar="N", help="Tell the life of one group.", show_default=False)
     ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="OFFBEAT_REDIS",
+            help="The Redis that holds the run.",
+            show_default="that of RUN's configuration, or folder",
+        ),
+    ] = None,
 ) -> None:
     """Prove that no group of a run was lost and none trained twice, or say which and where.
 
@@ -99,7 +108,8 @@ def audit(
     from deploy.audit_command import AuditError, audit_run
 
     try:
-        code = audit_run(run, console=Console(highlight=False, soft_wrap=True), as_json=as_json, group=group)
+        console = Console(highlight=False, soft_wrap=True)
+        code = audit_run(run, console=console, as_json=as_json, group=group, redis_url=redis)
     except AuditError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None

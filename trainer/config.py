@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from envs.config import Config
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.conditions import SET, ConditionalConfig, OnlyWith
+from trainer.reference_config import ReferenceConfig
 from trainer.replay_config import ReplayConfig
 from trainer.staleness_config import StalenessControllerConfig
 
@@ -122,9 +123,10 @@ class TrainingArgs(Config):
 ELSEWHERE = {
     "megatron_train": "training has no tensor or pipeline parallelism; take fsdp2_train, or deepspeed_train with zero_stage "
     "3, which shard weights, gradients and moments over all processes",
-    "fsdp2_infer": "the reference and teachers lie whole on every process; this is a strategy of training",
-    "deepspeed_infer": "the reference and teachers lie whole on every process; this is a strategy of training",
-    "hf_infer": "the reference and teachers use it already, without being told; here take deepspeed_train",
+    **dict.fromkeys(
+        ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
+        "it only asks a model: it belongs into strategy_args of `reference` or of a `teacher`; to train, take deepspeed_train",
+    ),
 }
 """Strategies of ROLL, and what to take instead."""
 
@@ -146,7 +148,7 @@ class StrategyArgs(ConditionalConfig):
     def _is_built(cls, value: object) -> object:
         """Raises ValueError with what does the same here."""
         if isinstance(value, str) and value in ELSEWHERE:
-            raise ValueError(f"{value} is not built: {ELSEWHERE[value]}")
+            raise ValueError(f"{value} can't train: {ELSEWHERE[value]}")
         return value
 
 
@@ -160,8 +162,8 @@ class ActorTrainConfig(Config):
     num_processes: int = Field(default=1, ge=1)
     """Data-parallel learner processes."""
     backend_timeout: float = Field(default=30.0, gt=0)
-    """Minutes for which a process may keep the others waiting in a call that all make (a sum of gradients, gathered weights);
-    then all end, and the learner is replaced. One that is stopped or dead is missed much earlier."""
+    """Minutes for which a process may keep the others waiting in a call that all make (a sum of gradients, say); then all
+    end, and the learner is replaced. One that is stopped or dead is missed much earlier."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads of each process on a CPU."""
 
@@ -204,3 +206,4 @@ class LearnerConfig(AlgorithmConfig):
     track_with: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
     actor_train: ActorTrainConfig = ActorTrainConfig()
     critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()

@@ -171,6 +171,12 @@ def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):
     assert "group 1: admitted at version 1, submitted, consumed by step 2" in told
 
 
+def test_a_redis_that_does_not_know_the_run_is_said(run_folder: Path, redis_url: str):
+    answer = CliRunner().invoke(app, ["audit", str(run_folder), "--redis", redis_url])
+    assert answer.exit_code == 0, answer.output
+    assert "its Redis tells no counters of run" in answer.output
+
+
 def test_the_command_fails_where_a_checkpoint_was_damaged(run_folder: Path):
     (run_folder / "checkpoints/step-000002/learner.json").write_text("{}")
     answer = CliRunner().invoke(app, ["audit", str(run_folder)])
