@@ -4,7 +4,6 @@ Invariants: what is recorded is what was sent and sampled, token by token; each 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -32,13 +31,15 @@ Sent = tuple[tuple[int, ...], tuple[Picture, ...]]
 """A prompt's tokens, and the pictures among them."""
 
 
+class Record(NamedTuple):
+    """What an episode leaves: its turns, and the token sequences they are in, each up to its last answer."""
+
+    turns: tuple[Turn, ...]
+    segments: tuple[Segment, ...]
+
+
 class Recorded(Protocol):
     """Takes the turns of one episode in their order: asked, heard, rated."""
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """Those that are over."""
-        ...
 
     def ask(self, message: Message) -> Sent:
         """What to send when this is the next message.
@@ -56,8 +57,8 @@ class Recorded(Protocol):
         """What the env said to the last answer."""
         ...
 
-    def segments(self) -> tuple[Segment, ...]:
-        """The token sequences, each up to its last answer."""
+    def record(self) -> Record:
+        """All of it, when the episode is over."""
         ...
 
 
@@ -67,7 +68,7 @@ class OneSequence:
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
         self._system = system
-        self.turns: list[Turn] = []
+        self._turns: list[Turn] = []
         self._tokens: list[int] = []
         self._pictures: list[Picture] = []
         self._logprobs: list[tuple[int, tuple[float, ...]]] = []
@@ -75,10 +76,10 @@ class OneSequence:
 
     def ask(self, message: Message) -> Sent:
         """See `Recorded.ask`. An answer that was cut short is ended first."""
-        if self.turns and self._tokens[-1] != self._chat.end_id:
+        if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
-        ids = self._chat.next_prompt(words) if self.turns else self._chat.first_prompt(self._system, words)
+        ids = self._chat.next_prompt(words) if self._turns else self._chat.first_prompt(self._system, words)
         pictures: tuple[Picture, ...] = ()
         if message.num_pictures:
             ids, pictures = self._chat.sight.place(ids, message.png, message.num_pictures)
@@ -99,16 +100,16 @@ class OneSequence:
                 self._spans[-1] = VersionSpan(last.start, start + span.end, span.version)
             else:
                 self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
-        self.turns.append(Turn(0, start, start + count, 0.0))
+        self._turns.append(Turn(0, start, start + count, 0.0))
 
     def rate(self, reward: float, state_hash: str) -> None:
         """See `Recorded.rate`."""
-        turn = self.turns[-1]
-        self.turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
+        turn = self._turns[-1]
+        self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
 
-    def segments(self) -> tuple[Segment, ...]:
-        """See `Recorded.segments`: one."""
-        length = self.turns[-1].end if self.turns else len(self._tokens)
+    def record(self) -> Record:
+        """See `Recorded.record`: one segment."""
+        length = self._turns[-1].end if self._turns else len(self._tokens)
         mask = np.zeros(length, dtype=np.bool_)
         logprobs = np.zeros(length, dtype=np.float32)
         for start, values in self._logprobs:
@@ -116,7 +117,7 @@ class OneSequence:
             logprobs[start : start + len(values)] = values
         pictures = tuple(picture for picture in self._pictures if picture.start + picture.count <= length)
         tokens = np.array(self._tokens[:length], dtype=np.int32)
-        return (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),)
+        return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),))
 
 
 class StepByStep:
@@ -126,11 +127,6 @@ class StepByStep:
         self._chat = chat
         self._system = system
         self._steps: list[OneSequence] = []
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """See `Recorded.turns`."""
-        return [replace(turn, segment=n) for n, step in enumerate(self._steps) for turn in step.turns]
 
     def ask(self, message: Message) -> Sent:
         """See `Recorded.ask`."""
@@ -145,10 +141,12 @@ class StepByStep:
         """See `Recorded.rate`."""
         self._steps[-1].rate(reward, state_hash)
 
-    def segments(self) -> tuple[Segment, ...]:
-        """See `Recorded.segments`: one for each turn."""
-        answered = [step for step in self._steps if step.turns]
-        return tuple(segment for step in answered or self._steps[:1] for segment in step.segments())
+    def record(self) -> Record:
+        """See `Recorded.record`: a segment for each turn."""
+        steps = [step.record() for step in self._steps]
+        answered = [step for step in steps if step.turns] or steps[:1]
+        turns = [replace(turn, segment=n) for n, step in enumerate(answered) for turn in step.turns]
+        return Record(tuple(turns), tuple(segment for step in answered for segment in step.segments))
 
 
 @dataclass
@@ -166,12 +164,6 @@ class RewrittenHistory:
         self._tree = TokenTree(self.template)
         if self.system:
             self.messages.append(ChatMessage("system", self.system))
-
-    @property
-    def turns(self) -> Sequence[Turn]:
-        """See `Recorded.turns`."""
-        turns = capture(self._tree, self._rewards).turns
-        return [replace(turn, state_hash=state) for turn, state in zip(turns, self._states, strict=True)]
 
     def ask(self, message: Message) -> Sent:
         """See `Recorded.ask`: all before it as the template writes it now."""
@@ -199,9 +191,11 @@ class RewrittenHistory:
         self._rewards.append(Reward(len(self._tree.nodes), reward))
         self._states[-1] = state_hash
 
-    def segments(self) -> tuple[Segment, ...]:
-        """See `Recorded.segments`."""
-        return capture(self._tree, self._rewards).segments
+    def record(self) -> Record:
+        """See `Recorded.record`."""
+        captured = capture(self._tree, self._rewards)
+        states = zip(captured.turns, self._states, strict=True)
+        return Record(tuple(replace(turn, state_hash=state) for turn, state in states), captured.segments)
 
 
 def conversation(chat: ChatFormat, env: CustomEnv, system: str) -> Recorded:

@@ -90,7 +90,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         if ended := _stop_reason(result, step, rules.max_steps):
             stop = ended
             break
-    turns, segments = tuple(told.turns), told.segments()
+    turns, segments = told.record()
     return Trajectory(
         group_id=plan.task.group_id,
         index=plan.task.index,
