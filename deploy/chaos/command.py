@@ -20,6 +20,9 @@ def chaos(
     overlap: Annotated[
         float, typer.Option(min=0, max=1, metavar="P", help="Share of the faults after which the next comes at once.")
     ] = 0.0,
+    patience: Annotated[
+        float, typer.Option(min=1, metavar="S", help="A run that stands still for longer after a fault fails; seconds.")
+    ] = 240.0,
     out: RunFolder = None,
     as_json: JsonFile = None,
     overrides: Overrides = None,
@@ -39,6 +42,7 @@ def chaos(
         seed=seed,
         steps=steps or 6 * kills,
         overlap=overlap,
+        patience_s=patience,
         say=typer.echo,
         overrides=overrides or [],
     )

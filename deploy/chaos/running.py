@@ -18,10 +18,9 @@ from services.buffer.redis_server import server_binary
 
 QUIET_S = (0.5, 3.0)
 """Between a recovery and the next fault."""
-RECOVERY_S = 240.0
 STAGE_S = 20.0
 POLL_S = 0.05
-START_S = 600.0
+START_S = 900.0
 END_S = 360.0
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 SMALL = (
@@ -48,9 +47,13 @@ SMALL = (
 class Chaos:
     """One run and the faults that are done to it."""
 
-    def __init__(self, run: RunUnderChaos, seed: int, overlap: float, say: Callable[[str], None]) -> None:
-        """overlap: share of the faults whose recovery is not waited for before the next one."""
+    def __init__(
+        self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, say: Callable[[str], None]
+    ) -> None:
+        """overlap: share of the faults whose recovery is not waited for before the next one. patience_s: for which a run may
+        stand still, and what was killed may be away."""
         self._overlap = overlap
+        self._patience_s = patience_s
         self._run = run
         self._rng = random.Random(seed)
         self._say = say
@@ -148,19 +151,23 @@ class Chaos:
 
     def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
         if fault.act is Act.DISK:
-            struck.back_s = self._wait(lambda: self._run.trouble() == "", RECOVERY_S, since=hit)
+            struck.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=hit)
         elif fault.act in (Act.KILL, Act.HANG) and fault.comes_back:
-            struck.back_s = self._wait(lambda: bool(pids(self._hand.victims(fault)) - before), RECOVERY_S, since=hit)
+            struck.back_s = self._wait(
+                lambda: bool(pids(self._hand.victims(fault)) - before), self._patience_s, since=hit
+            )
         else:
             return
         if struck.back_s is None and self._run.running:
             what = "no checkpoint was written" if fault.act is Act.DISK else "no process of its kind came back"
-            self._complain(f"{fault.name}: {what} within {RECOVERY_S:.0f} s")
+            self._complain(f"{fault.name}: {what} within {self._patience_s:.0f} s")
 
     def _see_progress(self, struck: Struck, step: int, hit: float) -> None:
-        struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, RECOVERY_S, since=hit)
+        struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, self._patience_s, since=hit)
         if struck.next_step_s is None and self._run.running:
-            self._complain(f"{struck.fault}: the run stands still at step {self._run.step()} since {RECOVERY_S:.0f} s")
+            self._complain(
+                f"{struck.fault}: the run stands still at step {self._run.step()} since {self._patience_s:.0f} s"
+            )
 
     def _wait(
         self, done: Callable[[], bool], timeout_s: float, *, since: float | None = None, poll_s: float = POLL_S
@@ -207,6 +214,7 @@ def run_chaos(
     seed: int,
     steps: int,
     overlap: float,
+    patience_s: float,
     say: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
@@ -223,4 +231,4 @@ def run_chaos(
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
     say(f"the run's log: {run.log}")
     node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
-    return Chaos(run, seed, overlap, say).go(plan(kills, seed), minutes, END_S, node, disk, orders)
+    return Chaos(run, seed, overlap, patience_s, say).go(plan(kills, seed), minutes, END_S, node, disk, orders)

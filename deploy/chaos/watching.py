@@ -123,7 +123,7 @@ class RunUnderChaos:
 
     def leftovers(self) -> list[str]:
         """What the run left outside its folder, second nodes included: close them before."""
-        left = [f"process {pid}" for pid, started in self.seen.items() if _lives(pid, started)]
+        left = [f"process {pid}: {_line(pid)}" for pid, started in self.seen.items() if _lives(pid, started)]
         files = [path.name for path in SHM.iterdir() if path.name not in self._shm_before]
         return left + [f"/dev/shm/{name}" for name in files if f"-{self._run_id}-" in name or _held_by_nobody(name)]
 
@@ -148,6 +148,13 @@ def _lives(pid: int, started: float) -> bool:
         return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _line(pid: int) -> str:
+    """What a process is, by its command line."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(psutil.Process(pid).cmdline())[:200]
+    return "it has ended since"
 
 
 def _held_by_nobody(name: str) -> bool:
