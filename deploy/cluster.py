@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
-from ray import serve
 from redis.asyncio import Redis as AsyncRedis
 
 from deploy.config import RunConfig
@@ -19,6 +18,7 @@ from deploy.loading import load_document
 from deploy.mesh import RunParts, Wiring
 from deploy.offers import choose_app
 from deploy.problems import ConfigError, Problem
+from deploy.serve_status import app_statuses
 from deploy.warden import keep_warden
 from services.buffer.watch import BufferWatch
 from services.control.runs import RunRecord, RunState
@@ -83,7 +83,7 @@ class ClusterWiring(Wiring):
         return RunConfig.model_validate_json(config)
 
     def _deployed_offers(self) -> dict[str, Offer]:
-        deployed = serve.status().applications
+        deployed = app_statuses()
         return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
 
     def _is_free(self, app: str, run_id: str) -> bool:

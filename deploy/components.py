@@ -24,6 +24,7 @@ from deploy import names
 from deploy.config import RunConfig
 from deploy.learner_host import LOG, LearnerHost, ask_to_stop, read_status
 from deploy.preparation import LOGS, generation_app
+from deploy.serve_status import ServeStatus, replicas_of
 from services.control.components import Health, Observation
 from services.generation import app as generation_service
 from services.generation.config import app_name
@@ -41,6 +42,8 @@ HUNG_S = 60.0
 """An env worker that has answered before and has not for so long is killed; Ray starts it again."""
 NO_RETRY_EXIT_CODE = 2
 """The learner's way to say that it would fail in the same way again: it can't use its configuration or checkpoint."""
+SERVES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
+"""An application whose replicas may be counted."""
 
 
 class LearnerHostActor:
@@ -165,19 +168,6 @@ class ExternalLearner:
         return Observation(Health.ABSENT, f"waits for `offbeat learner attach {self._run_id}`")
 
 
-class ServeStatus:
-    """What Serve's controller says of all applications; who asks while it is being asked shares its answer."""
-
-    def __init__(self) -> None:
-        self._asking: asyncio.Task[Any] | None = None
-
-    async def __call__(self) -> Any:
-        """See `serve.status`."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(asyncio.to_thread(serve.status))
-        return await asyncio.shield(self._asking)
-
-
 class ServeApp:
     """A Serve application of the run's own; Serve replaces its dead replicas, we bring back the application."""
 
@@ -192,6 +182,7 @@ class ServeApp:
     async def ensure(self) -> None:
         """Deploy the application."""
         await asyncio.to_thread(self._deploy)
+        self._asked = None
 
     def _deploy(self) -> None:
         serve.run_many(
@@ -206,22 +197,21 @@ class ServeApp:
 
     async def resize(self, num_replicas: int) -> None:
         """Have so many replicas of its one deployment; replicas that are there already are left alone."""
-        app = (await self._status()).applications.get(self._app)
-        if app is None or app.status not in (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY):
+        app = (await self._status()).get(self._app)
+        if num_replicas == self._asked or app is None or app.status not in SERVES:
             return
-        ((name, deployment),) = app.deployments.items()
-        there = sum(deployment.replica_states.values())
-        if num_replicas not in (there, self._asked):
-            logger.info("%s: %d replicas, wanted are %d", self._app, there, num_replicas)
-            try:
+        try:
+            name, there = await asyncio.to_thread(replicas_of, self._app)
+            if num_replicas != there:
+                logger.info("%s: %d replicas, wanted are %d", self._app, there, num_replicas)
                 await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
-            except RayError as error:  # an application of somebody else's that may not be scaled
-                logger.error("%s stays at %d replicas: %s", self._app, there, _last_line(str(error)))
+        except (RayError, LookupError) as error:  # an application of somebody else's that may not be scaled
+            logger.error("%s does not get %d replicas: %s", self._app, num_replicas, _last_line(str(error)))
         self._asked = num_replicas
 
     async def observe(self) -> Observation:
         """What Serve's controller says."""
-        app = (await self._status()).applications.get(self._app)
+        app = (await self._status()).get(self._app)
         if app is None:
             return Observation(Health.ABSENT, log=LOGS)
         match app.status:
@@ -229,8 +219,7 @@ class ServeApp:
                 return Observation(Health.READY, log=LOGS)
             case ApplicationStatus.DEPLOY_FAILED:
                 # Serve has tried its constructor again and again by now: once more would not help.
-                messages = [part.message for part in app.deployments.values() if part.message]
-                return Observation(Health.BROKEN, _last_line(messages[0] if messages else app.message), LOGS)
+                return Observation(Health.BROKEN, _last_line(app.message), LOGS)
             case ApplicationStatus.UNHEALTHY:
                 return Observation(Health.STARTING, "a replica is being replaced", LOGS)
             case _:

@@ -20,7 +20,6 @@ from deploy.components import (
     ExternalLearner,
     ManagedLearner,
     ServeApp,
-    ServeStatus,
     WorkerPool,
     broker_component,
     generation_component,
@@ -31,6 +30,7 @@ from deploy.preparation import generation_app, model_folder, prepare_buffer, pre
 from deploy.problems import ConfigError, Problem
 from deploy.removal import remove_run_files
 from deploy.run_folder import FolderInUseError
+from deploy.serve_status import ServeStatus
 from deploy.shared_generation import SharedGeneration
 from services.buffer.client import GroupProgress, Quarantined, Snapshot
 from services.buffer.connection import connect

@@ -9,7 +9,8 @@ from typing import cast
 
 from redis import Redis
 
-from deploy.components import ServeApp, ServeStatus
+from deploy.components import ServeApp
+from deploy.serve_status import ServeStatus
 from services.control.components import Health, Observation
 from services.errors import ControlError
 from services.generation.tenancy import APP, read_offers

@@ -36,7 +36,10 @@ from services.telemetry import configure_logging
 logger = logging.getLogger(__name__)
 
 RESUME = "resume_from_checkpoint"
-POLL_S = 0.5
+START_POLL_S = 0.5
+WATCH_POLL_S = 1.0
+"""A look at the run costs the command, the proxy and the control service some CPU, of two cores that train."""
+METRICS_PAGE = 2000
 UNREACHABLE_S = 240.0
 """A control service that does not answer for so long is gone for good."""
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
@@ -152,7 +155,7 @@ class TrainCommand:
         try:
             while not starting.done():
                 self._view.starting(self._mesh.timings)
-                await asyncio.wait({starting}, timeout=POLL_S)
+                await asyncio.wait({starting}, timeout=START_POLL_S)
             return starting.result()
         finally:
             starting.cancel()
@@ -173,13 +176,13 @@ class TrainCommand:
                 self._view.show(view, self._history)
                 if view.state.over or _has_trained(view):
                     return view
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(WATCH_POLL_S)
 
     async def _read_metrics(self, client: ControlClient) -> None:
         while True:
-            page = await client.metrics(self._config.exp_name, after=self._history.position, limit=2000)
+            page = await client.metrics(self._config.exp_name, after=self._history.position, limit=METRICS_PAGE)
             self._history.add((each.id, each.record()) for each in page.records)
-            if not page.records:
+            if len(page.records) < METRICS_PAGE:
                 return
 
     async def _end_finished(self) -> int:

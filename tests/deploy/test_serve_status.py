@@ -2,9 +2,10 @@ import asyncio
 import threading
 
 import pytest
-from ray import serve
+from ray.serve.schema import ApplicationStatus
 
-from deploy.components import ServeStatus
+from deploy import serve_status
+from deploy.serve_status import AppStatus, ServeStatus
 
 
 async def test_all_components_of_one_look_share_one_question_and_the_next_look_asks_anew(
@@ -13,16 +14,16 @@ async def test_all_components_of_one_look_share_one_question_and_the_next_look_a
     asked: list[int] = []
     answer = threading.Event()
 
-    def status() -> int:
+    def statuses() -> dict[str, AppStatus]:
         asked.append(len(asked))
         answer.wait(10)
-        return asked[-1]
+        return {"app": AppStatus(ApplicationStatus.RUNNING, str(asked[-1]))}
 
-    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(serve_status, "app_statuses", statuses)
     shared = ServeStatus()
     look = [asyncio.create_task(shared()) for _ in range(5)]
     await asyncio.sleep(0)
     answer.set()
-    assert await asyncio.gather(*look) == [0] * 5
-    assert await shared() == 1
+    assert [told["app"].message for told in await asyncio.gather(*look)] == ["0"] * 5
+    assert (await shared())["app"].message == "1"
     assert asked == [0, 1]

@@ -1,11 +1,10 @@
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve.schema import ApplicationStatus
 from redis import Redis
 
-from deploy.components import ServeStatus
+from deploy.serve_status import AppStatus, ServeStatus
 from deploy.shared_generation import SharedGeneration
 from services.control.components import Health
 from services.errors import ControlError
@@ -18,9 +17,8 @@ class ToldStatus(ServeStatus):
         super().__init__()
         self.apps = apps
 
-    async def __call__(self) -> Any:
-        found = {name: SimpleNamespace(status=status, deployments={}, message="") for name, status in self.apps.items()}
-        return SimpleNamespace(applications=found)
+    async def __call__(self) -> dict[str, AppStatus]:
+        return {name: AppStatus(status, "") for name, status in self.apps.items()}
 
 
 @pytest.fixture

@@ -1,0 +1,61 @@
+# pyright: basic
+"""What Serve says of its applications, asked often and so asked cheaply."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus
+
+
+@dataclass(frozen=True, slots=True)
+class AppStatus:
+    """One application."""
+
+    status: ApplicationStatus
+    message: str
+    """Of the application, or of the first of its deployments that says something."""
+
+
+class ServeStatus:
+    """All applications by name; who asks while Serve's controller is being asked shares its answer.
+
+    Not by `serve.status`: it parses all that Serve knows, and pickles the class of each deployment's router to do so, which
+    was most of what the control service did (docs/performance.md).
+    """
+
+    def __init__(self) -> None:
+        self._asking: asyncio.Task[Mapping[str, AppStatus]] | None = None
+
+    async def __call__(self) -> Mapping[str, AppStatus]:
+        """The applications that there are, those that are being deleted included."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(asyncio.to_thread(app_statuses))
+        return await asyncio.shield(self._asking)
+
+
+def app_statuses() -> dict[str, AppStatus]:
+    """What Serve's controller says now; nothing where Serve does not run."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    found: dict[str, AppStatus] = {}
+    for overview in client.list_serve_statuses():
+        messages = [each.message for each in overview.deployment_statuses if each.message]
+        status = overview.app_status
+        found[overview.name] = AppStatus(status.status, messages[0] if messages else status.message)
+    return found
+
+
+def replicas_of(app: str) -> tuple[str, int]:
+    """The name of an application's one deployment, and how many replicas it has, whatever they are at.
+
+    Raises `LookupError` where there is none.
+    """
+    found = serve.status().applications.get(app)
+    if found is None or len(found.deployments) != 1:
+        raise LookupError(f"there is no application {app!r} of one deployment")
+    ((name, deployment),) = found.deployments.items()
+    return name, sum(deployment.replica_states.values())
