@@ -1,7 +1,8 @@
 """Messages as msgpack bytes; nothing that came over the network is unpickled.
 
-Arrays travel as raw little-endian bytes, masks as packed bits. Every blob opens with its kind and schema version, and
-whatever does not follow the schema raises `CodecError`.
+Arrays travel as raw little-endian bytes. A segment carries its tokens in two bytes each where all fit, and the logprobs of
+sampled tokens alone: version spans say which those are, and so what the loss mask is. Every blob opens with its kind and
+schema version, and whatever does not follow the schema raises `CodecError`.
 """
 
 import math
@@ -35,6 +36,10 @@ MAX_TOKENS = 1 << 24
 """Longest token sequence that is read; a larger claim is refused before anything is allocated."""
 MAX_BLOB = 1 << 30
 """Bytes of the largest message that is read."""
+NARROW = 2
+"""Bytes of a token id below 65,536, in segments all of whose tokens are."""
+UINT16, INT32, FLOAT32 = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<f4")
+NOTHING = np.zeros(0, dtype=np.float32)
 MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
 """What reading a body that does not follow its schema may raise."""
 
@@ -59,17 +64,6 @@ def _unpack(kind: str, blob: bytes) -> Any:
 
 def _refuse(kind: str, error: Exception) -> NoReturn:
     raise CodecError(f"malformed {kind} message: {error}") from error
-
-
-def _pack_mask(mask: BoolArray) -> bytes:
-    return np.packbits(mask).tobytes()
-
-
-def _unpack_mask(data: bytes, length: int) -> BoolArray:
-    bits = np.frombuffer(data, dtype=np.uint8)
-    if len(bits) != (length + 7) // 8:
-        raise ValueError(f"mask of {len(bits)} bytes for {length} tokens")
-    return np.unpackbits(bits, count=length).view(np.bool_)
 
 
 def _spans(rows: Any, length: int) -> tuple[VersionSpan, ...]:
@@ -106,8 +100,11 @@ def _finite(value: Any, what: str) -> float:
     return number
 
 
-def _tokens(data: Any) -> npt.NDArray[np.int32]:
-    tokens = np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+def _tokens(data: Any, width: int = 4) -> npt.NDArray[np.int32]:
+    """Token ids of `width` bytes each."""
+    if width == NARROW:
+        return np.frombuffer(data, dtype=UINT16).astype(np.int32)
+    tokens = np.frombuffer(data, dtype=INT32).astype(np.int32, copy=False)
     _check_tokens(tokens)
     return tokens
 
@@ -118,7 +115,7 @@ def _check_tokens(tokens: npt.NDArray[np.int32]) -> None:
 
 
 def _logprobs(data: Any) -> npt.NDArray[np.float32]:
-    logprobs = np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+    logprobs = np.frombuffer(data, dtype=FLOAT32).astype(np.float32, copy=False)
     _check_logprobs(logprobs)
     return logprobs
 
@@ -129,30 +126,48 @@ def _check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
 
 
 def _segment_body(segment: Segment) -> list[Any]:
+    tokens = segment.tokens
+    fit = len(tokens) > 0 and np.maximum.reduce(tokens.view(np.uint32)) < 1 << 16
     return [
-        len(segment.tokens),
-        segment.tokens.astype("<i4", order="C", copy=False).data,
-        _pack_mask(segment.loss_mask),
-        segment.logprobs.astype("<f4", order="C", copy=False).data,
+        len(tokens),
+        tokens.astype(UINT16 if fit else INT32, order="C", copy=False).data,
+        _sampled(segment).astype(FLOAT32, copy=False).data,
         segment.versions,
         picture_rows(segment.pictures),
     ]
 
 
+def _sampled(segment: Segment) -> npt.NDArray[np.float32]:
+    """[sampled] The logprobs of what the policy sampled."""
+    return np.concatenate([segment.logprobs[start:end] for start, end, _ in segment.versions] or [NOTHING])
+
+
 def _segment(body: Any) -> Segment:
-    length, tokens, mask, logprobs, versions, pictures = body
+    length, data, sampled, versions, pictures = body
     if not 0 <= length <= MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
-    segment = Segment(
-        tokens=_tokens(tokens),
-        loss_mask=_unpack_mask(mask, length),
-        logprobs=_logprobs(logprobs),
-        versions=_spans(versions, length),
-        pictures=read_pictures(pictures, length),
-    )
-    _check_lengths(segment, length)
+    width = NARROW if len(data) == NARROW * length else 4
+    if len(data) != width * length:
+        raise ValueError(f"{len(data)} bytes of tokens, {length} tokens announced")
+    spans = _spans(versions, length)
+    mask, logprobs = _placed(spans, _logprobs(sampled), length)
+    segment = Segment(_tokens(data, width), mask, logprobs, spans, read_pictures(pictures, length))
     check_unsampled(segment)
     return segment
+
+
+def _placed(
+    spans: Sequence[VersionSpan], sampled: npt.NDArray[np.float32], length: int
+) -> tuple[BoolArray, npt.NDArray[np.float32]]:
+    """Undo `_sampled`: loss mask and logprobs of all tokens."""
+    mask, logprobs, taken = np.zeros(length, dtype=np.bool_), np.zeros(length, dtype=np.float32), 0
+    for start, end, _ in spans:
+        mask[start:end] = True
+        logprobs[start:end] = sampled[taken : taken + end - start]
+        taken += end - start
+    if taken != len(sampled):
+        raise ValueError(f"{taken} sampled tokens and {len(sampled)} logprobs")
+    return mask, logprobs
 
 
 def _check_segment(segment: Segment) -> None:
@@ -163,26 +178,30 @@ def _check_segment(segment: Segment) -> None:
         raise ValueError(f"arrays of shapes {tokens.shape}, {mask.shape} and {logprobs.shape}")
     if len(tokens) > MAX_TOKENS:
         raise ValueError(f"segment of {len(tokens)} tokens")
+    if not len(tokens) == len(mask) == len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens, {len(mask)} of the loss mask and {len(logprobs)} logprobs")
     _check_tokens(tokens)
-    _check_logprobs(logprobs)
     _check_spans(segment.versions, len(tokens))
-    _check_lengths(segment, len(tokens))
+    _check_sampled(segment)
     check_pictures(segment.pictures, len(tokens))
     check_unsampled(segment)
 
 
-def _check_lengths(segment: Segment, length: int) -> None:
-    if len(segment.tokens) != length or len(segment.logprobs) != length:
-        raise ValueError(f"{len(segment.tokens)} tokens and {len(segment.logprobs)} logprobs, {length} announced")
-    covered = bytearray(length)
+def _check_sampled(segment: Segment) -> None:
+    """Version spans, loss mask and logprobs speak of the same tokens."""
+    covered = bytearray(len(segment.tokens))
     for start, end, _ in segment.versions:
         covered[start:end] = b"\1" * (end - start)
     if covered != segment.loss_mask.tobytes():
         raise ValueError("version spans and loss mask differ")
+    sampled = _sampled(segment)
+    _check_logprobs(sampled)
+    if np.count_nonzero(segment.logprobs) != np.count_nonzero(sampled):
+        raise ValueError("a logprob of a token that the policy did not sample")
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Pack one trajectory; `decode_trajectory` gives it back bit for bit."""
+    """Pack one trajectory that `check_trajectory` passes; `decode_trajectory` gives it back bit for bit."""
     t = trajectory
     body = [
         t.group_id,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -122,8 +122,8 @@ class Turn:
 class Segment:
     """One token sequence in one continuous context.
 
-    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32; versions: spans over positions of `tokens`; pictures: in
-    the order in which they stand, none of their tokens sampled.
+    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 where the policy did not sample; versions: spans over
+    the positions of `tokens` that it did; pictures: in the order in which they stand, none of their tokens sampled.
     """
 
     tokens: Int32Array

@@ -1,6 +1,6 @@
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -87,16 +87,55 @@ def test_a_mask_that_differs_from_the_version_spans_is_refused():
     mask = broken.segments[0].loss_mask.copy()
     mask[0] = True
     segment = Segment(broken.segments[0].tokens, mask, broken.segments[0].logprobs, broken.segments[0].versions)
-    blob = codec.encode_trajectory(Trajectory("g", 0, 0, "t", 0, (segment,), (), StopReason.TERMINATED))
     with pytest.raises(CodecError, match="differ"):
-        codec.decode_trajectory(blob)
+        codec.check_trajectory(Trajectory("g", 0, 0, "t", 0, (segment,), (), StopReason.TERMINATED))
+
+
+def test_a_logprob_of_a_token_that_nobody_sampled_is_refused_before_it_is_lost():
+    sent = trajectory()
+    logprobs = sent.segments[0].logprobs.copy()
+    logprobs[0] = -1.0
+    with pytest.raises(CodecError, match="did not sample"):
+        codec.check_trajectory(replace(sent, segments=(replace(sent.segments[0], logprobs=logprobs),)))
+
+
+@pytest.mark.parametrize("largest", [10, 65_535, 65_536, 2**31 - 1])
+@pytest.mark.parametrize("step", [1, 2])
+def test_token_ids_of_any_size_come_back_from_as_few_bytes_as_hold_them(largest: int, step: int):
+    sent = trajectory()
+    tokens = np.full(11 * step, largest, dtype=np.int32)[::step]
+    sent = replace(sent, segments=(replace(sent.segments[0], tokens=tokens),))
+    codec.check_trajectory(sent)
+    blob = codec.encode_trajectory(sent)
+    assert codec.decode_trajectory(blob).segments[0].tokens.tolist() == [largest] * 11
+    assert len(blob) == len(codec.encode_trajectory(trajectory())) + (0 if largest < 2**16 else 2 * 11)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (1, b"\0" * 21, "bytes of tokens"),
+        (1, b"\0" * 33, "bytes of tokens"),
+        (2, b"\0" * 16, "sampled tokens and 4 logprobs"),
+        (2, b"\0" * 24, "sampled tokens and 6 logprobs"),
+        (3, [[2, 4, 3], [4, 5, 4]], "3 sampled tokens"),
+        (0, 12, "bytes of tokens"),
+    ],
+)
+def test_parts_of_a_segment_that_do_not_fit_each_other_are_refused(place: int, value: Any, why: str):
+    import msgpack
+
+    tree = msgpack.unpackb(codec.encode_trajectory(trajectory()))
+    tree[2][5][0][place] = value
+    with pytest.raises(CodecError, match=why):
+        codec.decode_trajectory(cast(bytes, msgpack.packb(tree)))
 
 
 def test_another_schema_version_is_refused_by_name():
     import msgpack
 
     with pytest.raises(CodecError, match="schema version 99"):
-        codec.decode_trajectory(msgpack.packb(["trajectory", 99, []]))
+        codec.decode_trajectory(cast(bytes, msgpack.packb(["trajectory", 99, []])))
 
 
 def test_requests_completions_and_manifests_come_back():
@@ -173,14 +212,17 @@ def test_a_trajectory_is_checked_as_it_would_be_read(place: tuple[str, int]):
 
 
 @given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in SEGMENT_VALUES.items()}))
-def test_a_segment_is_checked_as_it_would_be_read(parts: dict[str, Any]):
+def test_a_segment_that_passes_the_check_comes_back_as_it_was(parts: dict[str, Any]):
     sound = trajectory()
     segment = replace(sound.segments[0], **parts)
-    broken = replace(sound, segments=(segment,))
-    if len(segment.tokens) == len(segment.loss_mask):
-        assert checks(broken) == decodes(broken)
-    else:  # its bits may be padded or cut to what is sound
-        assert not checks(broken)
+    sent = replace(sound, segments=(segment,))
+    if checks(sent):
+        (got,) = codec.decode_trajectory(codec.encode_trajectory(sent)).segments
+        assert got.versions == segment.versions
+        for name in ("tokens", "loss_mask", "logprobs"):
+            assert np.array_equal(getattr(got, name), getattr(segment, name))
+    else:
+        assert parts
 
 
 @pytest.mark.parametrize(
