@@ -22,6 +22,7 @@ END_S = 60.0
 INTERRUPTED = 130
 LEAK_SHARE = 0.02
 """Of its memory: a process that surely grows by more an hour fails the soak."""
+REDIS = "redis-server"
 LONG = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
 
 
@@ -31,6 +32,8 @@ class SoakReport:
 
     minutes: float
     steps: int = 0
+    streams_mib: float = 0.0
+    """At the end, of redis-server: metrics and the ledger's newest events, kept up to a number and so not in its row."""
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     complaints: list[str] = field(default_factory=list[str])
     leftovers: list[str] = field(default_factory=list[str])
@@ -88,7 +91,10 @@ def _run_soak(
         log, began = MemoryLog(), time.monotonic()
         while run.running and time.monotonic() < began + 60 * minutes:
             run.look()
-            log.sample([psutil.Process(run.process.pid)])
+            streams = run.streams_mib()
+            if streams is not None:
+                report.streams_mib = round(streams, 1)
+                log.sample([psutil.Process(run.process.pid)], {REDIS: streams})
             time.sleep(SAMPLE_S)
         if not run.running:
             report.complaints.append(f"the run ended by itself: exit code {run.process.returncode}, see {run.log}")
@@ -149,6 +155,8 @@ def _show(report: SoakReport, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from services.telemetry import METRICS_KEPT
+
     table = Table("process", "MiB, settled", "MiB at the end", "MiB an hour", "open files", box=None)
     for row in report.rows:
         slope = f"{row['mib_per_hour']:+.1f} ± {row['error']:.1f}{' grows' if row['grows'] else ''}"
@@ -157,6 +165,9 @@ def _show(report: SoakReport, folder: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"{report.steps} steps; slopes of the last two thirds, with one standard error (Newey-West)")
+    console.print(
+        f"redis-server is without {report.streams_mib} MiB of metrics ({METRICS_KEPT:,} records are kept) and of events"
+    )
     for what in (*report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
         console.print(f"  - {what}")
     console.print(f"{'PASSED' if report.passed else 'FAILED'}: {folder}")

@@ -114,6 +114,15 @@ class RunUnderChaos:
         raw = self._field(learner_key(self._run_id), "pid")
         return int(raw) if raw else None
 
+    def streams_mib(self) -> float | None:
+        """What Redis holds of metrics and of the ledger's events, each up to a number; None while it does not tell."""
+        redis = self.redis()
+        try:
+            keys = (self._keys.metrics, self._keys.key("buffer", "life"))
+            return None if redis is None else sum(redis.memory_usage(key, samples=0) or 0 for key in keys) / 2**20
+        except RedisError:
+            return None
+
     def wait(self, timeout_s: float) -> int | None:
         """Exit code, or None if it has not ended in time."""
         try:

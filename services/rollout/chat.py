@@ -23,7 +23,7 @@ Render = Callable[[Sequence[Message], bool], str]
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
 """Stand for contents while the template is taken apart; no template and no text holds them."""
-CACHED_TEXTS = 16_384
+CACHED_TEXTS = 2_048
 LONGEST_CACHED = 512
 """Characters; longer texts hardly come twice."""
 
