@@ -5,6 +5,7 @@ from pathlib import Path
 
 from deploy.config import RunConfig
 from deploy.problems import Problem
+from services.rollout.tasks import train_task
 from services.vision import FAMILIES, model_family
 
 
@@ -13,7 +14,19 @@ def episode_problems(config: RunConfig) -> Iterator[Problem]:
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
             yield Problem(f"custom_envs.{tag}.env_manager_cls", "an agent keeps its own history: leave it out")
+    yield from _sampler_problems(config)
     yield from _vision_problems(config)
+
+
+def _sampler_problems(config: RunConfig) -> Iterator[Problem]:
+    """A task sampler is made and drawn from once, so that a mistake in it does not wait for the first group."""
+    key = "val_env_manager.task_sampler"
+    if config.val_env_manager.task_sampler is not None:
+        yield Problem(key, "evaluations play the same tasks each time: set it in train_env_manager")
+    try:
+        train_task(config, config.seed, 0)
+    except Exception as error:  # a class of the user's may raise anything
+        yield Problem("train_env_manager.task_sampler", str(error))
 
 
 def _vision_problems(config: RunConfig) -> Iterator[Problem]:

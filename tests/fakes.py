@@ -95,6 +95,8 @@ class FakeLearnerBuffer:
     """What the next boundaries say, before `boundary` does."""
     adopted_at: list[int] = field(default_factory=list[int])
     playing: int = 0
+    taught: list[str] = field(default_factory=list[str])
+    """States of the task sampler, as they came."""
     _delivered: int = 0
 
     def reconnect(self) -> None:
@@ -143,6 +145,9 @@ class FakeLearnerBuffer:
             return False
         self.boundary = replace(self.boundary, changes=(*self.boundary.changes, Change(dict(values), step=step)))
         return True
+
+    def teach(self, state: str) -> None:
+        self.taught.append(state)
 
     def num_playing(self) -> int:
         return self.playing

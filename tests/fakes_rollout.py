@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -63,11 +64,19 @@ class FakeBuffer:
         """Calls that came while it was down."""
         self.retries = False
         """Whether a failed episode is queued again with the next attempt."""
+        self.drawn: dict[int, str] = {}
+        self.sampler_state = ""
         self._bell = asyncio.Event()
 
     def offer(self, *tasks: EpisodeTask) -> None:
         self.queue += tasks
         self._bell.set()
+
+    async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
+        self._answer("")
+        if drawn:
+            self.drawn.setdefault(number, drawn)
+        return self.drawn.get(number, ""), self.sampler_state
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
         self._answer(worker_id)
@@ -239,6 +248,27 @@ class BadEnv(CountingEnv):
                 print("noise on stdout", flush=True)  # noqa: T201
             case _:
                 pass
+
+
+class Crowd(CountingEnv):
+    """Tells how many of its kind were in a step at once; each waits for a second one."""
+
+    metrics_agg_mode = {"inside": "max"}  # noqa: RUF012
+    door = threading.Condition()
+    inside = 0
+    entered = 0
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        with Crowd.door:
+            Crowd.inside += 1
+            Crowd.entered += 1
+            Crowd.door.notify_all()
+            mine, most = Crowd.entered, Crowd.inside
+            Crowd.door.wait_for(lambda: Crowd.inside > 1 or Crowd.entered > mine, timeout=2.0)
+            most = max(most, Crowd.inside)
+            Crowd.inside -= 1
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "inside": most}
 
 
 class WaitingEnv(CountingEnv):

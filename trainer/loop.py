@@ -18,6 +18,7 @@ from services.errors import ControlError
 from services.settings import Settings, settings_at
 from services.weights.client import WeightPublisher
 from trainer.checkpoint import Checkpoint, CheckpointStore, LearnerState
+from trainer.curriculum import Curriculum
 from trainer.evaluations import Evaluation, Evaluations, When
 from trainer.intake import Intake, Taken
 from trainer.journal import StepJournal
@@ -49,6 +50,7 @@ class Parts:
     journal: StepJournal
     replay: Replay
     staleness: StalenessController
+    curriculum: Curriculum
     stopped: Callable[[], bool]
     """Whether somebody wants the learner to end."""
 
@@ -92,6 +94,7 @@ class Learner:
         self._parts.trainer.load(checkpoint.path, state.kl_coef)
         self._parts.replay.load(checkpoint.path)
         self._parts.staleness.load(checkpoint.path, state.step)
+        self._parts.curriculum.load(checkpoint.path)
         self._parts.buffer.ack(state.entry_ids, state.step)
         num_trained = state.step * self._config.groups_per_step
         self._restored = self._parts.buffer.restore(num_trained, state.next_number or None)
@@ -114,6 +117,7 @@ class Learner:
             UnsavedError: no checkpoint could be written for as long as that may be waited for.
         """
         self._parts.journal.resumed(self._step, self._restored)
+        self._parts.curriculum.tell()
         self._publish()
         if self._step == 0:
             self._evaluate("before", greedy=True, num_episodes=self._config.final_val_batch_size)
@@ -146,6 +150,7 @@ class Learner:
         self._step = step + 1
         parts.replay.trained(taken.signal, again)
         parts.staleness.trained()
+        parts.curriculum.trained(taken.groups)
         self._remember(taken, again, skipped=was_skipped(gauges))
         self._publish()
         self._settle_checkpoint()
@@ -230,6 +235,7 @@ class Learner:
         self._parts.trainer.save(folder)
         self._parts.replay.save(folder)
         self._parts.staleness.save(folder)
+        self._parts.curriculum.save(folder)
 
     def _dumped_config(self) -> dict[str, Any]:
         return self._config.model_dump(mode="json")

@@ -21,10 +21,12 @@ from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.ledger import LedgerThread
 from services.errors import ControlError, RetryableError
 from services.lease import LearnerLease, owner_of
+from services.rollout.tasks import make_sampler
 from services.telemetry import RedisMetrics
 from services.weights.place import check_reach
 from services.weights.publisher import RedisWeightPublisher
 from trainer.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
+from trainer.curriculum import Curriculum
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.evaluations import Evaluations, RedisEvaluationLog
 from trainer.intake import Intake
@@ -259,6 +261,7 @@ class LearnerProcess:
                 groups_per_step=config.groups_per_step,
                 num_env_groups=config.train_env_manager.num_env_groups,
             ),
+            curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
             stopped=self._is_over,
         )
         return Learner(run, parts, num_processes=ranks.world_size)

@@ -80,6 +80,11 @@ class RolloutBuffer(Protocol):
         recorded as failed; a group that can't be completed any more is failed whole, by that reason."""
         ...
 
+    async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
+        """Settle what a group plays, where a sampler draws it: the first that was `drawn` holds for all of its members.
+        Returns the group's task, empty where there is none yet, and the sampler's state, empty before the learner told."""
+        ...
+
     async def release(self, worker_id: str) -> int:
         """Give back all episodes of a worker that stops, without counting an attempt; returns how many."""
         ...
@@ -210,6 +215,10 @@ class LearnerBuffer(Protocol):
     def adopt(self, step: int) -> Boundary:
         """Before optimizer batch `step` (0-based): let the changes that were asked for meanwhile hold from here on;
         admission follows in the same moment. A change never holds for a batch whose weights were published before."""
+        ...
+
+    def teach(self, state: str) -> None:
+        """What the task sampler knows now, for groups that start from here on."""
         ...
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:

@@ -106,6 +106,10 @@ class RedisLearnerBuffer:
         change = encode_change(values, time.time(), why)
         return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
 
+    def teach(self, state: str) -> None:
+        """See `LearnerBuffer.teach`."""
+        self._run("teach", self._epoch, state)
+
     def num_playing(self) -> int:
         """Groups that are being played."""
         return self.snapshot().playing

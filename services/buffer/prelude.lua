@@ -11,7 +11,7 @@
 --                             them that are done), spared (called off while others play), done, failed, version,
 --                             sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
 --                             a<i> attempts that failed, x<i> who failed it last and when, s<i> oldest version that was
---                             submitted, d<i> reason for which it failed for good
+--                             submitted, d<i> reason for which it failed for good; task: what a sampler has drawn
 --   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped
 --   queue:t, queue:e  lists   members that nobody plays, as tokens <unit>:<member>
 --   claims:<worker>   hash    token -> attempt:nonce
@@ -19,6 +19,7 @@
 --   workers           zset    worker -> when it was last heard of, on the observed clock
 --   life              stream  what happened to each group, trimmed
 --   quarantine        list    newest blobs that could not be read
+--   sampler           string  what the task sampler knows
 --
 -- Invariants: admitted = trained + dropped + failed + ZCARD assembling + XLEN stream. A member of a live unit is exactly
 -- one of: in a queue, claimed by one worker, submitted, failed. Time is Redis's own.
@@ -28,6 +29,7 @@ local LIMITS, LEDGER, ASSEMBLING = ROOT .. ':limits', ROOT .. ':ledger', ROOT ..
 local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers', ROOT .. ':life', ROOT .. ':quarantine'
 local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
 local LEARNER = 'learner'
+local SAMPLER = ROOT .. ':sampler'
 local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
 local UNPACKED = 1000 -- arguments that one command is given at most; even, so that pairs stay together
 

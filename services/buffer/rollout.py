@@ -65,8 +65,7 @@ class AsyncRolloutBuffer:
         """See `RolloutBuffer.wait_for_work`. `"$"` counts from the last claim, so that nothing rings unheard between."""
         position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
         with errors_translated():
-            newer = await self._newest_ring(position) or await self._next_ring(position, timeout_s)
-        return newer or position
+            return await self._next_ring(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
         """See `RolloutBuffer.heartbeat`. Call it at least every quarter of the worker timeout."""
@@ -101,6 +100,11 @@ class AsyncRolloutBuffer:
         await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:REASON_LENGTH] or "unknown")
         self._forget(worker_id, task)
 
+    async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
+        """See `RolloutBuffer.task`."""
+        task, state = await self._run("task", number, drawn)
+        return task.decode(), state.decode()
+
     async def release(self, worker_id: str) -> int:
         """See `RolloutBuffer.release`."""
         count = int(await self._run("release", worker_id))
@@ -128,15 +132,11 @@ class AsyncRolloutBuffer:
         if mine.get(_token(task)) == task:
             del mine[_token(task)]
 
-    async def _newest_ring(self, position: str) -> str | None:
-        entries = cast(list[Any], await self._redis.xrevrange(self._doorbell, count=1))
-        newest = entries[0][0].decode() if entries else "0-0"
-        return newest if _stream_position(newest) > _stream_position(position) else None
-
     async def _next_ring(self, position: str, timeout_s: float) -> str | None:
+        """The newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read at once."""
         block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
-        streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, count=1, block=block_ms) or [])
-        return streams[0][1][0][0].decode() if streams else None
+        streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, block=block_ms) or [])
+        return streams[0][1][-1][0].decode() if streams else None
 
 
 def _token(task: EpisodeTask) -> str:

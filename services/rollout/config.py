@@ -64,6 +64,9 @@ class CustomEnv(Config):
     execution: Literal["inline", "thread", "process"] = "thread"
     """Where reset and step run. `inline`: on the worker's loop, for envs that answer in microseconds; `thread`: for envs
     that wait; `process`: a child of its own, killed when it hangs."""
+    max_env_step_concurrent: int | None = Field(default=None, ge=1)
+    """Calls of reset and step that are under way at a time in the whole run, shared out evenly to `rollout.num_workers` (one
+    each at least); None: no bound."""
     memory_gib: float = Field(default=4.0, gt=0)
     """Of an env with `execution: process`: one that asks for more gets a MemoryError, and its episode fails."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
@@ -87,6 +90,15 @@ class CustomEnv(Config):
         return IMAGE in self.agent_template
 
 
+class TaskSamplerConfig(Config):
+    """Who draws the tasks of training: a class as `envs.curricula.TaskSampler` (docs/environments.md)."""
+
+    path: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`module:Class`, made as `Class(tags, **args)`."""
+    args: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Keyword arguments of the class."""
+
+
 class EnvManagerConfig(Config):
     """Which tags are played and in what groups; ROLL's `train_env_manager` and `val_env_manager`."""
 
@@ -100,10 +112,14 @@ class EnvManagerConfig(Config):
     """Keys of `custom_envs`; empty takes all of them."""
     num_groups_partition: tuple[int, ...] = ()
     """Groups of each tag; sums to `num_env_groups`. Empty shares evenly."""
+    task_sampler: TaskSamplerConfig | None = None
+    """Of training: draws tag and seed of each group instead of taking the tags in turn."""
 
     @model_validator(mode="after")
     def _partition_fits(self) -> "EnvManagerConfig":
         partition = self.num_groups_partition
+        if partition and self.task_sampler:
+            raise ValueError("task_sampler draws the tags: leave num_groups_partition out")
         if partition and len(partition) != len(self.tags):
             raise ValueError(f"num_groups_partition has {len(partition)} entries for {len(self.tags)} tags")
         if partition and sum(partition) != self.num_env_groups:

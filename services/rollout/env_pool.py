@@ -6,7 +6,9 @@ Invariant: an env is lent to one episode at a time, and comes back only if it is
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from envs.registry import held_out_config
 from services.rollout.config import CustomEnv
@@ -30,11 +32,17 @@ class Lent:
 class EnvPool:
     """Makes envs of the tags on demand and keeps idle ones for the next episode."""
 
-    def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int) -> None:
+    def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int, num_workers: int = 1) -> None:
+        """num_workers: that share what a tag may have under way."""
         self._envs = custom_envs
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
         self._idle: defaultdict[Key, list[Lent]] = defaultdict(list)
+        self._turnstiles = {
+            tag: asyncio.Semaphore(max(1, env.max_env_step_concurrent // num_workers))
+            for tag, env in custom_envs.items()
+            if env.max_env_step_concurrent is not None
+        }
 
     @property
     def num_hung(self) -> int:
@@ -45,6 +53,10 @@ class EnvPool:
     def is_worn_out(self) -> bool:
         """Whether so many threads hang that the process should be replaced."""
         return self._threads.num_hung >= self._num_threads
+
+    def turnstile(self, tag: str) -> AbstractAsyncContextManager[Any]:
+        """Entered for each call of reset and step: lets this worker's share of `max_env_step_concurrent` through."""
+        return self._turnstiles.get(tag) or nullcontext()
 
     async def take(self, tag: str, kind: EpisodeKind) -> Lent:
         """An env to play; evaluation's is on its held-out split.

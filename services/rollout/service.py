@@ -7,6 +7,7 @@ reaches another or the worker; while Redis or generation do not answer, the work
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -25,7 +26,8 @@ from services.rollout.failures import EpisodeError
 from services.rollout.patience import patiently
 from services.rollout.reporting import Reporter
 from services.rollout.sampling import EpisodeSampler, samplings
-from services.rollout.tasks import EvalTasks, Task, train_task
+from services.rollout.task_book import TaskBook
+from services.rollout.tasks import EvalTasks, Task
 from services.rollout.waits import Wait, Waits
 from services.schema import Completion, EpisodeKind, EpisodeTask, Picture, Trajectory
 from services.telemetry import MetricRecord
@@ -85,10 +87,11 @@ class EnvWorker:
         self._board = board
         self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s)
-        self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads)
+        self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
         self._desk = desk_for(settings.custom_envs, settings.model_folder)
         self._reporter = Reporter(worker_id)
         self._eval_tasks = EvalTasks(settings, settings.seed)
+        self._train_tasks = TaskBook(settings, settings.seed, buffer)
         self._samplings = samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
         self._place_freed = asyncio.Event()
@@ -233,7 +236,7 @@ class EnvWorker:
         """Play an episode and hand in what became of it."""
         tag = ""
         try:
-            what = self._task_of(task)
+            what = await self._task_of(task)
             tag = what.tag
             self._waits.enter(task, Wait.PLACE)
             trajectory = await self._play(task, what)
@@ -305,6 +308,7 @@ class EnvWorker:
 
         env = _TimedEnv(
             lent,
+            self._envs.turnstile(what.tag),
             lambda seconds: self._reporter.env_call(task.kind, what.tag, seconds),
             lambda: self._waits.enter(task, Wait.ENV),
             after,
@@ -322,19 +326,26 @@ class EnvWorker:
             played = await play(plan, env, lent.traits, answer, self._chat)
         return replace(played, baseline=task.is_baseline)
 
-    def _task_of(self, task: EpisodeTask) -> Task:
+    async def _task_of(self, task: EpisodeTask) -> Task:
         if task.kind is EpisodeKind.EVAL:
             return self._eval_tasks.task(task.number)
-        return train_task(self._settings, self._settings.seed, task.number)
+        return await self._train_tasks.task(task.number)
 
 
 class _TimedEnv:
     """An env whose calls are timed, and told before they begin and after they have ended."""
 
     def __init__(
-        self, lent: Lent, on_call: Callable[[float], None], before: Callable[[], None], after: Callable[[], None]
+        self,
+        lent: Lent,
+        turnstile: AbstractAsyncContextManager[Any],
+        on_call: Callable[[float], None],
+        before: Callable[[], None],
+        after: Callable[[], None],
     ) -> None:
+        """turnstile: lets as many calls through as the tag may have under way."""
         self._runner = lent.runner
+        self._turnstile = turnstile
         self._on_call = on_call
         self._before = before
         self._after = after
@@ -342,9 +353,10 @@ class _TimedEnv:
 
     async def reset(self, seed: int) -> str:
         self._before()
-        began = self._clock()
-        observation = await self._runner.reset(seed)
-        self._on_call(self._clock() - began)
+        async with self._turnstile:
+            began = self._clock()
+            observation = await self._runner.reset(seed)
+            self._on_call(self._clock() - began)
         self._after()
         return observation
 
@@ -354,8 +366,9 @@ class _TimedEnv:
 
     async def step(self, action: str) -> StepResult:
         self._before()
-        began = self._clock()
-        result = await self._runner.step(action)
-        self._on_call(self._clock() - began)
+        async with self._turnstile:
+            began = self._clock()
+            result = await self._runner.step(action)
+            self._on_call(self._clock() - began)
         self._after()
         return result

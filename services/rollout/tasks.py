@@ -1,16 +1,20 @@
-"""Which task an episode plays: tag and env seed from configuration, run seed and number alone.
+"""Which task an episode plays: tag and env seed from configuration, run seed and number alone, or drawn by a task sampler.
 
-Invariants: every worker comes to the same answer, so Redis holds numbers only. Seeds of training lie below 2**31, those of
-evaluation above, and evaluation's envs take their held-out split where they have one: an evaluation never plays a training
+Invariants: every worker comes to the same answer, so Redis holds numbers only; what a sampler draws depends on its state
+too, so the first answer for a group is kept there while it is played. Seeds of training lie below 2**31, those of evaluation
+above, and evaluation's envs take their held-out split where they have one: an evaluation never plays a training
 task.
 """
 
+import json
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from importlib import import_module
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from envs.curricula import TaskSampler
 from envs.registry import distinct_seeds, held_out_config
 from services.rollout.config import CustomEnv, EnvManagerConfig
 
@@ -37,11 +41,56 @@ class Task(NamedTuple):
     """For the env's `reset`."""
 
 
-def train_task(config: TaskConfig, seed: int, number: int) -> Task:
-    """The task of training group `number` in a run with `seed`."""
+def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> Task:
+    """The task of training group `number` in a run with `seed`.
+
+    state: of the task sampler where there is one, as JSON; empty draws by a fresh sampler.
+
+    Raises:
+        ValueError: the sampler can't be made, or draws what there is not.
+    """
+    if config.train_env_manager.task_sampler is not None:
+        return _drawn(config, seed, number, state)
     cycle = tag_cycle(config.custom_envs, config.train_env_manager)
+    return Task(cycle[number % len(cycle)], _seed_of_group(seed, number))
+
+
+def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> TaskSampler | None:
+    """The task sampler of training, if there is one.
+
+    Raises:
+        ValueError: it can't be imported or made; the message says why.
+    """
+    told = manager.task_sampler
+    if told is None:
+        return None
+    module, _, name = told.path.partition(":")
+    try:
+        made = getattr(import_module(module), name)(_tags(custom_envs, manager), **told.args)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{told.path} can't be made: {error}") from error
+    if missing := [each for each in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(made, each)]:
+        raise ValueError(f"{told.path} has no method {missing[0]}: it must be as envs.curricula.TaskSampler")
+    return cast(TaskSampler, made)
+
+
+def _drawn(config: TaskConfig, seed: int, number: int, state: str) -> Task:
+    sampler = make_sampler(config.custom_envs, config.train_env_manager)
+    assert sampler is not None
+    if state:
+        sampler.load_state_dict(json.loads(state))
+    rng = np.random.default_rng(np.random.SeedSequence(entropy=seed % (1 << 64), spawn_key=(TRAIN, number, 1)))
+    tag, chosen = sampler.draw(rng)
+    if tag not in _tags(config.custom_envs, config.train_env_manager):
+        raise ValueError(f"the task sampler drew tag {tag!r}, which training does not have")
+    if chosen is not None and not 0 <= chosen < FIRST_EVAL_SEED:
+        raise ValueError(f"the task sampler drew seed {chosen}, which is not in [0, 2**31)")
+    return Task(tag, _seed_of_group(seed, number) if chosen is None else chosen)
+
+
+def _seed_of_group(seed: int, number: int) -> int:
     state = np.random.SeedSequence(entropy=seed % (1 << 64), spawn_key=(TRAIN, number)).generate_state(1)
-    return Task(cycle[number % len(cycle)], int(state[0]) % FIRST_EVAL_SEED)
+    return int(state[0]) % FIRST_EVAL_SEED
 
 
 def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
@@ -85,7 +134,7 @@ class EvalTasks:
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
     """Tags in the order in which numbers take them, again and again: each tag's share spread evenly over the cycle."""
-    tags = manager.tags or tuple(custom_envs)
+    tags = _tags(custom_envs, manager)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [
         ((turn + 0.5) / share, rank, tag)
@@ -93,3 +142,7 @@ def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -
         for turn in range(share)
     ]
     return tuple(tag for _, _, tag in sorted(places))
+
+
+def _tags(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
+    return manager.tags or tuple(custom_envs)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deploy.lineage import trace
 from services.errors import ControlError, FencedError
+from services.rollout.tasks import make_sampler
 from services.telemetry import Partial
 from tests.fakes import (
     CrashError,
@@ -27,6 +28,7 @@ from tests.fakes import (
 )
 from trainer.algorithms.aggregation import Silent
 from trainer.checkpoint import CheckpointStore
+from trainer.curriculum import Curriculum
 from trainer.evaluations import Evaluations
 from trainer.intake import Intake
 from trainer.journal import StepJournal, StepLine, read_journal
@@ -99,6 +101,7 @@ class World:
                 groups_per_step=GROUPS_PER_STEP,
                 num_env_groups=self.config.train_env_manager.num_env_groups,
             ),
+            curriculum=Curriculum(make_sampler(self.config.custom_envs, self.config.train_env_manager), self.buffer),
             stopped=stopped,
         )
         learner = Learner(LearnerRun("run", "now", self.folder, self.config), parts)

@@ -43,6 +43,71 @@ def test_tasks_are_those_that_every_release_gave():
     ]
 
 
+LEVELS = "envs.curricula:Levels"
+
+
+class Fixed:
+    """Draws what it is told to."""
+
+    def __init__(self, tags: tuple[str, ...], *, tag: str = "", seed: int | None = None) -> None:
+        self.tag, self.seed = tag or tags[-1], seed
+
+    def draw(self, *_: object) -> tuple[str, int | None]:
+        return self.tag, self.seed
+
+    def learn(self, *_: object) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, *_: object) -> None:
+        pass
+
+
+def drawing(path: str, **args: object) -> Config:
+    return Config(EnvManagerConfig.model_validate({"task_sampler": {"path": path, "args": args}}))
+
+
+def test_a_sampler_draws_by_its_state_alike_for_whoever_asks():
+    config = drawing(LEVELS, review=0.5)
+    first = [train_task(config, 42, number) for number in range(40)]
+    assert {task.tag for task in first} == {"Lake"}
+    later = [train_task(config, 42, number, '{"level": 1, "seen": []}') for number in range(40)]
+    assert later == [train_task(config, 42, number, '{"level": 1, "seen": []}') for number in range(40)]
+    assert {task.tag for task in later} == {"Lake", "BigLake"}
+    assert [task.seed for task in later] == [task.seed for task in first]
+    assert len({task.seed for task in first}) == 40
+
+
+def test_a_sampler_may_name_the_seed_too():
+    assert train_task(drawing(f"{__name__}:Fixed", seed=7), 1, 3) == ("BigLake", 7)
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "says"),
+    [
+        ("envs.curricula:Nothing", {}, "has no attribute 'Nothing'"),
+        ("envs.no_such:Thing", {}, "No module named"),
+        (LEVELS, {"at": 2.0}, r"at in \(0, 1\]"),
+        (LEVELS, {"speed": 1}, "unexpected keyword argument 'speed'"),
+        ("collections:Counter", {}, "has no method draw"),
+        (f"{__name__}:Fixed", {"tag": "Pond"}, "tag 'Pond', which training does not have"),
+        (f"{__name__}:Fixed", {"seed": -1}, "seed -1, which is not in"),
+    ],
+)
+def test_a_sampler_that_can_not_be_is_refused_with_what_is_wrong(path: str, args: dict[str, object], says: str):
+    with pytest.raises(ValueError, match=says):
+        train_task(drawing(path, **args), 0, 0)
+
+
+def test_a_sampler_and_shares_of_tags_exclude_each_other():
+    with pytest.raises(ValueError, match="leave num_groups_partition out"):
+        EnvManagerConfig.model_validate(
+            {"tags": ("a",), "num_groups_partition": (8,), "task_sampler": {"path": LEVELS}}
+        )
+
+
 def test_tags_get_their_shares_spread_evenly():
     tags = [train_task(Config(SHARED), 0, number).tag for number in range(80)]
     assert Counter(tags) == {"Lake": 60, "BigLake": 20}

@@ -1,0 +1,37 @@
+"""The learner's side of a task sampler: each trained group is learnt from once in the lineage of weights that survives."""
+
+import json
+from pathlib import Path
+
+from envs.curricula import Levels
+from tests.fakes import FakeLearnerBuffer, make_group
+from trainer.curriculum import Curriculum
+
+
+def test_without_a_sampler_nothing_is_said_or_kept(tmp_path: Path) -> None:
+    buffer = FakeLearnerBuffer()
+    nothing = Curriculum(None, buffer)
+    nothing.tell()
+    nothing.trained([make_group(0)])
+    nothing.save(tmp_path)
+    nothing.load(tmp_path)
+    assert buffer.taught == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_learnt_is_told_kept_and_gone_on_with(tmp_path: Path) -> None:
+    group = make_group(0)
+    tags = (group.tag, "hard")
+    buffer = FakeLearnerBuffer()
+    first = Curriculum(Levels(tags, at=1.0, window=4), buffer)
+    first.tell()
+    first.trained([group])
+    success = sum(each.metrics.get("success", 0.0) for each in group.trajectories) / len(group.trajectories)
+    assert [json.loads(state)["seen"] for state in buffer.taught] == [[], [success]]
+    first.save(tmp_path)
+    again = Curriculum(Levels(tags, at=1.0, window=4), buffer)
+    again.load(tmp_path)
+    again.tell()
+    assert buffer.taught[-1] == buffer.taught[-2]
+    again.trained([group])
+    assert json.loads(buffer.taught[-1])["seen"] == [success, success]

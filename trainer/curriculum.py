@@ -1,0 +1,51 @@
+"""The learner's side of a task sampler: told of each trained group, it tells workers and checkpoints what it knows."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from envs.curricula import TaskSampler
+from services.schema import Group
+
+FILE = Path("state", "task_sampler.json")
+
+
+class Pupils(Protocol):
+    """The buffer as the curriculum needs it."""
+
+    def teach(self, state: str) -> None: ...
+
+
+class Curriculum:
+    """Without a sampler it does nothing."""
+
+    def __init__(self, sampler: TaskSampler | None, buffer: Pupils) -> None:
+        self._sampler = sampler
+        self._buffer = buffer
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """These were trained, in this order; groups that start from now on are drawn by what was learnt."""
+        if self._sampler is None:
+            return
+        for group in groups:
+            rewards = [trajectory.reward for trajectory in group.trajectories]
+            successes = [trajectory.metrics.get("success", 0.0) for trajectory in group.trajectories]
+            self._sampler.learn(group.tag, group.seed, rewards, successes)
+        self.tell()
+
+    def tell(self) -> None:
+        """Have workers draw by what the sampler knows."""
+        if self._sampler is not None:
+            self._buffer.teach(json.dumps(self._sampler.state_dict()))
+
+    def save(self, folder: Path) -> None:
+        """Write what it knows into a checkpoint's folder."""
+        if self._sampler is not None:
+            (folder / FILE).parent.mkdir(exist_ok=True)
+            (folder / FILE).write_text(json.dumps(self._sampler.state_dict()))
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint's folder; one that was written without a sampler starts it afresh."""
+        if self._sampler is not None and (folder / FILE).is_file():
+            self._sampler.load_state_dict(json.loads((folder / FILE).read_text()))
