@@ -6,6 +6,7 @@ parameters keep their form, by a probe where the CPU packs them.
 
 # pyright: basic
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,24 +52,42 @@ def _repack_tied_head(model: Any) -> set[str]:
 def compare(model: Any, file: safe_open) -> Iterator[None]:
     """Raises `LoadError` where the model differs from the file; yields after each parameter. What is split over several
     workers is left out."""
-    names = set(file.keys())
-    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    names = _names_here(model, file)
+    fused = _fused(model)
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
         prefix = f"{parent}." if parent else ""
         for kind, parameter in module.named_parameters(recurse=False):
             sources = [f"{prefix}{part}.{kind}" for part in fused.get(leaf, [leaf])]
-            if path == "lm_head" and sources[0] not in names:
-                sources = ["model.embed_tokens.weight"]
+            if leaf == "lm_head" and sources[0] not in names:
+                sources = [f"{prefix}model.embed_tokens.weight"]
             absent = [name for name in sources if name not in names]
             if len(absent) == len(sources):
                 continue  # goes by another name in the file; that it was loaded is checked
             if absent:
                 raise LoadError(f"{absent[0]} is not in the file")
-            wanted = torch.cat([file.get_tensor(name) for name in sources])
+            wanted = torch.cat([file.get_tensor(names[name]) for name in sources])
             if not _agrees(module, parameter, wanted):
                 raise LoadError(f"{path}.{kind} differs from the file after loading")
             yield
+
+
+def _names_here(model: Any, file: safe_open) -> dict[str, str]:
+    """The model's names of unfused tensors -> the file's: a model that reads pictures has its parts in other places."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {name: name for name in file.keys()}  # noqa: SIM118 (not a dict)
+    moved = replace(mapper, orig_to_new_stacked={})
+    names = {moved.map_name(name): name for name in file.keys()}  # noqa: SIM118
+    return {here: name for here, name in names.items() if here is not None}
+
+
+def _fused(model: Any) -> dict[str, list[str]]:
+    """Modules that hold several of the file's, by the last part of their names."""
+    fused: dict[str, list[str]] = {}
+    for module in model.modules():
+        fused |= getattr(module, "packed_modules_mapping", {})
+    return fused
 
 
 def _agrees(module: Any, parameter: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -1,0 +1,85 @@
+"""`python reload_comparison.py FOLDER FILE`: what a comparison after a reload misses, as JSON.
+
+Loads FILE into vLLM's model of FOLDER as a replica does; then says which of the file's tensors may differ unnoticed.
+"""
+
+# pyright: basic
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from services.generation.config import GenerationConfig
+from services.generation.engine import engine_arguments, engine_environment
+
+
+class OneDiffers:
+    """A file of which one tensor has other values."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        tensor = self._file.get_tensor(name)
+        return tensor + 0.1 * tensor.abs().max() + 0.1 if name == self._name else tensor
+
+
+def build(folder: Path) -> tuple[Any, Any]:
+    """vLLM's model and its settings, without an engine around it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    import services.generation.weight_engine  # noqa: F401 (registers models that read pictures)
+
+    config = AsyncEngineArgs(
+        **engine_arguments(GenerationConfig(dtype="float32"), folder, 256, 1)
+    ).create_engine_config()
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as meeting:
+        init_distributed_environment(1, 0, f"file://{meeting}/here", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        return get_model(vllm_config=config), config
+
+
+def unnoticed(model: Any, path: Path) -> list[str]:
+    """Tensors of the file that could be other ones."""
+    from services.generation.reloading import LoadError, compare
+
+    found: list[str] = []
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            try:
+                for _ in compare(model, OneDiffers(file, name)):  # pyright: ignore[reportArgumentType]
+                    pass
+                found.append(name)
+            except LoadError:
+                continue
+    return found
+
+
+def main(folder: Path, path: Path) -> None:
+    os.environ.update(engine_environment(GenerationConfig()))
+    from services.generation.staging import Staging
+
+    model, config = build(folder)
+    staging = Staging(model, config)
+    staging.begin(str(path))
+    while not staging.go_on():
+        pass
+    staging.exchange()
+    with safe_open(path, framework="pt") as file:
+        sys.stdout.write(json.dumps({"tensors": len(file.keys()), "unnoticed": unnoticed(model, path)}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
