@@ -5,9 +5,12 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 
+PATIENCE_S = 60.0
+"""Long: a start of Python took more than 10 s beside the tests of the mesh. What is true at once is not waited for."""
+
 
 async def wait_until(
-    predicate: Callable[[], bool | Awaitable[bool]], timeout_s: float = 10.0, every_s: float = 0.01
+    predicate: Callable[[], bool | Awaitable[bool]], timeout_s: float = PATIENCE_S, every_s: float = 0.01
 ) -> None:
     """Return once `predicate()` is true.
 
@@ -24,7 +27,7 @@ async def wait_until(
         await asyncio.sleep(every_s)
 
 
-def wait_until_sync(predicate: Callable[[], bool], timeout_s: float = 10.0, every_s: float = 0.01) -> None:
+def wait_until_sync(predicate: Callable[[], bool], timeout_s: float = PATIENCE_S, every_s: float = 0.01) -> None:
     """`wait_until` for synchronous tests."""
     deadline = time.monotonic() + timeout_s
     while not predicate():

@@ -51,7 +51,7 @@ def test_a_victim_is_found_by_its_command_line_and_killed(child: subprocess.Pope
     (victim,) = processes_of([psutil.Process()], "victim-of-chaos")
     assert victim.pid == child.pid
     assert strike(Fault("kill", Act.KILL, "victim-of-chaos"), victim, random.Random(1)) == 0.0
-    assert child.wait(10) == -9
+    assert child.wait(30) == -9
     assert processes_of([psutil.Process()], "victim-of-chaos") == []
 
 

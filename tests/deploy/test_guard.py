@@ -35,7 +35,7 @@ def test_nothing_that_a_guarded_command_started_outlives_a_parent_that_is_killed
     wait_until_sync(lambda: pids.exists() and len(pids.read_text().splitlines()) == 2, timeout_s=30)
     found = [psutil.Process(int(line)) for line in pids.read_text().splitlines()]
     os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(5)
+    parent.wait(30)
     assert psutil.wait_procs(found, timeout=30)[1] == []
 
 

@@ -82,13 +82,13 @@ def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: 
     os.kill(int(redis.hget(learner_key("r"), "pid")), signal.SIGKILL)
     wait_until_sync(lambda: ended(redis))
     assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
-    assert host.wait(5)
+    assert host.wait(30)
     host.start()
     second = read_status(redis, "r")
     assert second.alive
     assert second.incarnation != first.incarnation
     ask_to_stop(redis, "r", now=True)
-    assert host.wait(5)
+    assert host.wait(30)
 
 
 def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: Path):
@@ -121,7 +121,7 @@ def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path:
     host.start()
     assert read_status(redis, "r").incarnation == first
     ask_to_stop(redis, "r", now=True)
-    assert host.wait(5)
+    assert host.wait(30)
 
 
 def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_url: str, tmp_path: Path):
@@ -129,10 +129,10 @@ def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_ur
     first.start()
     second = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
     second.start()
-    assert first.wait(5)
+    assert first.wait(30)
     assert read_status(redis, "r").alive
     ask_to_stop(redis, "r", now=True)
-    assert second.wait(5)
+    assert second.wait(30)
 
 
 def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis_url: str, tmp_path: Path):
@@ -208,7 +208,7 @@ def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
     assert (status.alive, status.died, status.died_how) == (True, before.incarnation, "killed by SIGKILL")
     third = told(tmp_path, "stands by")[1]
     ask_to_stop(redis, "r", now=True)
-    assert host.wait(10)
+    assert host.wait(30)
     assert read_status(redis, "r").exit_code == -signal.SIGKILL
     for pid in (second, third):
         assert not Path(f"/proc/{pid}").exists()

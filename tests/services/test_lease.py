@@ -83,7 +83,7 @@ def test_a_waiting_learner_takes_over_as_soon_as_the_lease_is_released(redis: Re
     thread.start()
     wait_until_sync(lambda: "'cmd': 'xread'" in str(redis.client_list()))
     holder.release()
-    thread.join(5)
+    thread.join(25)
     assert not thread.is_alive()
     assert (waiting.held(), waiting.epoch) == (True, 2)
     waiting.release()
@@ -129,7 +129,7 @@ def test_a_learner_that_was_replaced_hears_of_it_and_cannot_take_the_run_back(re
     redis.delete(RunKeys(RUN).lease)  # it was stopped for long, say, and its lease expired
     with LearnerLease(redis, RUN, "new", 10) as new:
         wait_until_sync(lambda: _try(new))
-        assert heard.wait(5)
+        assert heard.wait(30)
         assert not old.held()
         with pytest.raises(FencedError):
             old.check()
@@ -160,7 +160,7 @@ def test_a_redis_that_lost_its_data_fences_the_learner(redis: Redis):
     with LearnerLease(redis, RUN, "me", 0.2, on_lost=heard.set) as lease:
         lease.acquire()
         redis.flushall()
-        assert heard.wait(5)
+        assert heard.wait(30)
         assert not lease.held()
 
 

@@ -186,7 +186,7 @@ async def test_a_waiting_worker_wakes_when_weights_come(run: Run, redis: Redis):
     waiting = asyncio.create_task(run.buffer.wait_for_work("$", 30))
     await asyncio.sleep(0)
     publish(redis, 1)
-    position = await asyncio.wait_for(waiting, 5)
+    position = await asyncio.wait_for(waiting, 20)
     assert await run.buffer.claim("w", 100)
     assert await run.buffer.wait_for_work(position, 0.01) == await run.buffer.wait_for_work("$", 0.01)
 
@@ -194,7 +194,7 @@ async def test_a_waiting_worker_wakes_when_weights_come(run: Run, redis: Redis):
 async def test_what_rings_between_a_claim_and_the_wait_is_heard(run: Run, redis: Redis):
     await run.buffer.claim("w", 100)
     publish(redis, 1)
-    position = await asyncio.wait_for(run.buffer.wait_for_work("$", 30), 5)
+    position = await asyncio.wait_for(run.buffer.wait_for_work("$", 30), 20)
     assert position != "0-0"
 
 
@@ -225,7 +225,7 @@ async def test_each_event_that_can_open_work_rings_the_doorbell(run: Run, event:
             await run.watch.set_paused(False)
         case _:
             run.reconfigure(max_staleness=2.0)
-    assert await asyncio.wait_for(run.buffer.wait_for_work(position, 30), 5) != position
+    assert await asyncio.wait_for(run.buffer.wait_for_work(position, 30), 20) != position
 
 
 async def test_limits_may_change_but_not_the_shape_of_a_step(run: Run):

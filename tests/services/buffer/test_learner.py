@@ -53,7 +53,7 @@ async def test_in_order_of_admission_nobody_waits_for_a_group_that_failed(run: R
     for _ in range(3):
         await run.buffer.fail("w", next(task for task in tasks if task.number == 0), "crash")
         tasks = [*await run.buffer.claim("w", 8), *tasks]
-    waiting.join(5)
+    waiting.join(20)
     assert [group and group.number for group in taken] == [1]
 
 
@@ -96,7 +96,7 @@ async def test_a_waiting_learner_wakes_when_a_group_is_complete(run: Run):
     waiting.start()
     for task in tasks:
         await run.submit(task)
-    waiting.join(5)
+    waiting.join(20)
     assert not waiting.is_alive()
     assert taken[0] is not None
     assert taken[0].number == 0

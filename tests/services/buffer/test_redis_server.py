@@ -174,7 +174,7 @@ def test_a_blocked_learner_wakes_when_its_redis_comes_back(server: EmbeddedRedis
         thread = threading.Thread(target=lambda: outcome.append(run.learner.take(1.0)))
         thread.start()
         server.restart()
-        thread.join(10)
+        thread.join(60)
         assert outcome == [None]
 
 

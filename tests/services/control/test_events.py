@@ -80,7 +80,7 @@ async def test_a_watcher_sees_what_happens_until_the_run_is_over(api: ApiWorld):
         await api.client.pause("a")
         await wait_until(lambda: watcher.of("run")[-1]["wanted"] == "paused")
         await api.store.update("a", state=RunState.STOPPED)
-        await asyncio.wait_for(watching, 10)
+        await asyncio.wait_for(watching, 60)
     assert watcher.steps() == [1], "from now on, unless it asks for the start"
     assert watcher.of("life") == [{"group": 4, "event": "admitted", "detail": "0"}]
     assert [each["event"] for each in watcher.of("history")] == ["wanted", "state"]
@@ -136,7 +136,7 @@ async def test_the_client_takes_up_a_stream_that_breaks(api: ApiWorld):
                     cut.set()
             await wait_until(lambda: bool(watcher.steps()) and watcher.steps()[-1] == 19)
             await api.store.update("a", state=RunState.FINISHED)
-            await asyncio.wait_for(watching, 10)
+            await asyncio.wait_for(watching, 60)
     assert watcher.steps() == list(range(20))
 
 
@@ -152,7 +152,7 @@ async def test_a_service_that_goes_with_a_run_that_was_ending_is_not_waited_for(
             await wait_until(lambda: any(run["state"] == "draining" for run in watcher.of("run")))
         cut.set()  # a server that stops lets its streams run on: this one breaks at its next word
         await step(api, 0)
-        await asyncio.wait_for(watching, 30)
+        await asyncio.wait_for(watching, 60)
 
 
 class Cutting(httpx.AsyncHTTPTransport):
@@ -241,7 +241,7 @@ async def test_a_run_that_is_deleted_ends_its_streams(api: ApiWorld):
         redis: Any = api.redis
         await redis.delete(RunKeys("a").record)
         with pytest.raises(ControlRefusedError, match="there is no run 'a'"):
-            await asyncio.wait_for(watching, 10)
+            await asyncio.wait_for(watching, 60)
 
 
 def test_a_position_comes_back_as_it_was_written():

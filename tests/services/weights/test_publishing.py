@@ -249,7 +249,7 @@ async def test_a_waiting_subscriber_hears_of_a_version_at_once(
         await wait_until(lambda: int(server.info("clients")["blocked_clients"]) == 1)  # type: ignore[index]
         with Learner(server, config) as learner:
             learner.publish(0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(25):
                 manifest = await waiting
     assert manifest is not None
     assert manifest.version == 0
