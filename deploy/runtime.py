@@ -48,6 +48,7 @@ from services.control.records import RunStore
 from services.control.runs import RunState, UnknownRunError, Wanted
 from services.errors import MeshError
 from services.keys import RunKeys
+from services.rollout.patience import patiently
 from services.telemetry import RedisMetrics
 from services.weights.transports import cleanup
 
@@ -70,6 +71,8 @@ RAY_ENVIRONMENT = {
 LEARNER_GRACE_S = 4.0
 """What a learner gets to save a checkpoint when the command is interrupted, beside the time that its last steps took."""
 END_GRACE_S = 1.0
+ANSWER_S = 120.0
+"""What the control service gets to take the run, once it is up: on a busy machine it is slow at first."""
 REDIS_LOOK_S = 0.2
 """How long the embedded Redis may be dead unnoticed."""
 REDIS_PING_S, REDIS_HUNG_S = 2.0, 15.0
@@ -130,7 +133,7 @@ class LocalMesh:
         self._mark("control")
         url = f"http://{_reachable(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
-        await client.create(self._config.model_dump_json())
+        await patiently(lambda: client.create(self._config.model_dump_json()), ANSWER_S)
         write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
         return client
 
