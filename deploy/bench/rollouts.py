@@ -256,6 +256,8 @@ class _Meter:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._process = psutil.Process()
+        # Looked up once: to look for children is to look at every process of the machine.
+        self._processes = (self._process, *self._process.children(recursive=True))
         self._began = time.monotonic()
         self._cpu_before = self._cpu_s()
         self._episode_s = 0.0
@@ -280,4 +282,4 @@ class _Meter:
         )
 
     def _cpu_s(self) -> float:
-        return sum(sum(p.cpu_times()[:2]) for p in (self._process, *self._process.children(recursive=True)))
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
