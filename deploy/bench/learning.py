@@ -21,6 +21,7 @@ from services.telemetry import MetricRecord, Partial
 from services.weights.publisher import RedisWeightPublisher
 from trainer.algorithms.aggregation import Silent
 from trainer.checkpoint import CheckpointStore
+from trainer.curriculum import Curriculum
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.evaluations import Evaluations, RedisEvaluationLog
 from trainer.intake import Intake
@@ -138,6 +139,7 @@ class BenchLearner:
             journal=StepJournal(run.output_dir, epoch),
             replay=Replay(run.config.replay, run.config.groups_per_step, run.config.seed),
             staleness=StalenessController(None, buffer, groups_per_step=1, num_env_groups=1),
+            curriculum=Curriculum(None, buffer),
             stopped=stopped,
         )
         self._learner = Learner(run, parts)
