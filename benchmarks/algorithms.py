@@ -1,13 +1,13 @@
 """Every estimator and every loss on FrozenLake, every recipe, and what staleness does to some: short runs of the whole mesh.
 
-    python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--steps 20] [--seeds 1,2]
+    python -m benchmarks.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--mesh] [--steps 20]
 
-Each run is the quickstart with other keys, and all of one seed begin with the same weights: the quickstart's warm start,
-made once into `DIR/policies`. Success on held-out maps before and after, sampled at temperature 1 and greedy. They share one
-engine (`benchmarks.algorithm_field`); `--recipes` plays the files of deploy/configs/recipes as they stand, each on a whole
-mesh of its own (`offbeat train`). A run whose result is in DIR already is not repeated, so a table may be filled over
-several calls; what failed is in the table, with its reason. `DIR/table-KIND.md` and `DIR/results-KIND.json` are written anew
-after each run; `python -m benchmarks.algorithms_plot DIR PNG` draws them.
+Each run is the quickstart with other keys, or a file of deploy/configs/recipes as it stands, and all of one seed begin with
+the same weights: the quickstart's warm start, made once into `DIR/policies`. Success on held-out maps before and after,
+sampled at temperature 1 and greedy. They share one engine (`benchmarks.algorithm_field`); with `--mesh` each has a mesh
+of its own (`offbeat train`). A run whose result is in DIR already is not repeated, so a table may be filled over several
+calls; what failed is in the table, with its reason. `DIR/table-KIND.md` and `DIR/results-KIND.json` are written anew after
+each run; `python -m benchmarks.algorithms_plot DIR PNG` draws them.
 """
 
 # pyright: basic
@@ -63,14 +63,14 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 STALE = ("ppo", "decoupled_ppo", "tis", "cispo", "topr")
 STALENESS = (0, 1, 4, 16)
-STALE_STEPS = 32
-"""Twice the largest bound: half of a run is at it."""
+STEPS = 20
+"""More than the largest bound, or no step would reach it."""
 RESULT = "result.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the mesh."""
+    """One run."""
 
     name: str
     seed: int
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        bound = "mesh" if self.staleness is None else f"lag{self.staleness}"
+        bound = "recipe" if self.staleness is None else f"lag{self.staleness}"
         return f"{self.name}-s{self.seed}-{bound}-{self.steps}"
 
     @property
@@ -138,14 +138,14 @@ def on_mesh(run: Run, folder: Path, policy: Path, timeout_s: float) -> dict[str,
     return {key: found[key] for key in kept} | summed_up(steps) | {"load": [load, os.getloadavg()[0]]}
 
 
-def measure(run: Run, out: Path, play: Play) -> dict[str, Any]:
+def measure(run: Run, folder: Path, play: Play) -> dict[str, Any]:
     """The row of a run: what came of it, or why nothing did."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
-    kept = out / run.label / RESULT
+    kept = folder / RESULT
     if kept.is_file():
         return row | json.loads(kept.read_text())
     try:
-        found = play(run, out / run.label)
+        found = play(run, folder)
     except (RuntimeError, ValueError, OSError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     kept.write_text(json.dumps(found) + "\n")
@@ -153,10 +153,10 @@ def measure(run: Run, out: Path, play: Play) -> dict[str, Any]:
 
 
 @contextmanager
-def player(out: Path, seed: int, *, meshes: bool, timeout_s: float) -> Iterator[Play]:
-    """How runs of a seed are played."""
+def player(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
+    """How runs of a seed are played; needed: whether any is left to play."""
     policy = start(out, seed, timeout_s)
-    if meshes:
+    if mesh or not needed:
         yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)
         return
     with field(QUICKSTART, [f"seed={seed}", f"pretrain={policy}", "warm_start=null"], policy) as ready:
@@ -195,7 +195,8 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--staleness", action="store_true", help=f"{', '.join(STALE)} at {STALENESS}")
     which.add_argument("--recipes", action="store_true", help="the files of deploy/configs/recipes")
-    parser.add_argument("--steps", type=int, help=f"20; with --staleness {STALE_STEPS}")
+    parser.add_argument("--mesh", action="store_true", help="each run on a whole mesh of its own")
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of a run")
     args = parser.parse_args()
@@ -205,13 +206,16 @@ def main() -> None:
     if unknown := sorted(set(names) - set(RECIPES if args.recipes else ALGORITHMS)):
         parser.error(f"{', '.join(unknown)}: {'no recipe' if args.recipes else 'a recipe: add --recipes'}")
     kind = "staleness" if args.staleness else "recipes" if args.recipes else "algorithms"
-    steps = args.steps or (STALE_STEPS if args.staleness else 20)
+    suffix = "-mesh" if args.mesh else ""
+    kind += suffix
     out, rows = args.out.resolve(), []
     for seed in seeds:
-        runs = [Run(name, seed, bound, steps) for name in names for bound in bounds]
-        with player(out, seed, meshes=args.recipes, timeout_s=args.timeout) as play:
-            for run in runs:
-                rows.append(measure(run, out, play))
+        runs = [Run(name, seed, bound, args.steps) for name in names for bound in bounds]
+        folders = {run: out / f"{run.label}{suffix}" for run in runs}
+        needed = not all((folder / RESULT).is_file() for folder in folders.values())
+        with player(out, seed, mesh=args.mesh, needed=needed, timeout_s=args.timeout) as play:
+            for run, folder in folders.items():
+                rows.append(measure(run, folder, play))
                 print(f"{len(rows)}/{len(runs) * len(seeds)} {run.label}: {rows[-1]}", flush=True)  # noqa: T201
                 (out / f"results-{kind}.json").write_text(json.dumps(rows, indent=2) + "\n")
                 (out / f"table-{kind}.md").write_text(table(rows))

@@ -125,7 +125,7 @@ ELSEWHERE = {
     "3, which shard weights, gradients and moments over all processes",
     **dict.fromkeys(
         ("hf_infer", "deepspeed_infer", "fsdp2_infer"),
-        "it only asks a model: it belongs into strategy_args of `reference` or of a `teacher`; to train, take deepspeed_train",
+        "it only asks a model: it belongs to `reference` or a `teacher`; to train, take deepspeed_train",
     ),
 }
 """Strategies of ROLL, and what to take instead."""

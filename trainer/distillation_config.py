@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from envs.config import Config
+from trainer.reference_config import InferStrategyArgs
 
 
 class TeacherConfig(Config):
@@ -14,3 +15,4 @@ class TeacherConfig(Config):
     """Tags of `custom_envs` that it teaches; none means all."""
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """What its KL counts."""
+    strategy_args: InferStrategyArgs = InferStrategyArgs()

@@ -30,7 +30,24 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
             "k3, or zero_stage 2",
         )
+    yield from _reference_complaints(config)
     yield from _replay_complaints(config)
+
+
+def _reference_complaints(config: LearnerConfig) -> Iterator[Complaint]:
+    key, name = "reference.strategy_args.strategy_name", config.reference.strategy_args.strategy_name
+    if name == "hf_infer":
+        return
+    if not config.needs_reference:
+        yield Complaint(key, "nobody asks a reference without use_kl_loss or add_token_level_kl: leave it out")
+    if config.actor_train.model_args.lora_target is not None:
+        yield Complaint(key, "with lora_target the reference is the policy without its adapters: leave it out")
+    if config.kl_is_full:
+        yield Complaint(
+            key, f"{name} keeps no output embedding whole, which kl_loss_type full reads: take hf_infer, or k3"
+        )
+    if config.ref_model_sync_steps is not None:
+        yield Complaint(key, f"{name} does not move a sharded reference (ref_model_sync_steps): take hf_infer")
 
 
 def staleness_complaints(config: LearnerConfig, *, groups_per_step: int, num_env_groups: int) -> Iterator[Complaint]:

@@ -21,12 +21,13 @@ from services.schema import Group
 from trainer.algorithms.aggregation import Silent
 from trainer.config import ModelArgs
 from trainer.engines.base import TrainEngine
-from trainer.engines.deepspeed import DeepSpeedEngine
-from trainer.engines.frozen import FrozenModel, WithoutAdapters
+from trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
+from trainer.engines.frozen import FrozenModel, Judge, WithoutAdapters
 from trainer.engines.processes import Ranks, gather
 from trainer.models.export import copy_model_files, export_weights
 from trainer.models.policy import PackedPolicy, load_critic, load_policy
 from trainer.models.tokens import check_same_tokens
+from trainer.reference_config import InferStrategyArgs
 from trainer.run import LearnerRun
 from trainer.step import BatchTrainer, Gauges, Models, Seen
 from trainer.warm_start import Progress, demonstrator, warm_start
@@ -88,7 +89,7 @@ class PolicyTrainer:
         self._policy = self._engine(self._model)
         self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
-        """Where it is another model than the policy."""
+        """Where it is another model than the policy, and whole."""
         self._steps: BatchTrainer | None = None
 
     @property
@@ -181,23 +182,29 @@ class PolicyTrainer:
         kept = self._run.output_dir / START
         folder = kept if self._config.warm_start is not None and kept.is_dir() else self._run.model_folder
         args, seed = self._train.model_args, self._config.seed
-        reference = None
+        reference: Judge | None = None
         if self._config.adv_estimator == "gae":
             self._critic = self._engine(load_critic(folder, args, seed))
         if self._config.needs_reference and self._adapts:
             reference = WithoutAdapters(self._policy, self._model)
         elif self._config.needs_reference:
-            reference = self._reference = FrozenModel(self._load(folder, args), self._ranks.device)
+            reference = self._judge(self._load(folder, args), self._config.reference.strategy_args)
+            self._reference = reference if isinstance(reference, FrozenModel) else None
         models = Models(self._policy, self._critic, reference, self._teachers())
         self._steps = BatchTrainer(self._config, models, self._ranks)
 
-    def _teachers(self) -> list[FrozenModel]:
+    def _judge(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedJudge:
+        if strategy.strategy_name == "deepspeed_infer":
+            return DeepSpeedJudge(model, self._ranks)
+        return FrozenModel(model, self._ranks)
+
+    def _teachers(self) -> list[FrozenModel | DeepSpeedJudge]:
         """Raises ValueError if one has another tokenizer than the policy."""
         for name, teacher in self._config.teacher.items():
             check_same_tokens(self._run.model_folder, Path(teacher.pretrain), f"teacher.{name}.pretrain")
         args = self._train.model_args.without_adapters
         return [
-            FrozenModel(self._load(Path(teacher.pretrain), args), self._ranks.device)
+            self._judge(self._load(Path(teacher.pretrain), args), teacher.strategy_args)
             for teacher in self._config.teacher.values()
         ]
 

@@ -41,7 +41,7 @@ class Models:
 
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
-    reference: Reference | None = None
+    reference: Judge | None = None
     teachers: Sequence[Judge] = ()
     """In the order of the configuration's `teacher`."""
 
@@ -185,7 +185,7 @@ class BatchTrainer:
     def _anchor(self, batch: Batch) -> Anchor | None:
         """What the reference says of the whole batch, hidden states on the CPU, if the KL over the vocabulary is wanted."""
         reference = self._models.reference
-        if reference is None or not self._config.kl_is_full:
+        if not isinstance(reference, Reference) or not self._config.kl_is_full:
             return None
         micro = self._micro_batches(batch, range(batch.num_sequences))
         parts = reference.anchors([_input(each) for each in micro])

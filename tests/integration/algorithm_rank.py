@@ -43,7 +43,7 @@ def main(model: Path, out: Path) -> None:
             models = Models(
                 DeepSpeedEngine(load_policy(model, ModelArgs(), seed=1), training, StrategyArgs(), ranks),
                 None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
-                FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks.device) if config.needs_reference else None,
+                FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks) if config.needs_reference else None,
             )
             batches = BatchTrainer(config, models, ranks)
             gauges = [batches.train(groups, step) for step in range(2)][-1]

@@ -1,5 +1,5 @@
 """One rank of a data-parallel learner: trains two steps on a fixed batch under each ZeRO stage or with FSDP2, writes the
-weights."""
+weights; and what frozen models say of the batch."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from trainer.config import ModelArgs, StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, TrainEngine
-from trainer.engines.deepspeed import DeepSpeedEngine
+from trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
+from trainer.engines.frozen import FrozenModel
 from trainer.engines.fsdp2 import FSDP2Engine
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.models.packing import PackedInput
@@ -45,6 +46,9 @@ def main(model: Path, out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     ranks = ranks_of_environment("cpu")
     with process_group(ranks):
+        for name, kind in (("hf_infer", FrozenModel), ("deepspeed_infer", DeepSpeedJudge)):
+            said = torch.cat(kind(load_policy(model, ModelArgs(), seed=1), ranks).infer(fixed_batch()))
+            save_file({"logprobs": said}, out / f"{name}-{ranks.rank}-of-{ranks.world_size}.safetensors")
         for name in names:
             engine = engine_of(name, model, ranks)
             batch = fixed_batch()

@@ -63,6 +63,13 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
             for rank in range(world)
         ]
         assert [process.wait(timeout=240) for process in running] == [0] * world
+    with torch.no_grad():
+        plain = load_policy(folder, ModelArgs(), seed=1)
+        alone = torch.cat([plain(x).logprobs for x in fixed_batch()])
+    for name in ("hf_infer", "deepspeed_infer"):
+        for who in ("0-of-1", "0-of-2", "1-of-2"):
+            said = load_file(tmp_path / f"{name}-{who}.safetensors")["logprobs"]
+            torch.testing.assert_close(said, alone, rtol=0, atol=1e-5, msg=lambda m, n=f"{name}-{who}": f"{n}: {m}")
     expected = load_file(tmp_path / "0-of-1.safetensors")
     assert "model.embed_tokens.weight" in expected
     for name in ("0", "2", "3", "fsdp2"):

@@ -95,6 +95,19 @@ def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) 
     assert not torch.equal(start["model.norm.weight"], weights(trainer)["model.norm.weight"])
 
 
+def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks: Ranks) -> None:
+    sharded = ("reference.strategy_args.strategy_name=deepspeed_infer", "use_kl_loss=true", "kl_loss_coef=0.1")
+    found: list[list[float]] = []
+    for name, overrides in (("whole", sharded[1:]), ("shards", sharded)):
+        trainer = begun(run_of(tmp_path / name, (*REFERENCE, *overrides)), ranks)
+        gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
+        found.append(
+            [each[key].value for each in gauges for key in ("actor/kl_loss", "actor/grad_norm", "actor/kl_coef")]
+        )
+    assert found[0][3] > 1e-6
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-9)
+
+
 def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, (*LORA, *STAGE_3, "use_kl_loss=true", "kl_loss_coef=0.1"))
     trainer = begun(run, ranks)

@@ -2,7 +2,9 @@ import pytest
 from pydantic import ValidationError
 
 from trainer.algorithm_config import AlgorithmConfig
-from trainer.config import StrategyArgs
+from trainer.config import LearnerConfig, StrategyArgs
+from trainer.learner_checks import learner_complaints
+from trainer.reference_config import InferStrategyArgs
 from trainer.reward_config import RewardNormalization
 
 
@@ -51,7 +53,32 @@ def test_an_estimator_has_its_own_way_with_rewards_until_told_otherwise(estimato
     assert told.reward_method == "mean"
 
 
-@pytest.mark.parametrize("name", ["megatron_train", "hf_infer"])
-def test_a_strategy_that_is_not_built_is_refused_with_what_to_take(name: str):
+@pytest.mark.parametrize("name", ["megatron_train", "hf_infer", "deepspeed_infer"])
+def test_a_strategy_that_does_not_train_here_is_refused_with_what_to_take(name: str):
     with pytest.raises(ValidationError, match="deepspeed_train"):
         StrategyArgs.model_validate({"strategy_name": name})
+
+
+@pytest.mark.parametrize("name", ["megatron_infer", "fsdp2_infer", "vllm"])
+def test_a_strategy_of_frozen_models_that_is_not_built_is_refused_with_what_to_take(name: str):
+    with pytest.raises(ValidationError, match="take hf_infer or deepspeed_infer"):
+        InferStrategyArgs.model_validate({"strategy_name": name})
+
+
+SHARDED = {"reference": {"strategy_args": {"strategy_name": "deepspeed_infer"}}}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "nobody asks a reference"),
+        ({**KL, "kl_loss_type": "full"}, "output embedding"),
+        ({**KL, "ref_model_sync_steps": 2}, "does not move"),
+        ({**KL, "actor_train": {"model_args": {"lora_target": "all-linear"}}}, "without its adapters"),
+    ],
+)
+def test_a_sharded_reference_is_refused_where_it_can_not_do_what_is_asked(settings: dict, why: str):
+    found = list(learner_complaints(LearnerConfig.model_validate({**SHARDED, **settings})))
+    assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.strategy_name", True)]
+    assert not list(learner_complaints(LearnerConfig.model_validate({**SHARDED, **KL})))

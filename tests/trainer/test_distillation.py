@@ -109,5 +109,5 @@ def test_a_student_learns_a_game_from_a_teacher_who_plays_it_and_from_no_reward(
     assert rewards(teacher, {"adv_estimator": "rloo"}, [])[-1] > 0.6
     pure = {"adv_estimator": "opd", "teacher": {"own": {"pretrain": str(tmp_path)}}}
     student = load_policy(tmp_path, ModelArgs(), seed=2)
-    seen = rewards(student, pure, [FrozenModel(teacher, ALONE.device)])
+    seen = rewards(student, pure, [FrozenModel(teacher, ALONE)])
     assert sum(seen[-4:]) / 4 > 2 * max(seen[0], 0.2)

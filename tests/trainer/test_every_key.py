@@ -127,6 +127,8 @@ IN_THE_STEP = {
     "ref_model_mixup_alpha",
 }  # fmt: skip
 """Shown by tests/trainer/test_step.py."""
+OF_THE_ENGINE = {"pretrain", "strategy_args"}
+"""Of a teacher: which model, and how it lies on processes (tests/integration/test_learner_engine.py)."""
 
 
 def normalized(**told: Any) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def test_a_key_changes_what_is_trained(base: dict[str, Any], change: dict[str, A
 
 def test_every_key_has_an_effect_that_is_shown():
     keys = set(AlgorithmConfig.model_fields)
-    nested_teacher = {f"TeacherConfig.{name}" for name in TeacherConfig.model_fields if name != "pretrain"}
+    nested_teacher = {f"TeacherConfig.{name}" for name in TeacherConfig.model_fields if name not in OF_THE_ENGINE}
     tables = {"reward_normalization", "reward_shaping", "train_infer_correction"}
     assert keys == set(EFFECTS) | IN_THE_STEP | tables
     nested = {

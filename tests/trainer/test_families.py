@@ -181,7 +181,7 @@ def test_a_step_trains_the_same_weights(told: dict[str, Any], folder: Path) -> N
         args = config.actor_train.model_args
         policy = PlainEngine(load_policy(folder, args, seed=1))
         critic = PlainEngine(load_critic(folder, args, seed=1)) if config.adv_estimator == "gae" else None
-        reference = FrozenModel(load_policy(folder, args, seed=2), ALONE.device) if config.needs_reference else None
+        reference = FrozenModel(load_policy(folder, args, seed=2), ALONE) if config.needs_reference else None
         seen = BatchTrainer(config, Models(policy, critic, reference), ALONE).train(ragged(), 0)
         gauges.append({name: each.value for name, each in seen.items()})
         ends.append([tensor for _, tensor in policy.tensors()])

@@ -51,7 +51,7 @@ def trainer(
 ) -> tuple[BatchTrainer, PlainEngine, PlainEngine | None]:
     policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
     head = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if critic else None
-    frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=1), ALONE.device) if reference else None
+    frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=1), ALONE) if reference else None
     return BatchTrainer(settings, Models(policy, head, frozen), ALONE), policy, head
 
 

@@ -112,6 +112,22 @@ class DeepSpeedEngine(OnRanks):
             raise RuntimeError(f"{folder} holds no state of this engine")
 
 
+class DeepSpeedJudge(OnRanks):
+    """`deepspeed_infer`: a frozen model whose weights are dealt out to ranks (ZeRO-3) and made whole layer by layer."""
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        module.eval().requires_grad_(False).to(ranks.device)
+        bf16 = next(module.parameters()).dtype == torch.bfloat16
+        self._engine = _deepspeed().initialize(model=module, config=engine_config(3, bf16, 0.0))[0]
+        self._engine.eval()
+
+    @torch.no_grad()
+    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
+        """See `trainer.engines.frozen.Judge.infer`."""
+        return self.outputs(self._engine, batch)
+
+
 def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
     settings: dict[str, Any] = {
         "lr": training.learning_rate,

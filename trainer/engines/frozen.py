@@ -4,12 +4,14 @@ Invariant: every rank makes the same calls and gets the same answers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from trainer.engines.base import TrainEngine
+from trainer.engines.passes import OnRanks
+from trainer.engines.processes import Ranks
 from trainer.models.adapters import without_adapters
 from trainer.models.divergence import Anchor
 from trainer.models.packing import PackedInput
@@ -24,29 +26,30 @@ class Judge(Protocol):
         ...
 
 
+@runtime_checkable
 class Reference(Judge, Protocol):
-    """What the policy is kept close to."""
+    """What the policy may be kept close to over the whole vocabulary."""
 
     def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
         """Its distributions over the whole vocabulary, for every micro-batch."""
         ...
 
 
-class FrozenModel:
-    """A model that lies whole on every rank."""
+class FrozenModel(OnRanks):
+    """`hf_infer`: a plain transformers model that lies whole on every rank, each of which computes a share of a batch."""
 
-    def __init__(self, model: PackedPolicy, device: torch.device) -> None:
-        self._model = model.eval().requires_grad_(False).to(device)
-        self._device = device
+    def __init__(self, model: PackedPolicy, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._model = model.eval().requires_grad_(False).to(ranks.device)
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         """See `Judge.infer`."""
-        return [self._model(x.to(self._device)).logprobs for x in batch]
+        return self.outputs(self._model, batch)
 
     def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
-        """See `Reference.anchors`."""
-        return [self._model.anchor(x.to(self._device)) for x in batch]
+        """See `Reference.anchors`; each rank computes all of them."""
+        return [self._model.anchor(x.to(self.device)) for x in batch]
 
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:

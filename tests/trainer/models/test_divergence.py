@@ -10,6 +10,7 @@ from tests.fakes import make_group
 from trainer.batch import microbatches, pack
 from trainer.config import ModelArgs, TinyPolicyConfig
 from trainer.engines.frozen import FrozenModel
+from trainer.engines.processes import Ranks
 from trainer.models import logprobs
 from trainer.models.divergence import Anchor, full_kl
 from trainer.models.packing import PackedInput
@@ -74,10 +75,10 @@ def test_a_policy_is_at_no_distance_from_itself_and_at_the_mean_of_k1_from_other
         assert said is not None
         return said
 
-    cpu = torch.device("cpu")
-    twin = FrozenModel(load_policy(tmp_path, ModelArgs(), seed=1), cpu)
+    alone = Ranks(0, 0, 1, torch.device("cpu"))
+    twin = FrozenModel(load_policy(tmp_path, ModelArgs(), seed=1), alone)
     assert float(divergences(twin).detach().abs().max()) < 1e-6
     logits = [m.model(x.tokens[None], logits_to_keep=x.positions - 1, use_cache=False, packing=x.packing).logits[0]
               for m in (one, other)]  # fmt: skip
     p, q = (each.log_softmax(1) for each in logits)
-    torch.testing.assert_close(divergences(FrozenModel(other, cpu)), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(divergences(FrozenModel(other, alone)), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-6)
