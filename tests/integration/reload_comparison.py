@@ -1,6 +1,7 @@
-"""`python reload_comparison.py FOLDER FILE`: what a comparison after a reload misses, as JSON.
+"""`python reload_comparison.py FOLDER...`: what a comparison after a reload misses, a line of JSON for each folder.
 
-Loads FILE into vLLM's model of FOLDER as a replica does; then says which of the file's tensors may differ unnoticed.
+Loads FOLDER/version.safetensors into vLLM's model of FOLDER as a replica does; then says which of the file's tensors may
+differ unnoticed.
 """
 
 # pyright: basic
@@ -39,24 +40,21 @@ def build(folder: Path) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    import services.generation.weight_engine  # noqa: F401 (registers models that read pictures)
-
-    config = AsyncEngineArgs(
-        **engine_arguments(GenerationConfig(dtype="float32"), folder, 256, 1)
-    ).create_engine_config()
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    arguments = engine_arguments(GenerationConfig(dtype="float32"), folder, 256, 1)
+    config = AsyncEngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config), tempfile.TemporaryDirectory() as meeting:
-        init_distributed_environment(1, 0, f"file://{meeting}/here", 0, "gloo")
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{meeting}/here", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         return get_model(vllm_config=config), config
 
 
-def unnoticed(model: Any, path: Path) -> list[str]:
+def unnoticed(model: Any, file: Any) -> list[str]:
     """Tensors of the file that could be other ones."""
     from services.generation.reloading import LoadError, compare
 
     found: list[str] = []
-    with safe_open(path, framework="pt") as file, torch.no_grad():
+    with torch.no_grad():
         for name in file.keys():  # noqa: SIM118 (not a dict)
             try:
                 for _ in compare(model, OneDiffers(file, name)):  # pyright: ignore[reportArgumentType]
@@ -67,19 +65,29 @@ def unnoticed(model: Any, path: Path) -> list[str]:
     return found
 
 
-def main(folder: Path, path: Path) -> None:
-    os.environ.update(engine_environment(GenerationConfig()))
+def look(folder: Path) -> dict[str, Any]:
+    """Of one model."""
     from services.generation.staging import Staging
 
     model, config = build(folder)
+    path = folder / "version.safetensors"
     staging = Staging(model, config)
     staging.begin(str(path))
     while not staging.go_on():
         pass
     staging.exchange()
     with safe_open(path, framework="pt") as file:
-        sys.stdout.write(json.dumps({"tensors": len(file.keys()), "unnoticed": unnoticed(model, path)}) + "\n")
+        return {"tensors": len(file.keys()), "unnoticed": unnoticed(model, file)}
+
+
+def main(folders: list[Path]) -> None:
+    os.environ.update(engine_environment(GenerationConfig()))
+    import services.generation.weight_engine  # noqa: F401 (registers models that read pictures)
+
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
+    for folder in folders:
+        sys.stdout.write(json.dumps(look(folder)) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main([Path(each) for each in sys.argv[1:]])
