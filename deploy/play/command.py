@@ -18,7 +18,10 @@ Settings = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the env, as YAML.", show_default=False),
 ]
 Agent = Annotated[
-    str, typer.Option(help="`human`, `random`, `openai URL`, or the path of a policy: a model's folder, or a run's.")
+    str,
+    typer.Option(
+        help="`human`, `random`, `openai URL`, or `policy PATH` (or PATH alone): a model's folder, or a run's."
+    ),
 ]
 Tokenizer = Annotated[
     Path | None, typer.Option(help="Show the tokens of this folder's tokenizer. A policy brings its own.")
@@ -46,7 +49,8 @@ def play(
     """
     if render is not None and render.suffix not in (".gif", ".html"):
         _refuse(f"--render {render}: write .gif or .html")
-    urls = [word for word in settings or () if word.startswith(("http://", "https://"))]
+    agent, settings = _named_policy(agent, settings or [])
+    urls = [word for word in settings if word.startswith(("http://", "https://"))]
     if agent == "openai" and len(urls) != 1:
         _refuse(
             "--agent openai needs the endpoint's base URL: offbeat play ENV --agent openai http://localhost:8000/v1"
@@ -54,11 +58,21 @@ def play(
     if agent != "openai" and (urls or model):
         _refuse("a URL and --model belong to --agent openai")
     endpoint = (urls[0], model) if urls else None
-    changes = parse_settings([word for word in settings or () if word not in urls])
+    changes = parse_settings([word for word in settings if word not in urls])
     try:
         asyncio.run(_play(env, changes, agent, endpoint, seed, tag, max_steps, temperature, tokenizer, render))
     except _errors() as error:
         _refuse(_told(error))
+
+
+def _named_policy(agent: str, words: list[str]) -> tuple[str, list[str]]:
+    """The path that `policy` is followed by in its place, and the other words."""
+    if agent != "policy":
+        return agent, words
+    paths = [word for word in words if "=" not in word]
+    if len(paths) != 1:
+        _refuse("--agent policy needs a path: offbeat play ENV --agent policy runs/sokoban")
+    return paths[0], [word for word in words if "=" in word]
 
 
 async def _play(
@@ -124,7 +138,9 @@ def rollout(
     out: Annotated[Path, typer.Option(help="The parquet file to write.")] = Path("rollout.parquet"),
     agent: Annotated[
         str | None,
-        typer.Option(help="`random`, or the path of a policy; else the run's newest checkpoint, else `pretrain`."),
+        typer.Option(
+            help="`random`, or `policy PATH` (or PATH alone); else the run's newest checkpoint, else `pretrain`."
+        ),
     ] = None,
     split: Annotated[
         Literal["held_out", "train"], typer.Option(help="Tasks of evaluation or of training.")
@@ -150,6 +166,8 @@ def rollout(
     try:
         from deploy.play.setting import load_config
 
+        if agent is not None:
+            agent, overrides = _named_policy(agent, overrides or [])
         loaded = load_config(config, overrides)
         order = Order(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
         _rollout(loaded, order, agent, temperature, out)

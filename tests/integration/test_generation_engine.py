@@ -8,7 +8,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from services.gateway.server import Gateway
 from services.gateway.session import Bounds, EpisodeSession
 from services.generation.config import GenerationConfig
 from services.generation.engine import VllmEngine
-from services.schema import Completion, FinishReason, GenerateRequest, Sampling
+from services.rollout.chat import load_chat_format
+from services.rollout.config import CustomEnv
+from services.rollout.episode import EpisodePlan, play
+from services.rollout.execution import EnvSpec, InlineEnv
+from services.schema import Completion, EpisodeKind, EpisodeTask, FinishReason, GenerateRequest, Sampling, Segment
 from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -183,7 +187,12 @@ async def test_a_foreign_agents_calls_are_captured_under_the_weights_that_answer
     captured = session.close()
     assert len(captured.segments) == 2
     assert [turn.segment for turn in captured.turns] == [0, 0, 0, 1]
-    for segment in captured.segments:
+    check_segments(policies, served, captured.segments)
+
+
+def check_segments(policies: Policies, served: dict[int, int], segments: Sequence[Segment]) -> None:
+    """Recorded logprobs are those of the weights that each token's version stands for."""
+    for segment in segments:
         sampled = np.flatnonzero(segment.loss_mask)
         for version in np.unique(segment.token_versions()[sampled]):
             own = sampled[segment.token_versions()[sampled] == version]
@@ -191,6 +200,56 @@ async def test_a_foreign_agents_calls_are_captured_under_the_weights_that_answer
                 logits = policies.models[served[int(version)]](torch.tensor(segment.tokens[None]).long()).logits[0]
             expected = logits.log_softmax(-1)[own - 1, segment.tokens[own]].numpy()
             assert np.abs(expected - segment.logprobs[own]).max() < FLOAT_NOISE
+
+
+SHORTENS = (
+    "{% for m in messages %}{% set old = m.role == 'assistant' and not loop.last %}"
+    "{{ '<|im_start|>' + m.role + '\n' + ((m.content.split()[-2:] | join(' ')) if old else m.content) + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Leaves of earlier answers their last two words."""
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "trajectory": ({}, 1),
+    "step": (
+        {"env_manager_cls": "StepEnvManager", "history_length": 1, "agent_template": "{history} {observation}"},
+        3,
+    ),
+    "step_concat": ({"env_manager_cls": "StepConcatEnvManager"}, 3),
+    "rewritten": ({}, 3),
+    "tools": (
+        {"env_type": "tools", "env_config": {"env_type": "frozen_lake", "tools": [{"tool_id": "python_code"}]}},
+        1,
+    ),
+}
+"""Rules of an episode of three turns, and how many sequences it makes."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_kind_of_episode_records_the_logprobs_of_the_weights_that_played_each_turn(
+    policies: Policies, tmp_path: Path, kind: str
+) -> None:
+    folder = write_policy(tmp_path)
+    if kind == "rewritten":
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": SHORTENS}))
+    chat = load_chat_format(folder)
+    assert (chat.rewriting is not None) == (kind == "rewritten")
+    changes, count = KINDS[kind]
+    rules = CustomEnv(**{"env_type": "frozen_lake", "max_steps": 3, "max_tokens_per_step": 8, **changes})
+    served: dict[int, int] = {}
+
+    async def sample(prompt: tuple[int, ...], most: int) -> Completion:
+        served[await policies.load(len(served))] = len(served)
+        return await policies.generate(policies.request(prompt, max_new_tokens=most, stop_token_ids=chat.stop_ids))
+
+    env = InlineEnv(EnvSpec(rules.env_type, rules.env_config, 60, 60))
+    task = EpisodeTask(EpisodeKind.TRAIN, "run-0", 0, 0, 0, min_version=0)
+    plan = EpisodePlan(task, kind, 1, rules, 512, Sampling(max_new_tokens=8), keep_text=False, worker_id="w")
+    played = await play(plan, env, await env.start(), sample, chat)
+    assert (len(played.turns), len(played.segments), len(served)) == (3, count, 3)
+    versions = [version for segment in played.segments for version in segment.token_versions()[segment.loss_mask]]
+    assert sorted(set(versions)) == sorted(served)
+    check_segments(policies, served, played.segments)
 
 
 async def run_through_updates(policies: Policies, engine: VllmEngine) -> list[tuple[GenerateRequest, Completion]]:

@@ -59,6 +59,9 @@ def test_a_policy_shows_the_exact_tokens_of_prompt_and_completion(folder: Path):
     assert "2:'<|im_start|>' 4:'system' 7:'Push' 8:'X' 9:'to' 10:'O' 11:'.' 3:'<|im_end|>'" in done.output
     assert done.output.count("completion ") == 3
     assert "max_steps  reward" in done.output
+    assert (
+        offbeat("play", folder / "run.yaml", "--agent", "policy", folder / "policy", "--seed", 5).output == done.output
+    )
 
 
 def test_recorded_logprobs_are_those_of_the_model_for_the_recorded_tokens(folder: Path, recorded: Path):
@@ -136,6 +139,8 @@ def test_mistakes_are_told_in_a_line_and_end_with_2(folder: Path, recorded: Path
         (("play", "frozenlake"), "did you mean frozen_lake?"),
         (("play", "sokoban", "num_boxs=1"), "did you mean env_config.num_boxes?"),
         (("play", "sokoban", "--agent", tmp_path), "is no model folder"),
+        (("play", "sokoban", "--agent", "policy"), "--agent policy needs a path"),
+        (("rollout", folder / "run.yaml", "--agent", "policy", tmp_path), "is no model folder"),
         (("play", "sokoban", "--render", "x.png"), "write .gif or .html"),
         (("play", folder / "run.yaml", "--tag", "Box"), "no tag 'Box'; there is Boxes"),
         (("play", "nowhere.yaml"), "no such file: nowhere.yaml"),
