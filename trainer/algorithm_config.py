@@ -10,8 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from trainer.conditions import SET, ConditionalConfig, NotWith, OnlyWith
 from trainer.correction_config import TrainInferCorrection
 from trainer.distillation_config import TeacherConfig
-from trainer.engines.schedule import Scheduler
 from trainer.reward_config import Over, RewardNormalization, RewardShaping
+from trainer.schedule_config import Scheduler
 
 Estimator = Literal[
     "gae",

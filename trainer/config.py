@@ -10,6 +10,7 @@ from trainer.algorithm_config import AlgorithmConfig
 from trainer.conditions import SET, ConditionalConfig, OnlyWith
 from trainer.reference_config import ReferenceConfig
 from trainer.replay_config import ReplayConfig
+from trainer.schedule_config import ScheduleArgs
 from trainer.staleness_config import StalenessControllerConfig
 
 
@@ -100,12 +101,11 @@ class ModelArgs(ConditionalConfig):
         return self.model_copy(update={"lora_target": None})
 
 
-class TrainingArgs(Config):
+class TrainingArgs(ScheduleArgs):
     """ROLL's `training_args`."""
 
     learning_rate: float = Field(default=1e-6, ge=0)
     """0 trains nothing: to measure how far the learner's logprobs are from the engine's."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)

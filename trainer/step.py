@@ -244,6 +244,7 @@ class BatchTrainer:
             step,
             peak=peak,
             scheduler=self._args.lr_scheduler_type,
+            settings=self._args.lr_scheduler_kwargs,
             warmup_steps=warmup_steps,
             total_steps=self._config.max_steps,
         )

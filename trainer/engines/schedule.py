@@ -1,19 +1,58 @@
 """The learning rate as a function of the step alone, so that a resumed run needs no scheduler state."""
 
+import json
 import math
-from typing import Literal
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import cast
 
-Scheduler = Literal["constant", "linear", "cosine"]
+import torch
+from pydantic import JsonValue
+
+from trainer.schedule_config import LRScheduler
 
 
-def scheduled_rate(step: int, *, peak: float, scheduler: Scheduler, warmup_steps: int, total_steps: int) -> float:
-    """The rate of optimizer batch `step` (0-based): linear warm-up, then constant, or falling to zero at `total_steps`."""
+def scheduled_rate(
+    step: int,
+    *,
+    peak: float,
+    scheduler: LRScheduler,
+    warmup_steps: int,
+    total_steps: int,
+    settings: Mapping[str, JsonValue] | None = None,
+) -> float:
+    """The rate of optimizer batch `step` (0-based): linear warm-up, then as transformers' schedule of that name.
+
+    settings: the schedule's own (`trainer.schedule_config.KWARGS`).
+
+    Raises:
+        ValueError: the schedule takes no such value.
+    """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    if scheduler == "constant":
+    if scheduler.startswith("constant") or not peak:
         return peak
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return peak * (1 - done if scheduler == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+    if scheduler == "linear":
+        return peak * (1 - done)
+    if scheduler == "cosine" and not settings:
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak * _factor(scheduler, json.dumps(dict(settings or {})), peak, warmup_steps, total_steps)(step)
+
+
+@lru_cache(maxsize=8)
+def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
+    """transformers' own, of a rate that begins at `peak`."""
+    from transformers import get_scheduler
+
+    schedule = get_scheduler(
+        name,
+        torch.optim.SGD([torch.zeros(1)], lr=peak),
+        num_warmup_steps=warmup_steps,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=json.loads(settings),
+    )
+    return cast(Callable[[int], float], schedule.lr_lambdas[0])
 
 
 def plateau_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float) -> float:

@@ -1,8 +1,15 @@
 """Learning rates by step."""
 
-import pytest
+import inspect
+import math
+from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from trainer.config import TrainingArgs
 from trainer.engines.schedule import plateau_rate, scheduled_rate
+from trainer.schedule_config import BY_METRIC, KWARGS
 
 
 def rates(scheduler: str, steps: list[int]) -> list[float]:
@@ -21,6 +28,69 @@ def test_constant_stays_linear_falls_and_cosine_bends() -> None:
     assert rates("constant", [4, 9, 14, 99]) == [2.0] * 4
     assert rates("linear", [4, 9, 14, 99]) == [2.0, 1.0, 0.0, 0.0]
     assert rates("cosine", [4, 9, 14, 99]) == pytest.approx([2.0, 1.0, 0.0, 0.0])
+
+
+def waves(done: float, cycles: float, low: float) -> float:
+    return low + (1 - low) * 0.5 * (1 + math.cos(2 * math.pi * cycles * done))
+
+
+BY_HAND: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "waves": ("cosine", {"num_cycles": 1.5}, lambda d: waves(d, 1.5, 0.0)),
+    "restarts": ("cosine_with_restarts", {"num_cycles": 2}, lambda d: waves((2 * d) % 1.0, 0.5, 0.0) if d < 1 else 0.0),
+    "polynomial": ("polynomial", {"lr_end": 0.5, "power": 2.0}, lambda d: (0.5 + 1.5 * (1 - d) ** 2) / 2),
+    "inverse square root": ("inverse_sqrt", {}, lambda d: 1 / math.sqrt((4 + 10 * d) / 4)),
+    "floor": ("cosine_with_min_lr", {"min_lr": 0.4}, lambda d: waves(d, 0.5, 0.2)),
+    "floor by share": ("cosine_with_min_lr", {"min_lr_rate": 0.2}, lambda d: waves(d, 0.5, 0.2)),
+    "own floor": ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2}, lambda d: waves(d + 0.1, 0.5, 0.2)),
+    "stable, then down": (
+        "warmup_stable_decay",
+        {"num_decay_steps": 5, "decay_type": "linear"},
+        lambda d: 1 - max(0.0, 2 * d - 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_schedules_follow_transformers_formulas_after_the_warm_up(case: str) -> None:
+    name, settings, factor = BY_HAND[case]
+    told = TrainingArgs.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": settings})
+    for step in range(14):
+        rate = scheduled_rate(
+            step,
+            peak=2.0,
+            scheduler=told.lr_scheduler_type,
+            warmup_steps=4,
+            total_steps=14,
+            settings=told.lr_scheduler_kwargs,
+        )
+        expected = 0.5 * (step + 1) if step < 4 else 2.0 * factor((step - 4) / 10)
+        assert rate == pytest.approx(expected, abs=1e-12), step
+
+
+def test_each_of_transformers_schedules_is_taken_with_its_own_settings_or_refused_by_name() -> None:
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    known = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    assert set(known) == set(KWARGS) | set(BY_METRIC)
+    ours = {"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps", "warmup_type", "warmup_lr_rate"}
+    for name, settings in KWARGS.items():
+        assert set(settings) == set(inspect.signature(known[name]).parameters) - ours
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "says"),
+    [
+        ("reduce_lr_on_plateau", {}, "the step alone"),
+        ("linear", {"num_cycles": 2}, "takes nothing"),
+        ("polynomial", {"num_cycles": 2}, "lr_end, power"),
+        ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
+        ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "twice"),
+        ("warmup_stable_decay", {}, "num_decay_steps"),
+    ],
+)
+def test_settings_that_a_schedule_has_not_or_lacks_are_refused(name: str, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        TrainingArgs.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": settings})
 
 
 def test_the_plateau_falls_over_its_second_half() -> None:
