@@ -16,14 +16,9 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from deploy.claiming import claim_folder
-from deploy.components import (
-    ExternalLearner,
-    ManagedLearner,
-    ServeApp,
-    WorkerPool,
-    broker_component,
-    generation_component,
-)
+from deploy.components.learner import ExternalLearner, ManagedLearner
+from deploy.components.serve_app import ServeApp, broker_component, generation_component
+from deploy.components.workers import WorkerPool
 from deploy.config import SETTING_PATHS, RunConfig
 from deploy.loading import load_document
 from deploy.preparation import generation_app, model_folder, prepare_buffer, prepare_folder, run_spec

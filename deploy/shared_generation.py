@@ -9,7 +9,7 @@ from typing import cast
 
 from redis import Redis
 
-from deploy.components import ServeApp
+from deploy.components.serve_app import ServeApp
 from deploy.serve_status import ServeStatus
 from services.control.components import Health, Observation
 from services.errors import ControlError

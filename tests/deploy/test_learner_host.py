@@ -9,7 +9,7 @@ import pytest
 import ray
 from redis import Redis
 
-from deploy.components import ManagedLearner
+from deploy.components.learner import ManagedLearner
 from deploy.learner_host import (
     LOG,
     LearnerHost,

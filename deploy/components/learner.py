@@ -1,0 +1,141 @@
+# pyright: basic
+"""The learner: one that the mesh starts and replaces, or one that a person attaches."""
+
+import asyncio
+from pathlib import Path
+
+import ray
+from redis import Redis
+
+from deploy import names
+from deploy.components.ray_calls import kill_actor
+from deploy.config import RunConfig
+from deploy.learner_host import LOG, LearnerHost, ask_to_stop, read_status
+from services.control.components import Health, Observation
+from services.keys import ENDING, RunKeys
+from services.weights.config import WeightsConfig
+
+NO_RETRY_EXIT_CODE = 2
+"""The learner's way to say that it would fail in the same way again: it can't use its configuration or checkpoint."""
+
+
+class LearnerHostActor:
+    """A learner host somewhere in the cluster."""
+
+    def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
+        self._run_id = run_id
+        self._output_dir = output_dir
+        self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads, standby=standby)
+
+    def start(self) -> None:
+        """See `LearnerHost.start`."""
+        self._host.start()
+
+    def stop(self, grace_s: float) -> None:
+        """End the learner, and remove its weights from shared memory: nobody is there any more who would read them."""
+        from services.weights.transports import cleanup
+
+        self._host.end(grace_s)
+        cleanup(self._run_id, WeightsConfig(), self._output_dir)
+
+
+class ManagedLearner:
+    """The learner process, wherever its host is; started and replaced by the mesh."""
+
+    name = "learner"
+
+    def __init__(self, config: RunConfig, redis: Redis, redis_url: str) -> None:
+        self._config = config
+        self._redis = redis
+        self._redis_url = redis_url
+        self._run_id = config.exp_name
+        self._actor_name = names.learner_host(self._run_id)
+        self._told = ""
+        """Incarnation whose death, and replacement by the standby, the reconciler has been told of."""
+
+    async def ensure(self) -> None:
+        """Start a learner, unless one is alive or the whole mesh is being shut down."""
+        status = await asyncio.to_thread(read_status, self._redis, self._run_id)
+        if not status.alive and not await asyncio.to_thread(self._redis.exists, ENDING):
+            await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        train = self._config.actor_train
+        gpus = train.num_processes if train.device == "cuda" else 0
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 2}
+        actor = (
+            ray.remote(LearnerHostActor)
+            .options(
+                name=self._actor_name, namespace=names.NAMESPACE, lifetime="detached", get_if_exists=True, **options
+            )
+            .remote(
+                self._run_id,
+                self._redis_url,
+                self._config.output_dir.resolve(),
+                train.num_threads,
+                self._config.control.standby_learner,
+            )
+        )
+        ray.get(actor.start.remote(), timeout=60.0)
+
+    async def stop(self, *, now: bool) -> None:
+        """Ask its host to end it."""
+        await asyncio.to_thread(ask_to_stop, self._redis, self._run_id, now=now)
+
+    async def observe(self) -> Observation:
+        """What its host has told Redis."""
+        status = await asyncio.to_thread(read_status, self._redis, self._run_id)
+        if not status.started:
+            return Observation(Health.ABSENT)
+        if status.alive and status.died and status.died != self._told and not status.stopping:
+            self._told = status.died
+            return Observation(Health.DEAD, f"{status.died_how}; the standby has taken over", LOG, status.died)
+        if status.alive:
+            if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).progress):
+                return Observation(Health.READY, log=LOG)
+            return Observation(Health.STARTING, "prepares version 0", LOG)
+        if status.stopping:
+            return Observation(Health.ABSENT, status.how_it_ended, LOG)
+        if status.exit_code == 0:
+            if await asyncio.to_thread(has_finished, self._redis, self._run_id):
+                return Observation(Health.DONE, "has trained all steps", LOG)
+            return Observation(Health.DEAD, "ended before the last step", LOG, status.incarnation)
+        health = Health.BROKEN if status.exit_code == NO_RETRY_EXIT_CODE else Health.DEAD
+        return Observation(health, status.how_it_ended, LOG, status.incarnation)
+
+    async def forget(self) -> None:
+        """Remove the host actor."""
+        await asyncio.to_thread(kill_actor, self._actor_name)
+
+
+def has_finished(redis: Redis, run_id: str) -> bool:
+    """Whether a learner has said that all steps are trained and evaluated."""
+    return redis.hget(RunKeys(run_id).record, "learner_phase") == b"finished"
+
+
+class ExternalLearner:
+    """A learner that a person attaches with `offbeat learner attach`; the mesh waits for it."""
+
+    name = "learner"
+
+    def __init__(self, config: RunConfig, redis: Redis) -> None:
+        self._run_id = config.exp_name
+        self._max_steps = config.max_steps
+        self._redis = redis
+
+    async def ensure(self) -> None:
+        """Nothing: it comes when somebody attaches it."""
+
+    async def stop(self, *, now: bool) -> None:
+        """Nothing: it sees that the run is stopped. With `now`, what it still writes is refused from here on."""
+        if now:
+            await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
+            await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)
+
+    async def observe(self) -> Observation:
+        """Whether somebody holds the learner's lease, or has finished."""
+        if await asyncio.to_thread(has_finished, self._redis, self._run_id):
+            return Observation(Health.DONE, "has trained all steps")
+        if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).lease):
+            return Observation(Health.READY)
+        return Observation(Health.ABSENT, f"waits for `offbeat learner attach {self._run_id}`")

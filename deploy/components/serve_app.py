@@ -1,0 +1,125 @@
+# pyright: basic
+"""Serve applications of the run's own: the engines that sample, and the weight-sync broker."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve import Application
+from ray.serve.schema import ApplicationStatus
+
+from deploy.components.ray_calls import last_line
+from deploy.config import RunConfig
+from deploy.preparation import LOGS
+from deploy.serve_status import ServeStatus, replicas_of
+from services.control.components import Health, Observation
+from services.generation import app as generation_service
+from services.generation.config import app_name
+from services.weights import app as weights_app
+
+logger = logging.getLogger(__name__)
+
+SERVES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
+"""An application whose replicas may be counted."""
+
+
+class ServeApp:
+    """A Serve application of the run's own; Serve replaces its dead replicas, we bring back the application."""
+
+    def __init__(self, name: str, app: str, build: Callable[[], Application], status: ServeStatus) -> None:
+        self.name = name
+        self._app = app
+        self._build = build
+        self._status = status
+        self._asked: int | None = None
+        """Replicas that Serve was asked for last."""
+
+    async def ensure(self) -> None:
+        """Deploy the application."""
+        await asyncio.to_thread(self._deploy)
+        self._asked = None
+
+    def _deploy(self) -> None:
+        serve.run_many(
+            [serve.RunTarget(self._build(), name=self._app, route_prefix=None, external_scaler_enabled=True)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    async def stop(self, *, now: bool) -> None:  # noqa: ARG002
+        """Delete the application."""
+        await asyncio.to_thread(serve.delete, self._app, _blocking=False)
+
+    async def resize(self, num_replicas: int) -> None:
+        """Have so many replicas of its one deployment; replicas that are there already are left alone."""
+        app = (await self._status()).get(self._app)
+        if num_replicas == self._asked or app is None or app.status not in SERVES:
+            return
+        try:
+            name, there = await asyncio.to_thread(replicas_of, self._app)
+            if num_replicas != there:
+                logger.info("%s: %d replicas, wanted are %d", self._app, there, num_replicas)
+                await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
+        except (RayError, LookupError) as error:  # an application of somebody else's that may not be scaled
+            logger.error("%s does not get %d replicas: %s", self._app, num_replicas, last_line(str(error)))
+        self._asked = num_replicas
+
+    async def observe(self) -> Observation:
+        """What Serve's controller says."""
+        app = (await self._status()).get(self._app)
+        if app is None:
+            return Observation(Health.ABSENT, log=LOGS)
+        match app.status:
+            case ApplicationStatus.RUNNING:
+                return Observation(Health.READY, log=LOGS)
+            case ApplicationStatus.DEPLOY_FAILED:
+                # Serve has tried its constructor again and again by now: once more would not help.
+                return Observation(Health.BROKEN, last_line(app.message), LOGS)
+            case ApplicationStatus.UNHEALTHY:
+                return Observation(Health.STARTING, "a replica is being replaced", LOGS)
+            case _:
+                return Observation(Health.STARTING, app.status.value.lower(), LOGS)
+
+
+def set_num_replicas(app: str, deployment: str, count: int) -> None:
+    """Let Serve start or stop replicas; those that run already run on. (Deploying anew would replace them all.)"""
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None
+    controller = client._controller
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID(deployment, app), count), timeout=10.0)
+
+
+def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus) -> ServeApp:
+    """The engines that sample."""
+
+    def build() -> Application:
+        return generation_service.build(
+            config.exp_name,
+            config.actor_infer,
+            config.weights,
+            model=model.resolve(),
+            sequence_length=config.sequence_length,
+            redis_url=redis_url,
+            output_dir=config.output_dir.resolve(),
+            seed=config.seed,
+        )
+
+    return ServeApp("generation", app_name(config.exp_name), build, status)
+
+
+def broker_component(config: RunConfig, redis_url: str, status: ServeStatus) -> ServeApp:
+    """The weight-sync broker."""
+
+    def build() -> Application:
+        return weights_app.build(
+            config.exp_name, config.weights, redis_url=redis_url, output_dir=config.output_dir.resolve()
+        )
+
+    return ServeApp("weights", weights_app.app_name(config.exp_name), build, status)
