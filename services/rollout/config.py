@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from envs.config import Config
 from envs.prompting import IMAGE
@@ -93,10 +93,17 @@ class CustomEnv(Config):
 class TaskSamplerConfig(Config):
     """Who draws the tasks of training: a class as `envs.curricula.TaskSampler` (docs/environments.md)."""
 
-    path: str = Field(pattern=r"^[\w.]+:\w+$")
+    path: str
     """`module:Class`, made as `Class(tags, **args)`."""
     args: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the class."""
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_class(cls, path: str) -> str:
+        if not all(path.partition(":")):
+            raise ValueError(f"{path!r} must be `module:Class`")
+        return path
 
 
 class EnvManagerConfig(Config):

@@ -101,6 +101,11 @@ def test_a_sampler_that_can_not_be_is_refused_with_what_is_wrong(path: str, args
         train_task(drawing(path, **args), 0, 0)
 
 
+def test_a_sampler_is_named_by_module_and_class():
+    with pytest.raises(ValueError, match="'Levels' must be `module:Class`"):
+        EnvManagerConfig.model_validate({"task_sampler": {"path": "Levels"}})
+
+
 def test_a_sampler_and_shares_of_tags_exclude_each_other():
     with pytest.raises(ValueError, match="leave num_groups_partition out"):
         EnvManagerConfig.model_validate(
