@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from pydantic import JsonValue
+from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.schedule_config import LRScheduler
 
@@ -45,14 +46,14 @@ def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_step
     """transformers' own, of a rate that begins at `peak`."""
     from transformers import get_scheduler
 
-    schedule = get_scheduler(
+    schedule = get_scheduler(  # a LambdaLR for all that KWARGS names
         name,
         torch.optim.SGD([torch.zeros(1)], lr=peak),
         num_warmup_steps=warmup_steps,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=json.loads(settings),
     )
-    return cast(Callable[[int], float], schedule.lr_lambdas[0])
+    return cast(LambdaLR, schedule).lr_lambdas[0]
 
 
 def plateau_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
