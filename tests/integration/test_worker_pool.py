@@ -1,0 +1,96 @@
+"""The env workers as the reconciler keeps them, on a real Ray of several nodes: they hang, and their nodes die."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from deploy import names
+from deploy.components import workers
+from deploy.components.workers import WorkerPool
+from deploy.loading import load_run
+from deploy.preparation import prepare_folder
+from services.control.components import Health, Observation
+from services.rollout.app import worker_name
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head on which no worker has room; nodes that have are joined by the test."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+    ray.init(address=cluster.address, namespace=names.NAMESPACE, log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def join(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=2, object_store_memory=80_000_000)
+
+
+class Reconciling:
+    """What the reconciler does: look, and start what is missing or dead."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self.seen: list[Observation] = []
+
+    async def ready(self) -> bool:
+        seen = await self._pool.observe()
+        self.seen.append(seen)
+        if seen.health in (Health.ABSENT, Health.DEAD):
+            await self._pool.ensure()
+        return seen.health is Health.READY
+
+
+def pid_of(run_id: str) -> int:
+    actor: Any = ray.get_actor(worker_name(run_id, 0), namespace=names.NAMESPACE)
+    alive: Any = ray.get(actor.alive.remote(), timeout=60.0)
+    return int(alive["pid"])
+
+
+async def test_a_worker_that_hangs_or_whose_node_has_died_is_started_anew_where_there_is_room(
+    cluster: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "HUNG_S", 8.0)
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "exp_name=pool", "rollout.num_workers=1"])
+    prepare_folder(config)
+    run = Reconciling(WorkerPool(config, redis_url, tmp_path / "policy"))
+    node = join(cluster)
+    await wait_until(run.ready, WAIT_S)
+    first = pid_of("pool")
+
+    os.kill(first, signal.SIGSTOP)
+    await wait_until(lambda: _changed(run, first), WAIT_S)
+    assert any("hung for" in each.detail for each in run.seen)
+    second = pid_of("pool")
+    assert second != first
+
+    run.seen.clear()
+    cluster.remove_node(node, allow_graceful=False)
+    await wait_until(lambda: _away(run), WAIT_S)
+    join(cluster)
+    await wait_until(run.ready, WAIT_S)
+    assert pid_of("pool") not in (first, second)
+    assert any("hung for" in each.detail for each in run.seen)
+
+
+async def _changed(run: Reconciling, pid: int) -> bool:
+    return await run.ready() and pid_of("pool") != pid
+
+
+async def _away(run: Reconciling) -> bool:
+    return not await run.ready() and any("hung for" in each.detail for each in run.seen)
