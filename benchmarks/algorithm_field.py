@@ -22,6 +22,7 @@ from deploy.bench.rollouts import PolicySpec, Rollouts
 from deploy.config import RunConfig
 from deploy.loading import load_run
 from services.telemetry import MetricRecord
+from services.weights.transports import cleanup
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.evaluations import RECORDED, Evaluation, RedisEvaluationLog
 from trainer.policy_trainer import PolicyTrainer
@@ -53,6 +54,7 @@ class Field:
             steps = learner.run()
         finally:
             self._rollouts.stop()
+            cleanup(config.exp_name, config.weights, folder)
         (folder / "steps.jsonl").write_text("".join(json.dumps(_plain(record)) + "\n" for record in steps))
         if not any(record.labels.get("when") == "after" for record in learner.records.evaluations):
             raise TimeoutError(f"not over after {timeout_s:g} s: {len(steps)} of {config.max_steps} steps")
