@@ -117,11 +117,15 @@ class RunUnderChaos:
     def streams_mib(self) -> float | None:
         """What Redis holds of metrics and of the ledger's events, each up to a number; None while it does not tell."""
         redis = self.redis()
+        if redis is None:
+            return None
         try:
-            keys = (self._keys.metrics, self._keys.key("buffer", "life"))
-            return None if redis is None else sum(redis.memory_usage(key, samples=0) or 0 for key in keys) / 2**20
+            sizes = [
+                redis.memory_usage(key, samples=0) for key in (self._keys.metrics, self._keys.key("buffer", "life"))
+            ]
         except RedisError:
             return None
+        return sum(cast(int | None, size) or 0 for size in sizes) / 2**20
 
     def wait(self, timeout_s: float) -> int | None:
         """Exit code, or None if it has not ended in time."""
