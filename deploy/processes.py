@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,8 @@ if os.getppid() == int(sys.argv[1]):
 """
 """Asks the kernel (PR_SET_PDEATHSIG) for SIGKILL when the thread that started this process ends, then becomes another one.
 A program of its own and not a `preexec_fn`, which must not run where threads do."""
-MULTIPROCESSING = ("/dev/shm/sem.mp-", "/dev/shm/psm_")
+SHARED_MEMORY = Path("/dev/shm")
+MULTIPROCESSING = ("sem.mp-*", "psm_*")
 """Semaphores and blocks of memory."""
 TRACKER_S = 2.0
 """What resource trackers get to tidy up once their processes are gone."""
@@ -82,15 +84,21 @@ def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
 
 
 def shared_memory_held() -> set[Path]:
-    """Files in shared memory that Python's multiprocessing has made for our descendants."""
-    held: set[Path] = set()
+    """Files in shared memory that Python's multiprocessing has made for our descendants.
+
+    By their inodes: a process maps a semaphore under another name, before it gets its own.
+    """
+    mapped: set[int] = set()
     for process in descendants():
-        try:
+        with suppress(OSError):
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        except OSError:
-            continue
-        held |= {Path(line.split(maxsplit=5)[5]) for line in lines if any(name in line for name in MULTIPROCESSING)}
-    return {path for path in held if path.exists()}
+            mapped |= {int(line.split(maxsplit=5)[4]) for line in lines if str(SHARED_MEMORY) in line}
+    held: set[Path] = set()
+    for path in (path for pattern in MULTIPROCESSING for path in SHARED_MEMORY.glob(pattern)):
+        with suppress(FileNotFoundError):
+            if path.stat().st_ino in mapped:
+                held.add(path)
+    return held
 
 
 def remove_left_behind(held: Iterable[Path]) -> None:

@@ -69,3 +69,32 @@ def test_shared_memory_of_killed_processes_is_removed():
         [sys.executable, "-c", textwrap.dedent(TRACKED)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.endswith("done\n"), done.stderr
+
+
+UNTRACKED = """
+    import multiprocessing, os, signal, subprocess, sys
+    from deploy.processes import descendants, end_descendants, remove_left_behind, shared_memory_held
+
+    hold = (
+        "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
+        "print(lock._semlock.name, flush=True); time.sleep(100)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
+    held = shared_memory_held()
+    assert [str(path) for path in held] == [name]
+    for process in descendants():  # its resource tracker, too, which would have tidied up
+        process.kill()
+    end_descendants(0.0)
+    assert os.path.exists(name)
+    remove_left_behind(held)
+    assert not os.path.exists(name)
+    print("done")
+"""
+
+
+def test_semaphores_of_processes_that_were_killed_with_their_tracker_are_removed():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(UNTRACKED)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
