@@ -84,27 +84,41 @@ def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
 
 
 def shared_memory_held() -> set[Path]:
-    """Files in shared memory that Python's multiprocessing has made for our descendants.
+    """Files in shared memory that Python's multiprocessing has made for our descendants."""
+    return _made_by_multiprocessing(descendants())[0]
 
-    By their inodes: a process maps a semaphore under another name, before it gets its own.
-    """
-    mapped: set[int] = set()
-    for process in descendants():
-        with suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            mapped |= {int(line.split(maxsplit=5)[4]) for line in lines if str(SHARED_MEMORY) in line}
-    held: set[Path] = set()
-    for path in (path for pattern in MULTIPROCESSING for path in SHARED_MEMORY.glob(pattern)):
-        with suppress(FileNotFoundError):
-            if path.stat().st_ino in mapped:
-                held.add(path)
-    return held
+
+def shared_memory_of_nobody() -> set[Path]:
+    """Files in shared memory that Python's multiprocessing has made, and that no process of this machine has any more."""
+    return _made_by_multiprocessing(psutil.process_iter())[1]
 
 
 def remove_left_behind(held: Iterable[Path]) -> None:
     """Remove what `shared_memory_held` found before its processes were killed; who was killed could not."""
     for path in held:
         path.unlink(missing_ok=True)
+
+
+def _made_by_multiprocessing(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
+    """Its files that those processes have mapped, and the others.
+
+    By their inodes: a process maps a semaphore before it gets its name.
+    """
+    # Listed first: what is made meanwhile would seem nobody's
+    files = {path for pattern in MULTIPROCESSING for path in SHARED_MEMORY.glob(pattern)}
+    mapped: set[int] = set()
+    for process in processes:
+        with suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split(maxsplit=5)[4]) for line in lines if str(SHARED_MEMORY) in line}
+    held: set[Path] = set()
+    for path in list(files):
+        try:
+            if path.stat().st_ino in mapped:
+                held.add(path)
+        except FileNotFoundError:
+            files.remove(path)
+    return held, files - held
 
 
 def _kill(processes: Sequence[psutil.Process]) -> set[int]:

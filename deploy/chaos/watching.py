@@ -20,11 +20,11 @@ from redis.exceptions import RedisError
 
 from deploy import run_folder
 from deploy.learner_host import learner_key
+from deploy.processes import SHARED_MEMORY, shared_memory_of_nobody
 from services.keys import RunKeys
 
 STOP_S = 30.0
 FOLDER_S = 60.0
-SHM = Path("/dev/shm")
 
 
 class RunUnderChaos:
@@ -38,7 +38,7 @@ class RunUnderChaos:
         self._keys = RunKeys(run_id)
         self._run_id = run_id
         self.log = output_dir.with_name(f"{output_dir.name}.log")
-        self._shm_before = {path.name for path in SHM.iterdir()}
+        self._shm_before = {path.name for path in SHARED_MEMORY.iterdir()}
         self.seen: dict[int, float] = {}
         """Every process of the run that was ever seen: pid -> its start."""
         self.complaints: list[str] = []
@@ -137,8 +137,10 @@ class RunUnderChaos:
     def leftovers(self) -> list[str]:
         """What the run left outside its folder, second nodes included: close them before."""
         left = [f"process {pid}: {_line(pid)}" for pid, started in self.seen.items() if _lives(pid, started)]
-        files = [path.name for path in SHM.iterdir() if path.name not in self._shm_before]
-        return left + [f"/dev/shm/{name}" for name in files if f"-{self._run_id}-" in name or _held_by_nobody(name)]
+        files = {
+            path for path in SHARED_MEMORY.iterdir() if f"-{self._run_id}-" in path.name
+        } | shared_memory_of_nobody()
+        return left + [str(path) for path in sorted(files) if path.name not in self._shm_before]
 
     def close(self) -> None:
         """End it, whatever state it is in."""
@@ -168,14 +170,3 @@ def _line(pid: int) -> str:
     with suppress(psutil.NoSuchProcess):
         return " ".join(psutil.Process(pid).cmdline())[:200]
     return "it has ended since"
-
-
-def _held_by_nobody(name: str) -> bool:
-    """Whether a file of Python's multiprocessing is open in no process: others' runs go on beside ours."""
-    if not name.startswith(("psm_", "sem.mp-")):
-        return False
-    for process in psutil.process_iter():
-        with suppress(OSError):
-            if name in Path(f"/proc/{process.pid}/maps").read_text():
-                return False
-    return True

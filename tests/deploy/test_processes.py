@@ -73,7 +73,9 @@ def test_shared_memory_of_killed_processes_is_removed():
 
 UNTRACKED = """
     import multiprocessing, os, signal, subprocess, sys
-    from deploy.processes import descendants, end_descendants, remove_left_behind, shared_memory_held
+    from deploy.processes import (
+        descendants, end_descendants, remove_left_behind, shared_memory_held, shared_memory_of_nobody
+    )
 
     hold = (
         "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
@@ -83,10 +85,11 @@ UNTRACKED = """
     name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
     held = shared_memory_held()
     assert [str(path) for path in held] == [name]
+    assert held.isdisjoint(shared_memory_of_nobody())
     for process in descendants():  # its resource tracker, too, which would have tidied up
         process.kill()
     end_descendants(0.0)
-    assert os.path.exists(name)
+    assert held <= shared_memory_of_nobody()
     remove_left_behind(held)
     assert not os.path.exists(name)
     print("done")
