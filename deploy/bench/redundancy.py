@@ -91,14 +91,12 @@ def _setting(
     rollouts.play(base.worker_settings(config))
     records = learner.run()
     usage = rollouts.stop()
-    cancelled = max(0.0, _total(base, name, "cancelled") - usage.in_hand)  # those in hand end with the worker
-    episodes = _total(base, name, "episodes")
     return {
         "groups": groups,
         "members": members,
         "batch_s": Spread.of(_batch_s(records)),
-        "cancelled": cancelled / len(records),
-        "episodes": episodes / len(records),
+        "cancelled": _total(base, name, "cancelled") / len(records),
+        "episodes": _total(base, name, "episodes") / len(records),
         "worker_cpu_s": usage.cpu_s / len(records),
     }
 

@@ -55,8 +55,6 @@ class Usage:
     """When it stopped."""
     playing: float
     """Episodes in hand, on average."""
-    in_hand: int
-    """Episodes in hand at the end."""
     calls: int
     """To generation."""
 
@@ -277,7 +275,6 @@ class _Meter:
             cpu_s=self._cpu_s() - self._cpu_before,
             rss_bytes=self._process.memory_info().rss,
             playing=self._episode_s / wall_s,
-            in_hand=self._worker.num_playing,
             calls=self._worker.num_calls,
         )
 

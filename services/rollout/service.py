@@ -145,6 +145,7 @@ class EnvWorker:
         self._ended.set()
 
     async def _wind_up(self, chores: list[asyncio.Task[Any]]) -> None:
+        self._ended.set()
         tasks = [*chores, *self._playing.values()]
         for task in tasks:
             task.cancel()
@@ -243,7 +244,8 @@ class EnvWorker:
             self._waits.enter(task, Wait.BUFFER)
             result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
         except asyncio.CancelledError:
-            self._reporter.cancelled(task.kind, tag)
+            if not self._ended.is_set():  # at the worker's end it is given back
+                self._reporter.cancelled(task.kind, tag)
             raise
         except Exception as error:
             reason = error.reason if isinstance(error, EpisodeError) else "internal_error"

@@ -252,6 +252,7 @@ async def test_places_of_cancelled_episodes_are_taken_by_others(bench, tokenizer
         b.buffer.to_cancel = group(0, 2)
         await b.until_done(2)
     assert {task.number for task in b.buffer.submitted} == {1}
+    assert merge_all(record.values for record in b.metrics.records)["cancelled"].value == 2
 
 
 async def test_while_redis_is_silent_the_worker_waits_and_loses_nothing(bench):
@@ -300,6 +301,7 @@ async def test_a_stopped_worker_gives_its_episodes_back(bench, tokenizer: Tokeni
             assert await b.running is WorkerEnd.STOPPED
     assert (b.worker.num_playing, b.buffer.released) == (0, 1)
     assert (b.buffer.failed, b.buffer.submitted) == ([], {})
+    assert "cancelled" not in merge_all(record.values for record in b.metrics.records)
 
 
 async def test_a_stopped_worker_does_not_wait_for_a_hung_env(bench, tmp_path: Path):
