@@ -53,8 +53,10 @@ class Field:
         try:
             steps = learner.run()
         finally:
-            self._rollouts.stop()
-            cleanup(config.exp_name, config.weights, folder)
+            try:
+                self._rollouts.stop()
+            finally:
+                cleanup(config.exp_name, config.weights, folder)
         (folder / "steps.jsonl").write_text("".join(json.dumps(_plain(record)) + "\n" for record in steps))
         if not any(record.labels.get("when") == "after" for record in learner.records.evaluations):
             raise TimeoutError(f"not over after {timeout_s:g} s: {len(steps)} of {config.max_steps} steps")

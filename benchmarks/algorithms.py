@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.algorithm_field import field, summed_up
 from deploy.bench.peer.processes import make_policy
 from deploy.loading import load_run
+from services.errors import MeshError
 
 CONFIGS = Path(__file__).parents[1] / "deploy" / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -146,7 +147,7 @@ def measure(run: Run, folder: Path, play: Play) -> dict[str, Any]:
         return row | json.loads(kept.read_text())
     try:
         found = play(run, folder)
-    except (RuntimeError, ValueError, OSError) as error:
+    except (MeshError, RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     kept.write_text(json.dumps(found) + "\n")
     return row | found

@@ -58,8 +58,7 @@ def audit_run(
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
     """Read and judge what lies in a run's folder. Raises `AuditError`.
 
-    redis_url: of the Redis that holds the run, where neither its configuration nor `endpoints.json` says so: a run that was
-    sent to a mesh.
+    redis_url: of the Redis that holds the run, whatever its folder says: a run that was sent to a mesh.
     """
     try:
         config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})

@@ -93,8 +93,7 @@ def audit(
         str | None,
         typer.Option(
             metavar="URL",
-            envvar="OFFBEAT_REDIS",
-            help="The Redis that holds the run.",
+            help="The Redis that holds the run: a deployed mesh's.",
             show_default="that of RUN's configuration, or folder",
         ),
     ] = None,

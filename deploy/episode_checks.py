@@ -23,6 +23,8 @@ def _sampler_problems(config: RunConfig) -> Iterator[Problem]:
     key = "val_env_manager.task_sampler"
     if config.val_env_manager.task_sampler is not None:
         yield Problem(key, "evaluations play the same tasks each time: set it in train_env_manager")
+    if config.train_env_manager.task_sampler is None:
+        return
     try:
         train_task(config, config.seed, 0)
     except Exception as error:  # a class of the user's may raise anything

@@ -16,7 +16,7 @@ class AppStatus:
 
     status: ApplicationStatus
     message: str
-    """Of the application, or of the first of its deployments that says something."""
+    """Of the first of its deployments that says something, or else of the application."""
 
 
 class ServeStatus:

@@ -193,7 +193,7 @@ class Group:
     """Redis stream id: what is acknowledged after the checkpoint."""
     group_id: str
     number: int
-    """Admission number, 0-based; with the config it fixes tag and seed."""
+    """Admission number, 0-based; with the config it fixes tag and seed, unless a task sampler draws them."""
     tag: str
     seed: int
     admitted_version: int

@@ -24,8 +24,9 @@ class Curriculum:
         self._sampler = sampler
         self._buffer = buffer
 
-    def trained(self, groups: Sequence[Group]) -> None:
-        """These were trained, in this order; groups that start from now on are drawn by what was learnt."""
+    def seen(self, groups: Sequence[Group]) -> None:
+        """These were trained, in this order, or refilled because all their members did equally well, which says most of all
+        how hard their task is; groups that start from now on are drawn by what was learnt."""
         if self._sampler is None:
             return
         for group in groups:
@@ -46,6 +47,15 @@ class Curriculum:
             (folder / FILE).write_text(json.dumps(self._sampler.state_dict()))
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint's folder; one that was written without a sampler starts it afresh."""
-        if self._sampler is not None and (folder / FILE).is_file():
+        """Go on from a checkpoint's folder; one that was written without a sampler starts it afresh.
+
+        Raises:
+            ValueError: it holds what another sampler knew.
+        """
+        if self._sampler is None or not (folder / FILE).is_file():
+            return
+        try:
             self._sampler.load_state_dict(json.loads((folder / FILE).read_text()))
+        except (KeyError, TypeError, AttributeError) as error:
+            name = type(self._sampler).__qualname__
+            raise ValueError(f"{folder / FILE} is not a state of {name} ({type(error).__name__}: {error})") from error

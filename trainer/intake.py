@@ -33,6 +33,8 @@ class Taken:
     """Those of them that are computed on."""
     masked: list[Group] = field(default_factory=list[Group])
     """The others."""
+    unlearned: list[Group] = field(default_factory=list[Group])
+    """Without signal, and refilled."""
     stale: int = 0
     """Trained though they exceed `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
@@ -80,6 +82,7 @@ class Intake:
             return
         signal = carries_signal(group, self.config)
         if not signal and self.config.zero_variance == "refill":
+            taken.unlearned.append(group)
             self._drop(group, NO_SIGNAL, taken)
             return
         taken.stale += late

@@ -150,7 +150,7 @@ class Learner:
         self._step = step + 1
         parts.replay.trained(taken.signal, again)
         parts.staleness.trained()
-        parts.curriculum.trained(taken.groups)
+        parts.curriculum.seen([*taken.groups, *taken.unlearned])
         self._remember(taken, again, skipped=was_skipped(gauges))
         self._publish()
         self._settle_checkpoint()

@@ -19,7 +19,7 @@ from redis import Redis
 
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.ledger import LedgerThread
-from services.errors import ControlError, RetryableError
+from services.errors import CodecError, ControlError, RetryableError
 from services.lease import LearnerLease, owner_of
 from services.rollout.tasks import make_sampler
 from services.telemetry import RedisMetrics
@@ -292,7 +292,7 @@ def _unusable(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError, CodecError) as error:
         raise ControlError(f"{what}: {error}") from error
 
 

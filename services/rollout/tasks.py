@@ -85,7 +85,7 @@ def _drawn(config: TaskConfig, seed: int, number: int, state: str) -> Task:
         raise ValueError(f"the task sampler drew tag {tag!r}, which training does not have")
     if chosen is not None and not 0 <= chosen < FIRST_EVAL_SEED:
         raise ValueError(f"the task sampler drew seed {chosen}, which is not in [0, 2**31)")
-    return Task(tag, _seed_of_group(seed, number) if chosen is None else chosen)
+    return Task(str(tag), _seed_of_group(seed, number) if chosen is None else int(chosen))
 
 
 def _seed_of_group(seed: int, number: int) -> int:

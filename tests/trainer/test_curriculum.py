@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from envs.curricula import Levels
 from tests.fakes import FakeLearnerBuffer, make_group
 from trainer.curriculum import Curriculum
@@ -12,7 +14,7 @@ def test_without_a_sampler_nothing_is_said_or_kept(tmp_path: Path) -> None:
     buffer = FakeLearnerBuffer()
     nothing = Curriculum(None, buffer)
     nothing.tell()
-    nothing.trained([make_group(0)])
+    nothing.seen([make_group(0)])
     nothing.save(tmp_path)
     nothing.load(tmp_path)
     assert buffer.taught == []
@@ -25,7 +27,7 @@ def test_what_was_learnt_is_told_kept_and_gone_on_with(tmp_path: Path) -> None:
     buffer = FakeLearnerBuffer()
     first = Curriculum(Levels(tags, at=1.0, window=4), buffer)
     first.tell()
-    first.trained([group])
+    first.seen([group])
     success = sum(each.metrics.get("success", 0.0) for each in group.trajectories) / len(group.trajectories)
     assert [json.loads(state)["seen"] for state in buffer.taught] == [[], [success]]
     first.save(tmp_path)
@@ -33,5 +35,12 @@ def test_what_was_learnt_is_told_kept_and_gone_on_with(tmp_path: Path) -> None:
     again.load(tmp_path)
     again.tell()
     assert buffer.taught[-1] == buffer.taught[-2]
-    again.trained([group])
+    again.seen([group])
     assert json.loads(buffer.taught[-1])["seen"] == [success, success]
+
+
+def test_what_another_sampler_knew_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "task_sampler.json").write_text(json.dumps({"mine": 1}))
+    with pytest.raises(ValueError, match="is not a state of Levels"):
+        Curriculum(Levels(("tag", "hard")), FakeLearnerBuffer()).load(tmp_path)

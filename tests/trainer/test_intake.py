@@ -77,6 +77,7 @@ def test_a_group_without_variance(
     assert taken is not None
     assert [group.number for group in taken.groups] == consumed
     assert [group.number for group in taken.signal] == computed
+    assert [group.number for group in taken.unlearned] == [number for number, _ in dropped]
     assert buffer.dropped == dropped
 
 

@@ -1,6 +1,7 @@
 """The learner's loop: order of its stages, and what survives a death at any moment."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -161,6 +162,10 @@ def test_the_new_version_is_published_before_anything_else_is_done(world: World)
 
 
 REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}
+CURRICULUM = {
+    "custom_envs": {name: {"env_type": "frozen_lake"} for name in ("tag", "hard")},
+    "train_env_manager": {"group_size": 2, "task_sampler": {"path": "envs.curricula:Levels", "args": {"window": 100}}},
+}
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,10 +177,10 @@ def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
     crashes: list[tuple[int, bool]], replay: dict[str, object]
 ) -> None:
     with TemporaryDirectory() as one, TemporaryDirectory() as two:
-        undisturbed = World(Path(one), learner_config(replay=replay))
+        undisturbed = World(Path(one), learner_config(replay=replay, **CURRICULUM))
         learner, expected = undisturbed.learner()
         learner.run()
-        world = World(Path(two), learner_config(replay=replay))
+        world = World(Path(two), learner_config(replay=replay, **CURRICULUM))
         for crash_at, after in crashes:
             learner, trainer = _run_until_it_dies(world, Moments(crash_at, after))
         learner, trainer = world.learner()
@@ -184,6 +189,8 @@ def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
     assert world.publisher.versions == undisturbed.publisher.versions
     assert world.buffer.trained == list(range(12))
     assert not world.buffer.dropped
+    assert world.buffer.taught[-1] == undisturbed.buffer.taught[-1]
+    assert len(json.loads(world.buffer.taught[-1])["seen"]) == 12
 
 
 def _run_until_it_dies(world: World, moments: Moments) -> tuple[Learner | None, FakeTrainer | None]:

@@ -85,7 +85,7 @@ async def test_a_curriculum_goes_up_with_what_was_trained_and_stays_there_when_t
     publish(run.redis, 0)
     groups = await taken(run, 4)
     assert {group.tag for group in groups} == {"Easy"}
-    curriculum.trained(groups[:2])
+    curriculum.seen(groups[:2])
     publish(run.redis, 1)
     assert {group.tag for group in await taken(run, 2)} == {"Hard"}
     curriculum.save(tmp_path)
