@@ -168,10 +168,16 @@ class ActorTrainConfig(Config):
     """torch threads of each process on a CPU."""
 
 
-class CriticConfig(Config):
-    """The value function of `adv_estimator: gae`: the policy's architecture with a scalar head."""
+class CriticConfig(ConditionalConfig):
+    """The value function of `adv_estimator: gae`."""
 
+    backbone: Literal["own", "policy"] = "own"
+    """`own`: a second model of the policy's architecture, with a scalar head. `policy`: a value head alone, one linear layer
+    on the policy's last hidden states, trained in the policy's own optimizer step."""
+    vf_coef: Annotated[float, OnlyWith(backbone=("policy",))] = Field(default=0.1, gt=0)
+    """What the value loss is multiplied with before it is added to the policy's."""
     learning_rate: float = Field(default=5e-4, gt=0)
+    """Of the critic's own weights: all of them, or the value head's."""
     warmup_steps: int = Field(default=0, ge=0)
 
 
@@ -207,3 +213,13 @@ class LearnerConfig(AlgorithmConfig):
     actor_train: ActorTrainConfig = ActorTrainConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def has_value_head(self) -> bool:
+        """Whether the policy itself says what it expects."""
+        return self.adv_estimator == "gae" and self.critic.backbone == "policy"
+
+    @property
+    def has_own_critic(self) -> bool:
+        """Whether a model beside the policy says what it expects."""
+        return self.adv_estimator == "gae" and self.critic.backbone == "own"

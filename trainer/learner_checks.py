@@ -30,6 +30,11 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
             "k3, or zero_stage 2",
         )
+    if config.adv_estimator != "gae" and config.critic.backbone == "policy":
+        yield Complaint(
+            "critic.backbone",
+            f"policy has no effect with adv_estimator {config.adv_estimator}, which asks no critic: leave it out, or take gae",
+        )
     yield from _reference_complaints(config)
     yield from _replay_complaints(config)
 

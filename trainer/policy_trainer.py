@@ -84,7 +84,7 @@ class PolicyTrainer:
         self._config = run.config
         self._train = run.config.actor_train
         self._ranks = ranks
-        self._model = self._load(run.model_folder, self._train.model_args)
+        self._model = self._load_trained(run.model_folder)
         self.vocab_size = int(self._model.model.config.get_text_config().vocab_size)
         self._policy = self._engine(self._model)
         self._critic: TrainEngine[Tensor] | None = None
@@ -117,7 +117,7 @@ class PolicyTrainer:
             if self._has_companions or self._adapts:
                 self._keep_start(engine)
             if self._adapts:
-                self._model = self._load(self._run.output_dir / START, self._train.model_args)
+                self._model = self._load_trained(self._run.output_dir / START)
                 self._policy = self._engine(self._model)
         self._build_companions()
         return True
@@ -175,7 +175,7 @@ class PolicyTrainer:
 
     @property
     def _has_companions(self) -> bool:
-        return self._config.adv_estimator == "gae" or self._config.needs_reference
+        return self._config.has_own_critic or self._config.needs_reference
 
     def _build_companions(self) -> None:
         """Critic and reference, from the run's first weights."""
@@ -183,7 +183,7 @@ class PolicyTrainer:
         folder = kept if self._config.warm_start is not None and kept.is_dir() else self._run.model_folder
         args, seed = self._train.model_args, self._config.seed
         reference: Judge | None = None
-        if self._config.adv_estimator == "gae":
+        if self._config.has_own_critic:
             self._critic = self._engine(load_critic(folder, args, seed))
         if self._config.needs_reference and self._adapts:
             reference = WithoutAdapters(self._policy, self._model)
@@ -220,6 +220,11 @@ class PolicyTrainer:
 
     def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
         return load_policy(folder, args, self._config.seed, self._config.temperature)
+
+    def _load_trained(self, folder: Path) -> PackedPolicy:
+        """The policy that learns, with all that learns in it."""
+        seed, heat, head = self._config.seed, self._config.temperature, self._config.has_value_head
+        return load_policy(folder, self._train.model_args, seed, heat, value_head=head)
 
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
         strategy = self._train.strategy_args

@@ -4,7 +4,7 @@ Invariant: the same groups in the same order give the same weights, on any numbe
 the same groups and computes a share of the micro-batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,13 +154,13 @@ class BatchTrainer:
                 out[each.index] = part.detach().to("cpu", torch.float32)
             return out
 
-        policy, critic, reference = self._models.policy, self._models.critic, self._models.reference
-        values = whole(critic.infer(inputs)) if critic else None
+        reference = self._models.reference
+        old_logprobs, values = self._said(inputs, whole)
         targets = prepare(
             batch,
             self._config,
             kl_coef=self.kl.coef,
-            old_logprobs=whole(policy.infer(inputs)) if self._config.old_logprobs == "recompute" else None,
+            old_logprobs=old_logprobs,
             ref_logprobs=whole(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
             teacher_logprobs=self._teacher_logprobs(batch),
             values=values,
@@ -170,6 +170,18 @@ class BatchTrainer:
             silent=silent,
         )
         return targets, values
+
+    def _said(
+        self, inputs: Sequence[PackedInput], whole: Callable[[Sequence[Tensor]], Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The policy's logprobs at the step's start and the critic's values, each if it is wanted; of one forward pass where
+        both are the policy's."""
+        policy, critic, recompute = self._models.policy, self._models.critic, self._config.old_logprobs == "recompute"
+        if self._config.has_value_head:
+            both = policy.infer(inputs, _logprobs_and_values)
+            return whole([each[0] for each in both]) if recompute else None, whole([each[1] for each in both])
+        values = whole(critic.infer(inputs)) if critic else None
+        return whole(policy.infer(inputs)) if recompute else None, values
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
         """[K, M]: what each teacher says of the sequences that it teaches; zeros elsewhere."""
@@ -198,7 +210,8 @@ class BatchTrainer:
         self, micro: Sequence[MicroBatch], targets: Targets, step: int, anchor: Anchor | None
     ) -> list[Gauges]:
         """One optimizer step of policy and critic; the gauges of this rank's passes."""
-        inputs = [_input(each, anchor) for each in micro]
+        warming = step < self._config.critic_warmup
+        inputs = [_input(each, anchor, head_alone=warming and self._config.has_value_head) for each in micro]
         gauges: list[Gauges] = []
         device = self._ranks.device
         entropy_coef = scheduled_rate(
@@ -214,21 +227,33 @@ class BatchTrainer:
             loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here, entropy_coef, said.divergences)
             worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
             gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
-            return loss
+            return loss if said.values is None else loss + of_head(i, said.values)
 
         def of_critic(i: int, values: Tensor) -> Tensor:
             loss, seen = critic_loss(self._config, values, targets.at(micro[i].index, device))
             gauges.append(dict(seen))
             return loss
 
+        def of_head(i: int, values: Tensor) -> Tensor:
+            return self._config.critic.vf_coef * of_critic(i, values)
+
+        def of_head_alone(i: int, said: Sampled) -> Tensor:
+            if said.values is None:
+                raise ValueError("critic.backbone policy needs a policy with a value head")
+            return of_head(i, said.values)
+
+        rate = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
+        decay = self._args.weight_decay
         if self._models.critic is not None:
-            rate = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
-            hyperparameters = Hyperparameters(rate, self._args.weight_decay)
-            gauges.append(self._outcome("critic", self._models.critic.train(inputs, of_critic, hyperparameters), rate))
-        if step >= self._config.critic_warmup:
-            rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
-            hyperparameters = Hyperparameters(rate, self._args.weight_decay)
-            gauges.append(self._outcome("actor", self._models.policy.train(inputs, of_policy, hyperparameters), rate))
+            trained = self._models.critic.train(inputs, of_critic, Hyperparameters(rate, decay))
+            gauges.append(self._outcome("critic", trained, rate))
+        if warming and self._config.has_value_head:
+            alone = Hyperparameters(0.0, decay, head_learning_rate=rate, head_alone=True)
+            gauges.append(self._outcome("critic", self._models.policy.train(inputs, of_head_alone, alone), rate))
+        if not warming:
+            peak = self._rate(step, self.learning_rate, self._args.warmup_steps)
+            both = Hyperparameters(peak, decay, head_learning_rate=rate)
+            gauges.append(self._outcome("actor", self._models.policy.train(inputs, of_policy, both), peak))
         return gauges
 
     def _outcome(self, who: str, outcome: StepOutcome, rate: float) -> Gauges:
@@ -258,8 +283,15 @@ class BatchTrainer:
         return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
 
 
-def _input(micro: MicroBatch, anchor: Anchor | None = None) -> PackedInput:
+def _logprobs_and_values(said: Sampled) -> Tensor:
+    if said.values is None:
+        raise ValueError("critic.backbone policy needs a policy with a value head")
+    return torch.stack([said.logprobs, said.values])
+
+
+def _input(micro: MicroBatch, anchor: Anchor | None = None, *, head_alone: bool = False) -> PackedInput:
     x = PackedInput.of(
         micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents
     )
-    return x if anchor is None else replace(x, anchor=Anchor(anchor.hidden[micro.index], anchor.head))
+    said = None if anchor is None else Anchor(anchor.hidden[micro.index], anchor.head)
+    return replace(x, anchor=said, head_alone=head_alone)

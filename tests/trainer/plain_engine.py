@@ -1,7 +1,7 @@
 """A training engine without DeepSpeed, for tests of what uses one."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.engines.groups import adopt, forget, parameter_groups
 from trainer.models.adapters import whole_weights
 from trainer.models.packing import PackedInput
+from trainer.models.value_head import HEAD
 
 
 class PlainEngine:
@@ -21,8 +23,7 @@ class PlainEngine:
     def __init__(self, module: nn.Module) -> None:
         torch.set_num_threads(1)
         self.module = module
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), eps=1e-3)
+        self.optimizer = torch.optim.AdamW(parameter_groups(module), betas=(0.9, 0.95), eps=1e-3)
         self.resets = 0
         self.rates: list[float] = []
         self.seen: list[list[PackedInput]] = []
@@ -33,25 +34,30 @@ class PlainEngine:
         """One clipped step, unless a gradient is not finite."""
         self.rates.append(hyperparameters.learning_rate)
         self.seen.append(list(batch))
-        for group in self.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+        adopt(self.optimizer.param_groups, hyperparameters)
         self.optimizer.zero_grad()
         sum((loss(i, self.module(x)) for i, x in enumerate(batch)), start=torch.zeros(())).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0))
         if not math.isfinite(norm):
             return StepOutcome(False, norm)
         self.optimizer.step()
+        if hyperparameters.head_alone:
+            forget(self.optimizer.state[parameter] for parameter in self.optimizer.param_groups[0]["params"])
         return StepOutcome(True, norm)
 
     @torch.no_grad()
-    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """The first output of each micro-batch."""
+    def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
+        """What `read` takes of each micro-batch, or the first output."""
         outputs = [self.module(x) for x in batch]
+        if read is not None:
+            return [read(output) for output in outputs]
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, adapters merged."""
-        return ((whole.name.removeprefix("model."), whole.tensor()) for whole in whole_weights(self.module))
+        """Every weight of the model, adapters merged."""
+        for whole in whole_weights(self.module):
+            if not whole.name.startswith(HEAD):
+                yield whole.name.removeprefix("model."), whole.tensor()
 
     def reset_optimizer(self) -> None:
         """Counts."""

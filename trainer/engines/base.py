@@ -27,6 +27,10 @@ class Hyperparameters:
 
     learning_rate: float
     weight_decay: float
+    head_learning_rate: float | None = None
+    """Of a policy's value head; None for the same."""
+    head_alone: bool = False
+    """The value head learns; the other weights and their moments stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,18 @@ class TrainEngine(Protocol[Output_co]):
         """One optimizer step; `loss` is called for the micro-batches that fall to this rank."""
         ...
 
-    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """The first tensor of the model's output for every micro-batch, without gradients: [M] float32 each."""
+    def infer(
+        self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None
+    ) -> list[Tensor]:
+        """What `read` takes of the model's output for every micro-batch, without gradients: [..., M] float32 each.
+
+        read: None for the first tensor of the output.
+        """
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter once, whole, by its Hugging Face name; use each before asking for the next."""
+        """Every parameter of the Hugging Face model once, whole, by its name; use each before asking for the next. A value
+        head is none of them."""
         ...
 
     def reset_optimizer(self) -> None:

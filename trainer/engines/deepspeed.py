@@ -8,7 +8,7 @@ step whose gradient is not finite changes neither weights nor moments, on any ra
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from trainer.config import StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.engines.groups import adopt, forget, parameter_groups
 from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
 from trainer.models.adapters import whole_weights
 from trainer.models.packing import PackedInput
+from trainer.models.value_head import HEAD
 
 WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""
@@ -72,34 +74,43 @@ class DeepSpeedEngine(OnRanks):
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
         """See `TrainEngine.train`."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+        adopt(self._engine.optimizer.param_groups, hyperparameters)
         self._engine.train()
         for share in self.shares(self._engine, batch, loss):
             self._engine.backward(share, scale_wrt_gas=False)
         self._engine.step()
+        if hyperparameters.head_alone:
+            forget(self._states_beside_the_head())
         applied = bool(self._engine.was_step_applied())
         return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan)
 
     @torch.no_grad()
-    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
+    def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
         """See `TrainEngine.infer`."""
         self._engine.eval()
-        return self.outputs(self._engine, batch)
+        return self.outputs(self._engine, batch, read)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""
         gathered = _deepspeed().zero.GatheredParameters if self._engine.zero_optimization_stage() == 3 else None
         for whole in whole_weights(self._engine.module):
+            if whole.name.startswith(HEAD):
+                continue
             with gathered(whole.parts) if gathered else nullcontext():
                 yield whole.name.removeprefix(WRAPPER), whole.tensor()
 
     def reset_optimizer(self) -> None:
         """See `TrainEngine.reset_optimizer`."""
-        for state in self._moments.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        forget(self._moments.state.values())
+
+    def _states_beside_the_head(self) -> list[dict[str, Any]]:
+        """Of the first group of parameters; ZeRO-3 shows its shards to AdamW for the time of a step alone."""
+        optimizer = self._engine.optimizer
+        held = self._moments.param_groups[0]["params"]
+        if self._engine.zero_optimization_stage() == 3:
+            shards, group_of = optimizer.fp32_partitioned_groups_flat, optimizer.sub_group_to_group_id
+            held = [shard for number, shard in enumerate(shards) if group_of[number] == 0]
+        return [self._moments.state[parameter] for parameter in held]
 
     def save(self, folder: Path) -> None:
         """See `TrainEngine.save`."""
@@ -136,10 +147,9 @@ def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.o
         "weight_decay": training.weight_decay,
         "fused": True,
     }
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if clips:
-        return ClippingAdamW(trained, training.max_grad_norm, **settings)
-    return torch.optim.AdamW(trained, **settings)
+        return ClippingAdamW(parameter_groups(module), training.max_grad_norm, **settings)
+    return torch.optim.AdamW(parameter_groups(module), **settings)
 
 
 def engine_config(zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:

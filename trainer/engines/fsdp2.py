@@ -7,7 +7,7 @@ step whose gradient is not finite changes nothing, on any rank; every rank runs 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from trainer.engines.groups import adopt, forget, parameter_groups
 from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
 from trainer.models.packing import PackedInput
+from trainer.models.value_head import HEAD
 
 WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""
@@ -40,7 +42,7 @@ class FSDP2Engine(OnRanks):
         self._max_grad_norm = training.max_grad_norm
         self._module = self._sharded(module.float().to(ranks.device))
         self._optimizer = torch.optim.AdamW(
-            [parameter for parameter in self._module.parameters() if parameter.requires_grad],
+            parameter_groups(self._module),
             lr=training.learning_rate,
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_epsilon,
@@ -63,13 +65,14 @@ class FSDP2Engine(OnRanks):
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
         """See `TrainEngine.train`."""
-        for group in self._optimizer.param_groups:
-            group["lr"], group["weight_decay"] = hyperparameters.learning_rate, hyperparameters.weight_decay
+        adopt(self._optimizer.param_groups, hyperparameters)
         self._module.train()
         for share in self.shares(self._module, batch, loss):
             share.backward()
         outcome = self._step()
         self._optimizer.zero_grad()
+        if hyperparameters.head_alone:
+            forget(self._optimizer.state[parameter] for parameter in self._optimizer.param_groups[0]["params"])
         return outcome
 
     def _step(self) -> StepOutcome:
@@ -83,23 +86,23 @@ class FSDP2Engine(OnRanks):
         return StepOutcome(True, float(norm))
 
     @torch.no_grad()
-    def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
+    def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
         """See `TrainEngine.infer`."""
         self._module.eval()
-        return self.outputs(self._module, batch)
+        return self.outputs(self._module, batch, read)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`; one weight is gathered at a time."""
         for name, parameter in self._module.named_parameters():
+            if name.startswith(HEAD):
+                continue
             weight = parameter.detach()
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             yield name.removeprefix(WRAPPER), whole.to(self._dtype)
 
     def reset_optimizer(self) -> None:
         """See `TrainEngine.reset_optimizer`."""
-        for state in self._optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+        forget(self._optimizer.state.values())
 
     def save(self, folder: Path) -> None:
         """See `TrainEngine.save`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.engines.base import LossFunction
 from trainer.engines.processes import Ranks
 from trainer.models.packing import PackedInput
+from trainer.models.policy import Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,18 @@ def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
 
 
 def _first_of(output: Any) -> Tensor:
-    """What `TrainEngine.infer` returns of a model's output."""
+    """What `TrainEngine.infer` returns of a model's output unless told otherwise."""
     return output[0] if isinstance(output, tuple) else output
+
+
+def _nothing(output: Any) -> Tensor:
+    """A loss of zero that reaches every weight."""
+    zero = _first_of(output).sum() * 0.0
+    return zero + output.values.sum() * 0.0 if _has_values(output) else zero
+
+
+def _has_values(output: Any) -> bool:
+    return isinstance(output, Sampled) and output.values is not None
 
 
 class OnRanks:
@@ -55,28 +66,43 @@ class OnRanks:
     def shares(
         self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput], loss: LossFunction[Any]
     ) -> Iterator[Tensor]:
-        """The loss of each pass of this rank, times `world_size` for libraries that average gradients over ranks."""
+        """The loss of each pass of this rank, times `world_size` for libraries that average gradients over ranks.
+
+        Libraries want gradients of the same weights on all ranks: a loss of the policy alone, or of its value head alone, is
+        one of both.
+        """
         for each in passes(batch, self._ranks):
             output = model(each.x)
-            share = _first_of(output).sum() * 0.0 if each.index is None else loss(each.index, output)
+            share = _nothing(output) if each.index is None else loss(each.index, output)
+            if each.index is not None and _has_values(output):
+                share = share + _nothing(output)
             yield share * self.world_size
 
-    def outputs(self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput]) -> list[Tensor]:
+    def outputs(
+        self,
+        model: Callable[[PackedInput], Any],
+        batch: Sequence[PackedInput],
+        read: Callable[[Any], Tensor] | None = None,
+    ) -> list[Tensor]:
         """What `TrainEngine.infer` returns, on all ranks."""
         found: dict[int, Tensor] = {}
+        rows = torch.Size()
         for each in passes(batch, self._ranks):
-            output = _first_of(model(each.x))
+            output = (read or _first_of)(model(each.x))
+            rows = output.shape[:-1]
             if each.index is not None:
                 found[each.index] = output
-        return _everybodys(found, batch, self._ranks)
+        return _everybodys(found, rows, batch, self._ranks)
 
 
-def _everybodys(found: dict[int, Tensor], batch: Sequence[PackedInput], ranks: Ranks) -> list[Tensor]:
-    """What each of the ranks has found of its micro-batches, on all of them."""
+def _everybodys(
+    found: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks
+) -> list[Tensor]:
+    """What each of the ranks has found of its micro-batches, on all of them: [*rows, M] each."""
     lengths = [len(x.positions) for x in batch]
     if ranks.world_size == 1:
         return [found[i] for i in range(len(batch))]
-    parts = [found.get(i, torch.zeros(n, device=ranks.device)) for i, n in enumerate(lengths)]
-    everything = torch.cat(parts)
+    parts = [found.get(i, torch.zeros(*rows, n, device=ranks.device)) for i, n in enumerate(lengths)]
+    everything = torch.cat(parts, -1)
     dist.all_reduce(everything)
-    return list(everything.split(lengths))
+    return list(everything.split(lengths, -1))

@@ -59,7 +59,7 @@ class PackedInput:
     tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first; temperatures: [M] float32
     that the tokens at `positions` were sampled at, NaN where the model's own was, or None where it was for all; anchor: what
     a reference says at `positions`, where the KL to it over the whole vocabulary is wanted; pictures: by their places in
-    tokens, in order.
+    tokens, in order; head_alone: whether values owe nothing to the policy that they are read off.
     """
 
     tokens: Tensor
@@ -68,6 +68,7 @@ class PackedInput:
     temperatures: Tensor | None = None
     anchor: Anchor | None = None
     pictures: tuple[Picture, ...] = ()
+    head_alone: bool = False
 
     @classmethod
     def of(
@@ -106,4 +107,4 @@ class PackedInput:
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
         anchor = None if self.anchor is None else Anchor(self.anchor.hidden.to(device), self.anchor.head)
         tokens, positions = self.tokens.to(device), self.positions.to(device)
-        return PackedInput(tokens, packing, positions, temperatures, anchor, self.pictures)
+        return PackedInput(tokens, packing, positions, temperatures, anchor, self.pictures, self.head_alone)

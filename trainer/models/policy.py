@@ -18,15 +18,18 @@ from trainer.models.attention import PACKED_ATTENTION
 from trainer.models.divergence import Anchor, full_kl
 from trainer.models.logprobs import token_logprobs
 from trainer.models.packing import PackedInput, Packing
+from trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
     """What the policy says of sampled tokens: log-probability, entropy, and KL of all that it could have said there to what
-    the input's anchor says, if it has one; nats, [M] float32 each."""
+    the input's anchor says, if it has one, in nats; and what it expects before each, if it has a value head. [M] float32
+    each."""
 
     logprobs: Tensor
     entropies: Tensor
     divergences: Tensor | None = None
+    values: Tensor | None = None
 
 
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
 
 
 class PackedPolicy(nn.Module):
-    """Tokens in, log-probabilities of the sampled ones out.
+    """Tokens in, log-probabilities of the sampled ones out, and with a value head what is expected before each of them.
 
     temperature: that tokens were sampled at where the input does not say otherwise; logits are divided by it.
     """
@@ -52,10 +55,23 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.value_head: ValueHead | None = None
+
+    def add_value_head(self) -> None:
+        """From now on, values come with the log-probabilities, of the same forward pass."""
+        self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Sampled:
         """Of the tokens at `x.positions`, each given all tokens of its sequence before it."""
-        logits = self.logits(x)
+        if self.value_head is None:
+            return self._sampled(x, self.logits(x))
+        with last_hidden_states(self.model) as kept:
+            logits = self.logits(x)
+        hidden = kept[0][0].index_select(0, x.predictors)
+        values = self.value_head(hidden.detach() if x.head_alone else hidden)
+        return self._sampled(x, logits)._replace(values=values)
+
+    def _sampled(self, x: PackedInput, logits: Tensor) -> Sampled:
         temperature: float | Tensor = self.temperature
         if x.temperatures is not None:
             temperature = x.temperatures.nan_to_num(nan=self.temperature)
@@ -93,16 +109,12 @@ class PackedCritic(nn.Module):
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.model = backbone
-        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=backbone.dtype)
-        nn.init.zeros_(self.value_head.weight)
-        nn.init.zeros_(self.value_head.bias)
+        self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Tensor:
         """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
-        return (
-            self.value_head(hidden.index_select(0, x.predictors))[:, 0].float().clone()
-        )  # no view: FSDP2 hooks into it
+        return self.value_head(hidden.index_select(0, x.predictors))
 
 
 def _attention(args: ModelArgs, *, pictures: bool) -> str | dict[str, str]:
@@ -121,12 +133,23 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
-def load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0) -> PackedPolicy:
+def load_policy(
+    folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
+) -> PackedPolicy:
     """Load a Hugging Face folder; one without weights gets fresh ones, drawn from `seed`. With adapters if `args` names any.
+
+    value_head: whether it also says what it expects.
 
     Raises:
         ValueError: see `add_adapters`.
     """
+    policy = _load_policy(folder, args, seed, temperature)
+    if value_head:
+        policy.add_value_head()
+    return policy
+
+
+def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
     if model_family(folder) is not None:
         from trainer.models.vision import PackedVisionPolicy
 
