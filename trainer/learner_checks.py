@@ -33,7 +33,7 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
     if config.adv_estimator != "gae" and config.critic.backbone == "policy":
         yield Complaint(
             "critic.backbone",
-            f"policy has no effect with adv_estimator {config.adv_estimator}, which asks no critic: leave it out, or take gae",
+            f"adv_estimator {config.adv_estimator} asks no critic: leave it out, or take adv_estimator gae",
         )
     yield from _reference_complaints(config)
     yield from _replay_complaints(config)

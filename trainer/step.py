@@ -27,9 +27,9 @@ from trainer.gauges import batch_gauges, with_effective_sample_size
 from trainer.models.divergence import Anchor
 from trainer.models.packing import PackedInput
 from trainer.models.policy import Sampled
-from trainer.objective import critic_loss, policy_loss
 from trainer.selection import most_varied
 from trainer.shaping import shaped
+from trainer.step_losses import StepLosses, logprobs_and_values
 from trainer.targets import Targets, prepare, taught, weighted
 
 Gauges = dict[str, Partial]
@@ -178,7 +178,7 @@ class BatchTrainer:
         both are the policy's."""
         policy, critic, recompute = self._models.policy, self._models.critic, self._config.old_logprobs == "recompute"
         if self._config.has_value_head:
-            both = policy.infer(inputs, _logprobs_and_values)
+            both = policy.infer(inputs, logprobs_and_values)
             return whole([each[0] for each in both]) if recompute else None, whole([each[1] for each in both])
         values = whole(critic.infer(inputs)) if critic else None
         return whole(policy.infer(inputs)) if recompute else None, values
@@ -211,9 +211,7 @@ class BatchTrainer:
     ) -> list[Gauges]:
         """One optimizer step of policy and critic; the gauges of this rank's passes."""
         warming = step < self._config.critic_warmup
-        inputs = [_input(each, anchor, head_alone=warming and self._config.has_value_head) for each in micro]
-        gauges: list[Gauges] = []
-        device = self._ranks.device
+        inputs = [_input(each, anchor, head_alone=warming) for each in micro]
         entropy_coef = scheduled_rate(
             step,
             peak=self._config.entropy_loss_coef,
@@ -221,40 +219,23 @@ class BatchTrainer:
             warmup_steps=0,
             total_steps=self._config.max_steps,
         )
-
-        def of_policy(i: int, said: Sampled) -> Tensor:
-            here = targets.at(micro[i].index, device)
-            loss, seen = policy_loss(self._config, said.logprobs, said.entropies, here, entropy_coef, said.divergences)
-            worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
-            gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
-            return loss if said.values is None else loss + of_head(i, said.values)
-
-        def of_critic(i: int, values: Tensor) -> Tensor:
-            loss, seen = critic_loss(self._config, values, targets.at(micro[i].index, device))
-            gauges.append(dict(seen))
-            return loss
-
-        def of_head(i: int, values: Tensor) -> Tensor:
-            return self._config.critic.vf_coef * of_critic(i, values)
-
-        def of_head_alone(i: int, said: Sampled) -> Tensor:
-            if said.values is None:
-                raise ValueError("critic.backbone policy needs a policy with a value head")
-            return of_head(i, said.values)
-
-        rate = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
-        decay = self._args.weight_decay
-        if self._models.critic is not None:
-            trained = self._models.critic.train(inputs, of_critic, Hyperparameters(rate, decay))
-            gauges.append(self._outcome("critic", trained, rate))
+        losses = StepLosses(self._config, micro, targets, entropy_coef, self._ranks.device)
+        policy, critic, decay = self._models.policy, self._models.critic, self._args.weight_decay
+        rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
+        of_values = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
+        outcomes: list[Gauges] = []
+        if critic is not None:
+            trained = critic.train(inputs, losses.of_critic, Hyperparameters(of_values, decay))
+            outcomes.append(self._outcome("critic", trained, of_values))
         if warming and self._config.has_value_head:
-            alone = Hyperparameters(0.0, decay, head_learning_rate=rate, head_alone=True)
-            gauges.append(self._outcome("critic", self._models.policy.train(inputs, of_head_alone, alone), rate))
-        if not warming:
-            peak = self._rate(step, self.learning_rate, self._args.warmup_steps)
-            both = Hyperparameters(peak, decay, head_learning_rate=rate)
-            gauges.append(self._outcome("actor", self._models.policy.train(inputs, of_policy, both), peak))
-        return gauges
+            trained = policy.train(inputs, losses.of_head, Hyperparameters(0.0, decay, of_values, head_alone=True))
+            outcomes.append(self._outcome("critic", trained, of_values))
+        elif not warming:
+            trained = policy.train(inputs, losses.of_policy, Hyperparameters(rate, decay, of_values))
+            outcomes.append(self._outcome("actor", trained, rate))
+            if self._config.has_value_head and self._ranks.rank == 0:
+                outcomes.append({"critic/lr": Partial("last", of_values)})
+        return [*losses.gauges, *outcomes]
 
     def _outcome(self, who: str, outcome: StepOutcome, rate: float) -> Gauges:
         """What every rank knows, from one of them."""
@@ -281,12 +262,6 @@ class BatchTrainer:
             return with_effective_sample_size(mine)
         blobs = gather(self._ranks, encode_record(MetricRecord("rank", mine)))
         return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
-
-
-def _logprobs_and_values(said: Sampled) -> Tensor:
-    if said.values is None:
-        raise ValueError("critic.backbone policy needs a policy with a value head")
-    return torch.stack([said.logprobs, said.values])
 
 
 def _input(micro: MicroBatch, anchor: Anchor | None = None, *, head_alone: bool = False) -> PackedInput:

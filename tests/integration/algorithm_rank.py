@@ -27,6 +27,12 @@ ALGORITHMS: dict[str, dict[str, object]] = {
         "kl_loss_coef": 0.1,
     },
     "ppo of turns": {"adv_estimator": "gae", "gae_level": "turn", "whiten_advantages": True, "zero_variance": "train"},
+    "value head": {
+        "adv_estimator": "gae",
+        "critic": {"backbone": "policy", "learning_rate": 1e-1, "vf_coef": 0.5},
+        "critic_warmup": 1,
+        "zero_variance": "train",
+    },
 }
 
 
@@ -39,9 +45,10 @@ def main(model: Path, out: Path) -> None:
         for name, settings in ALGORITHMS.items():
             tree = settings | {"actor_train": {"training_args": training.model_dump(mode="json")}}
             config = LearnerConfig.model_validate_json(json.dumps(tree))
-            critic = load_critic(model, ModelArgs(), seed=1) if config.adv_estimator == "gae" else None
+            critic = load_critic(model, ModelArgs(), seed=1) if config.has_own_critic else None
+            policy = load_policy(model, ModelArgs(), seed=1, value_head=config.has_value_head)
             models = Models(
-                DeepSpeedEngine(load_policy(model, ModelArgs(), seed=1), training, StrategyArgs(), ranks),
+                DeepSpeedEngine(policy, training, StrategyArgs(), ranks),
                 None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
                 FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks) if config.needs_reference else None,
             )
@@ -54,6 +61,8 @@ def main(model: Path, out: Path) -> None:
                 if engine is not None
                 for key, tensor in engine.tensors()
             }
+            if policy.value_head is not None:
+                weights["head"] = policy.value_head.weight.detach().clone()
             if ranks.rank == 0:
                 save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
                 found = {key: gauge.value for key, gauge in gauges.items()}

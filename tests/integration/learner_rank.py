@@ -2,11 +2,13 @@
 weights; and what frozen models say of the batch."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from trainer.config import ModelArgs, StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, TrainEngine
@@ -15,7 +17,8 @@ from trainer.engines.frozen import FrozenModel
 from trainer.engines.fsdp2 import FSDP2Engine
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.models.packing import PackedInput
-from trainer.models.policy import load_policy
+from trainer.models.policy import Sampled, load_policy
+from trainer.step_losses import logprobs_and_values, values_of
 
 SMOOTH = TrainingArgs(adam_epsilon=1e-3)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
@@ -35,11 +38,37 @@ def fixed_batch(micro_batches: int = 3) -> list[PackedInput]:
 
 
 def engine_of(name: str, model: Path, ranks: Ranks) -> TrainEngine[Any]:
-    """name: a ZeRO stage, or `fsdp2`."""
-    policy = load_policy(model, ModelArgs(), seed=1)
-    if name == "fsdp2":
+    """name: a ZeRO stage, or `fsdp2`; with `-head`, of a policy with a value head."""
+    kind, _, head = name.partition("-")
+    policy = load_policy(model, ModelArgs(), seed=1, value_head=bool(head))
+    if kind == "fsdp2":
         return FSDP2Engine(policy, SMOOTH, ranks)
-    return DeepSpeedEngine(policy, SMOOTH, StrategyArgs.model_validate({"zero_stage": int(name)}), ranks)
+    return DeepSpeedEngine(policy, SMOOTH, StrategyArgs.model_validate({"zero_stage": int(kind)}), ranks)
+
+
+def head_learned(engine: TrainEngine[Sampled]) -> dict[str, Tensor]:
+    """A step without it, as in a warm start, one of it alone, and two of both; the weights, and what it says then.
+
+    Raises:
+        ValueError: the step of the head alone moved something else.
+    """
+    batch = fixed_batch()
+    alone = [replace(x, head_alone=True) for x in batch]
+
+    def miss(_: int, said: Sampled) -> Tensor:
+        return ((values_of(said) - 1.0) ** 2).sum() / 6
+
+    engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, Hyperparameters(1e-2, 0.1))
+    engine.reset_optimizer()
+    before = {name: tensor.clone() for name, tensor in engine.tensors()}
+    engine.train(alone, miss, Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1, head_alone=True))
+    if moved := [name for name, tensor in engine.tensors() if not torch.equal(tensor, before[name])]:
+        raise ValueError(f"{', '.join(moved)} moved while the head learnt alone")
+    for _ in range(2):
+        both = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
+        engine.train(batch, lambda i, said: miss(i, said) - said.logprobs.sum() / 6, both)
+    weights = {name: tensor.clone() for name, tensor in engine.tensors()}
+    return weights | {"said": torch.cat(engine.infer(batch, logprobs_and_values), -1)}
 
 
 def main(model: Path, out: Path, names: list[str]) -> None:
@@ -51,6 +80,11 @@ def main(model: Path, out: Path, names: list[str]) -> None:
             save_file({"logprobs": said}, out / f"{name}-{ranks.rank}-of-{ranks.world_size}.safetensors")
         for name in names:
             engine = engine_of(name, model, ranks)
+            if name.endswith("-head"):
+                weights = head_learned(engine)
+                if ranks.rank == 0:
+                    save_file(weights, out / f"{name}-of-{ranks.world_size}.safetensors")
+                continue
             batch = fixed_batch()
             for _ in range(2):
                 engine.train(batch, lambda _, said: -said.logprobs.sum() / 6, Hyperparameters(1e-2, 0.1))

@@ -22,6 +22,7 @@ from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.models.policy import PackedCritic, load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
 
+NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head")
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
 EngineFactory = Callable[..., DeepSpeedEngine]
 
@@ -54,7 +55,7 @@ def engine(folder: Path, ranks: Ranks) -> EngineFactory:
 def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
     """Three micro-batches on two ranks: one rank has a pass less of its own."""
     script = Path(__file__).with_name("learner_rank.py")
-    command = [sys.executable, str(script), str(folder), str(tmp_path), "0", "2", "3", "fsdp2"]
+    command = [sys.executable, str(script), str(folder), str(tmp_path), *NAMES]
     root = str(Path(__file__).parents[2])
     for world in (1, 2):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
@@ -75,6 +76,12 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
     for name in ("0", "2", "3", "fsdp2"):
         for world in (1, 2):
             assert_same(expected, load_file(tmp_path / f"{name}-of-{world}.safetensors"), atol=2e-5)
+    expected = load_file(tmp_path / "0-head-of-1.safetensors")
+    assert not [name for name in expected if "value_head" in name]  # never published
+    assert expected["said"][1].abs().min() > 0.01
+    for name in (each for each in NAMES if each.endswith("-head")):
+        for world in (1, 2):
+            assert_same(expected, load_file(tmp_path / f"{name}-of-{world}.safetensors"), atol=5e-5)
     saved = load_file(tmp_path / "fsdp2-of-1.safetensors")
     del saved["logprobs"]
     assert_same(load_file(tmp_path / "resumed.safetensors"), saved)

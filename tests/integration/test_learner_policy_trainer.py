@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from deploy import preparation
@@ -58,12 +59,25 @@ def assert_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 LORA = ("actor_train.model_args.lora_target=all-linear", *REFERENCE)
 MOVING = (*REFERENCE, "ref_model_sync_steps=2", "use_kl_loss=true", "kl_loss_coef=0.1", "kl_loss_type=full")
 STAGE_3 = ("actor_train.strategy_args.zero_stage=3",)
+VALUE_HEAD = (*CRITIC, "critic.backbone=policy", "critic_warmup=1")
 FSDP2 = ("actor_train.strategy_args.strategy_name=fsdp2_train", "actor_train.model_args.shared_prefix=true")
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [RUNNING, CRITIC, (*CRITIC, *REFERENCE), STAGE_3, LORA, (*LORA, *STAGE_3), MOVING, (*FSDP2, *CRITIC, *REFERENCE)],
+    [
+        RUNNING,
+        CRITIC,
+        (*CRITIC, *REFERENCE),
+        STAGE_3,
+        LORA,
+        (*LORA, *STAGE_3),
+        MOVING,
+        (*FSDP2, *CRITIC, *REFERENCE),
+        VALUE_HEAD,
+        (*VALUE_HEAD, *LORA, *STAGE_3),
+        (*VALUE_HEAD, *FSDP2),
+    ],
 )
 def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]) -> None:
     run = run_of(tmp_path, overrides)
@@ -83,14 +97,31 @@ def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, ov
     assert found == expected
 
 
+@pytest.mark.parametrize("overrides", [(), STAGE_3, LORA], ids=["whole", "sharded", "adapters"])
+def test_a_value_head_warms_up_alone_and_never_leaves_the_learner(
+    tmp_path: Path, ranks: Ranks, overrides: tuple[str, ...]
+) -> None:
+    run = run_of(tmp_path, (*VALUE_HEAD, *overrides))
+    trainer = begun(run, ranks)
+    start = weights(trainer)
+    said = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
+    assert said[0]["critic/values/max"].value == 0.0 != said[1]["critic/values/max"].value
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    trainer.save(folder)
+    assert weights(trainer).keys() == start.keys() == load_file(folder / "model.safetensors").keys()
+    fresh = begun(run_of(tmp_path / "fresh", (*VALUE_HEAD, *overrides)), ranks)
+    fresh.train(GROUPS, 0, Silent())
+    assert_equal(weights(fresh), start)
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in weights(trainer).items())
+
+
 def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, REFERENCE)
     trainer = begun(run, ranks)
     gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
     assert gauges[0]["actor/kl_coef"].value != 0.1
     assert (tmp_path / "start" / "model.safetensors").is_file()
-    from safetensors.torch import load_file
-
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert not torch.equal(start["model.norm.weight"], weights(trainer)["model.norm.weight"])
 
@@ -111,8 +142,6 @@ def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks:
 def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, (*LORA, *STAGE_3, "use_kl_loss=true", "kl_loss_coef=0.1"))
     trainer = begun(run, ranks)
-    from safetensors.torch import load_file
-
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert_equal(weights(trainer), start)
     gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]

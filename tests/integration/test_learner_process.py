@@ -151,3 +151,19 @@ def test_a_run_that_can_not_be_read_is_refused_with_one_line(
     lines = [line for line in ended.stderr.splitlines() if line.startswith(b"offbeat learner: ")]
     assert len(lines) == 1
     assert complaint in lines[0]
+
+
+def test_a_value_head_learns_beside_the_policy_on_two_processes_and_stays_with_the_learner(
+    redis_server: str, tmp_path: Path
+) -> None:
+    head = ("adv_estimator=gae", "reward_normalization.method=identity", "critic.backbone=policy", "critic_warmup=2")
+    several = ("actor_train.num_processes=2", "actor_train.strategy_args.zero_stage=2")
+    with a_run(redis_server, tmp_path, "value-head", (*head, *several, "max_steps=4")) as run:
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        steps = [r.values for r in run.records() if r.source == "learner" and r.step is not None]
+        assert all("critic/loss" in values for values in steps)
+        assert ["actor/pg_loss" in values for values in steps] == [False, False, True, True]
+        start, trained = run.weights(2), run.weights(4)
+        assert not [name for name in trained if "value_head" in name]
+        assert any(not torch.equal(tensor, start[name]) for name, tensor in trained.items())
+        assert run.published() == 4

@@ -1,5 +1,6 @@
 """No key of an algorithm is silent: each changes what is trained, or is refused where it would not."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,11 +8,18 @@ import torch
 from pydantic import ValidationError
 
 from services.schema import Group
+from tests.fakes import make_group
 from tests.trainer.outcome import outcome
+from tests.trainer.plain_engine import PlainEngine
 from trainer.algorithm_config import AlgorithmConfig
+from trainer.config import CriticConfig, LearnerConfig, ModelArgs, TinyPolicyConfig
 from trainer.correction_config import ImportanceWeight, MismatchFilter, TrainInferCorrection
 from trainer.distillation_config import TeacherConfig
+from trainer.engines.processes import Ranks
+from trainer.models.policy import load_critic, load_policy
+from trainer.policies.tiny import write_tiny_policy
 from trainer.reward_config import RewardNormalization, RewardShaping
+from trainer.step import BatchTrainer, Models
 
 HERE = f"{__name__}:OddGroups"
 RECOMPUTE = {"old_logprobs": "recompute"}
@@ -200,6 +208,17 @@ NESTED: dict[str, list[Change]] = {
 }  # fmt: skip
 
 
+HEAD: dict[str, Any] = {"backbone": "policy"}
+OF_THE_CRITIC: dict[str, Change] = {
+    "backbone": ({}, HEAD),
+    "vf_coef": (HEAD, {"vf_coef": 0.9}),
+    "learning_rate": ({}, {"learning_rate": 1e-2}),
+    "learning_rate of a head": (HEAD, {"learning_rate": 1e-2}),
+    "warmup_steps": ({}, {"warmup_steps": 5}),
+    "warmup_steps of a head": (HEAD, {"warmup_steps": 5}),
+}
+
+
 class OddGroups:
     def __call__(self, group: Group) -> bool:
         return group.number % 2 == 1
@@ -220,11 +239,35 @@ def test_a_key_changes_what_is_trained(base: dict[str, Any], change: dict[str, A
     assert one.shape != two.shape or not torch.allclose(one, two, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(("critic", "more"), OF_THE_CRITIC.values(), ids=OF_THE_CRITIC)
+def test_a_key_of_the_critic_changes_what_is_trained(critic: dict[str, Any], more: dict[str, Any], tmp_path: Path):
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    before, after = (trained(tmp_path, each) for each in (critic, critic | more))
+    assert torch.isfinite(after).all()
+    assert not torch.allclose(before, after, rtol=0, atol=1e-6)
+
+
+def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
+    """The policy, and what says its values, after two steps."""
+    training = {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000}}
+    config = LearnerConfig.model_validate({"adv_estimator": "gae", "critic": critic, "actor_train": training})
+    policy = load_policy(folder, ModelArgs(), seed=1, value_head=config.has_value_head)
+    own = load_critic(folder, ModelArgs(), seed=1) if config.has_own_critic else None
+    models = Models(PlainEngine(policy), None if own is None else PlainEngine(own))
+    batches = BatchTrainer(config, models, Ranks(0, 0, 1, torch.device("cpu")))
+    for step in range(2):
+        batches.train([make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(2)], step)
+    head = policy.value_head if own is None else own.value_head
+    assert head is not None
+    return torch.cat([each.detach().flatten() for each in (*policy.model.parameters(), *head.parameters())])
+
+
 def test_every_key_has_an_effect_that_is_shown():
     keys = set(AlgorithmConfig.model_fields)
     nested_teacher = {f"TeacherConfig.{name}" for name in TeacherConfig.model_fields if name not in OF_THE_ENGINE}
     tables = {"reward_normalization", "reward_shaping", "train_infer_correction"}
     assert keys == set(EFFECTS) | IN_THE_STEP | tables
+    assert set(CriticConfig.model_fields) == {key for _, change in OF_THE_CRITIC.values() for key in change}
     nested = {
         f"{table.__name__}.{name}"
         for table in (RewardNormalization, RewardShaping, TrainInferCorrection, ImportanceWeight, MismatchFilter)

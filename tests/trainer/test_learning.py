@@ -38,6 +38,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {"adv_estimator": "reinforce_plus_plus_baseline"},
     "gae": {"adv_estimator": "gae", "zero_variance": "train"},
     "gae of turns": {"adv_estimator": "gae", "gae_level": "turn", "zero_variance": "train"},
+    "value head": {"adv_estimator": "gae", "zero_variance": "train", "critic": {"backbone": "policy"}},
     "vtrace": {"adv_estimator": "gae", "value_targets": "vtrace", **RECOMPUTE},
     **{
         name: {"pg_variant": name, **SEVERAL}
@@ -115,11 +116,12 @@ def greedy_episode(policy: PackedPolicy, sibling: Trajectory) -> Trajectory:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_learns(name: str, folder: Path):
-    tree = ALGORITHMS[name] | {"max_steps": 1000, "critic": {"learning_rate": 2e-2}}
+    chosen = ALGORITHMS[name]
+    tree = chosen | {"max_steps": 1000, "critic": {"learning_rate": 2e-2} | chosen.get("critic", {})}
     training = {"actor_train": {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 4096}}}
     config = LearnerConfig.model_validate_json(json.dumps(tree | training))
-    policy = load_policy(folder, ModelArgs(), seed=1)
-    critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.adv_estimator == "gae" else None
+    policy = load_policy(folder, ModelArgs(), seed=1, value_head=config.has_value_head)
+    critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.has_own_critic else None
     batches = BatchTrainer(config, Models(PlainEngine(policy), critic, None), ALONE)
     draw = torch.Generator().manual_seed(0)
     rewards: list[float] = []

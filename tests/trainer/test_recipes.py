@@ -34,8 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_moves_the_policy_by_finite_steps(recipe: Path, folder: Path):
     config = load_run(recipe)
-    policy = PlainEngine(load_policy(folder, config.actor_train.model_args, seed=1))
-    critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.adv_estimator == "gae" else None
+    head = config.has_value_head
+    policy = PlainEngine(load_policy(folder, config.actor_train.model_args, seed=1, value_head=head))
+    critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.has_own_critic else None
     frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=2), ALONE)
     reference = frozen if config.needs_reference else None
     batches = BatchTrainer(config, Models(policy, critic, reference), ALONE)

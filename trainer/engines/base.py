@@ -61,9 +61,7 @@ class TrainEngine(Protocol[Output_co]):
         """One optimizer step; `loss` is called for the micro-batches that fall to this rank."""
         ...
 
-    def infer(
-        self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None
-    ) -> list[Tensor]:
+    def infer(self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None) -> list[Tensor]:
         """What `read` takes of the model's output for every micro-batch, without gradients: [..., M] float32 each.
 
         read: None for the first tensor of the output.

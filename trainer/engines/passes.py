@@ -95,9 +95,7 @@ class OnRanks:
         return _everybodys(found, rows, batch, self._ranks)
 
 
-def _everybodys(
-    found: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks
-) -> list[Tensor]:
+def _everybodys(found: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks) -> list[Tensor]:
     """What each of the ranks has found of its micro-batches, on all of them: [*rows, M] each."""
     lengths = [len(x.positions) for x in batch]
     if ranks.world_size == 1:

@@ -55,7 +55,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Pat
     policy = load_policy(folder, ModelArgs(attn_implementation=attention), seed=3).double()  # pyright: ignore[reportArgumentType]
     twin = eager_twin(policy)
     tokens, packing, positions = packed_batch()
-    logprobs, entropies, _ = policy(PackedInput(tokens, packing, positions))
+    logprobs, entropies, *_ = policy(PackedInput(tokens, packing, positions))
     expected = reference_logprobs(twin, tokens, packing, positions)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=ATOL)
     assert entropies.shape == logprobs.shape
@@ -100,7 +100,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
     grads: list[list[torch.Tensor]] = []
     for disable in (True, False):
         policy = load_policy(folder, ModelArgs(disable_gradient_checkpointing=disable), seed=3).double().train()
-        logprobs, entropies, _ = policy(PackedInput(*packed_batch()))
+        logprobs, entropies, *_ = policy(PackedInput(*packed_batch()))
         (logprobs.sum() + entropies.sum()).backward()
         grads.append([p.grad for p in policy.parameters() if p.grad is not None])
     assert len(grads[0]) == len(grads[1])
