@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.schema import Group
 from tests.fakes import make_group
@@ -72,8 +73,8 @@ def said_by_hand(policy: PackedPolicy, tokens: Tensor, where: Tensor) -> tuple[T
     """Logprobs, entropies and values of one trajectory's sampled tokens."""
     packing = Packing.of(torch.tensor([0, len(tokens)]))
     hidden = policy.model.base_model(tokens[None], packing=packing, use_cache=False).last_hidden_state[0]
-    rows, head = hidden[where - 1], head_of(policy)
-    logp = (rows @ policy.model.get_output_embeddings().weight.T).log_softmax(-1)
+    rows, head, words = hidden[where - 1], head_of(policy), cast(nn.Linear, policy.model.get_output_embeddings())
+    logp = (rows @ words.weight.T).log_softmax(-1)
     chosen = logp.gather(1, tokens[where][:, None])[:, 0]
     return chosen, -(logp.exp() * logp).sum(1), (rows * head.weight[0]).sum(1) + head.bias
 
@@ -124,7 +125,7 @@ def test_two_passes_over_a_batch_are_a_plain_float64_loop(folder: Path) -> None:
 def test_a_batch_is_read_once_for_values_and_old_logprobs_and_once_to_train(folder: Path) -> None:
     batches, _, policy = trainer(folder, config(old_logprobs="recompute"))
     passes: list[int] = []
-    policy.model.base_model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    policy.model.base_model.get_submodule("layers.0").register_forward_hook(lambda *_: passes.append(1))
     gauges = batches.train(GROUPS, 0)
     assert len(passes) == 2
     assert gauges["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)

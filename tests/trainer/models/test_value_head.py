@@ -79,7 +79,7 @@ def test_logprobs_and_values_come_of_one_pass_through_the_backbone_and_are_what_
     policy, x = policy_with_head(folder), PackedInput(*packed_batch())
     plain = load_policy(folder, ModelArgs(), seed=3)(x)
     passes: list[int] = []
-    policy.model.base_model.layers[0].register_forward_hook(lambda *_: passes.append(1))
+    policy.model.base_model.get_submodule("layers.0").register_forward_hook(lambda *_: passes.append(1))
     said = policy(x)
     assert passes == [1]
     assert torch.equal(said.logprobs, plain.logprobs)
