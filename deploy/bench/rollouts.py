@@ -7,6 +7,7 @@ its parent.
 import asyncio
 import multiprocessing
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -234,6 +235,8 @@ class _Host:
 
         if self._policy.kind == "client":
             return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s), None
+        if self._policy.kind == "vllm":  # the next run has other weights of the same versions
+            engine = engine.salted(secrets.token_hex(4))
         subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)
         replica = GenerationReplica("bench", engine, subscriber, self._policy.config)
         chores.append(asyncio.create_task(replica.follow()))
