@@ -29,6 +29,8 @@ from trainer.models.value_head import HEAD
 WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""
 TAG = "state"
+BUCKET = 500_000_000
+"""Elements of the largest bucket of gradients that are reduced at once: DeepSpeed's default."""
 
 
 class ClippingAdamW(torch.optim.AdamW):
@@ -65,7 +67,7 @@ class DeepSpeedEngine(OnRanks):
         # bf16 keeps its float32 masters in ZeRO's sharded optimizer, on one process as on many
         stage = max(strategy.zero_stage, 1) if bf16 else strategy.zero_stage
         self._moments = _adamw(module, training, clips=stage == 0)
-        config = engine_config(stage, bf16, 0.0 if stage == 0 else training.max_grad_norm)
+        config = engine_config(module, stage, bf16, 0.0 if stage == 0 else training.max_grad_norm)
         self._engine = _deepspeed().initialize(
             model=module, optimizer=self._moments, config=merged(config, strategy.strategy_config)
         )[0]
@@ -130,7 +132,7 @@ class DeepSpeedJudge(OnRanks):
         super().__init__(ranks)
         module.eval().requires_grad_(False).to(ranks.device)
         bf16 = next(module.parameters()).dtype == torch.bfloat16
-        self._engine = _deepspeed().initialize(model=module, config=engine_config(3, bf16, 0.0))[0]
+        self._engine = _deepspeed().initialize(model=module, config=engine_config(module, 3, bf16, 0.0))[0]
         self._engine.eval()
 
     @torch.no_grad()
@@ -152,14 +154,22 @@ def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.o
     return torch.optim.AdamW(parameter_groups(module), **settings)
 
 
-def engine_config(zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
-    """DeepSpeed's configuration of a run: the caller decides when a batch is complete, and sets the learning rate."""
+def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
+    """DeepSpeed's configuration of a run: the caller decides when a batch is complete, and sets the learning rate.
+
+    ZeRO allocates a bucket whole, however small the model: no larger than all weights, then.
+    """
+    num_weights = sum(getattr(each, "ds_numel", each.numel()) for each in module.parameters())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_clipping": max_grad_norm,
-        "zero_optimization": {"stage": zero_stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(BUCKET, max(1, num_weights)),
+        },
         "steps_per_print": 1_000_000_000,
     }
     if bf16:
