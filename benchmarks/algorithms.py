@@ -98,7 +98,7 @@ class Run:
     def _own(self) -> list[str]:
         """A bound of 16 needs enough groups in play; ten steps of the critic alone would leave five to the policy."""
         if self.staleness is None:
-            return ["critic_warmup=4"] if self.name == "ppo" else []
+            return ["critic_warmup=4"] if self.name in ("ppo", "ppo_value_head") else []
         groups = 8 * (self.staleness + 2)
         return [f"max_staleness={self.staleness}", f"train_env_manager.num_env_groups={groups}", *ALGORITHMS[self.name]]
 

@@ -43,7 +43,7 @@ def algorithms(axes: Axes, rows: list[Row]) -> None:
     axes.set_yticks(places, [row["name"] for row in rows], fontsize=7)
     axes.set_xlim(0, 1)
     axes.set_xlabel(f"success on {rows[0]['eval_episodes']} held-out maps, {rows[0]['steps']} steps, bound 1")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="center left")
 
 
 def staleness(axes: Axes, rows: list[Row]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deploy.adapter_checks import adapter_problems
 from deploy.config import RunConfig
 from deploy.episode_checks import episode_problems
 from deploy.problems import Problem
@@ -44,6 +45,7 @@ def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | No
         *_device_problems(config, gpus),
         *_model_problems(config),
         *episode_problems(config),
+        *adapter_problems(config),
         *_place_problems(config),
     ]
     return problems or first_prompt_problems(config)

@@ -69,7 +69,7 @@ def _training_problems(config: RunConfig) -> Iterator[Problem]:
             "adv_estimator",
             "the critic reads no pictures: take another estimator than gae",
         ),
-        (config.kl_is_full, "kl_loss_type", "full reads no pictures: take k3"),
+        *((True, key, "full reads no pictures: take k3") for key in config.full_kls),
         (train.num_processes > 1, "actor_train.num_processes", "it is trained by one process"),
         (
             train.model_args.shared_prefix,

@@ -26,6 +26,7 @@ from services.errors import RetryableError
 from services.keys import RunKeys
 from services.lease import free_lease_of, owner_of
 from trainer.cli import REDIS_VARIABLE
+from trainer.watchdog import HUNG
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class LearnerStatus:
 
 
 def _how(code: int) -> str:
+    if code == HUNG:
+        return "its main thread hung: logs/learner.log tells where"
     return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
 
 

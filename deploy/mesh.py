@@ -60,7 +60,7 @@ class RunParts:
         self._watch = watch
         external = config.control.learner == "external"
         learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
-        self._workers = WorkerPool(config, redis_url, model_folder(config))
+        self._workers = WorkerPool(config, redis_url)
         self._generation = _generation(config, redis, redis_url, serve_status)
         broker = broker_component(config, redis_url, serve_status)
         self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)

@@ -63,6 +63,9 @@ def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: Off
         yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
     if BACKENDS[config.weights.transport] != BACKENDS[offer.transport]:
         yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
+    room, rank = offer.config.max_lora_rank, config.actor_infer.max_lora_rank
+    if (room is None) != (rank is None) or (room or 0) < (rank or 0):
+        yield f"its max_lora_rank is {room}, the run's is {rank}"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 

@@ -16,6 +16,7 @@ from services.buffer.client import BufferLimits
 from services.buffer.watch import configure_buffer
 from services.control.runs import RunSpec
 from services.generation.config import app_name
+from services.rollout.config import WorkerSettings
 
 POLICY = "policy"
 LOGS = "logs"
@@ -46,6 +47,26 @@ def model_folder(config: RunConfig) -> Path:
 def generation_app(config: RunConfig) -> str:
     """The Serve application that samples for the run."""
     return config.actor_infer.app or app_name(config.exp_name)
+
+
+def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | None = None) -> WorkerSettings:
+    """What the run's env workers are told. timeout_s: instead of `buffer.worker_timeout_s`."""
+    return WorkerSettings(
+        run_id=config.exp_name,
+        seed=config.seed,
+        model_folder=model_folder(config).resolve(),
+        output_dir=config.output_dir.resolve(),
+        redis_url=redis_url,
+        sequence_length=config.sequence_length,
+        custom_envs=config.custom_envs,
+        train_env_manager=config.train_env_manager,
+        val_env_manager=config.val_env_manager,
+        rollout=config.rollout,
+        generating_args=config.actor_infer.generating_args,
+        generation_app=generation_app(config),
+        request_timeout_s=config.actor_infer.request_timeout_s,
+        worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,
+    )
 
 
 def buffer_limits(config: RunConfig) -> BufferLimits:

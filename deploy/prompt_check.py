@@ -5,23 +5,35 @@ ends by `max_length`.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from deploy.config import RunConfig
 from deploy.preparation import NoWordsError, words_of
 from deploy.problems import Problem
 from envs import registry
 from envs.prompting import IMAGE, fill_template
+from services.chat.messages import ChatMessage
 from services.errors import RolloutError
 from services.rollout.config import CustomEnv
-from services.rollout.execution import do_picture
+from services.rollout.execution import do_picture, traits_of
 
-CountTokens = Callable[[str, str, bytes], int]
-"""(system message, first observation, its picture or nothing) -> tokens of the first prompt; of the built-in policy, without
-those of its template.
+CountTokens = Callable[["FirstTexts", CustomEnv], int]
+"""Tokens of a tag's first prompt; of the built-in policy, without those of its template.
 
-Raises RolloutError where the chat template can't render the two."""
+Raises RolloutError where the chat template can't render it."""
+
+
+class FirstTexts(NamedTuple):
+    """What a tag's first prompt is made of."""
+
+    system: str
+    observation: str
+    png: bytes
+    """Of its picture, or nothing."""
+    functions: tuple[Mapping[str, Any], ...]
+    """That the env offers."""
 
 
 class BrokenTokenizerError(Exception):
@@ -44,9 +56,11 @@ def first_prompt_problems(config: RunConfig) -> list[Problem]:
             problems.append(Problem(f"custom_envs.{tag}.env_type", message))
             continue
         try:
-            length = count_tokens(*texts)
+            length = count_tokens(texts, env)
+            problems += _function_problems(config, tag, texts)
         except RolloutError as error:
             key = "agent_template" if env.shows_pictures else "agent_system_template"
+            key = "tool_call_parser" if texts.functions else key
             problems.append(Problem(f"custom_envs.{tag}.{key}", str(error)))
             continue
         if length >= config.sequence_length:
@@ -56,6 +70,29 @@ def first_prompt_problems(config: RunConfig) -> list[Problem]:
             )
             problems.append(Problem("sequence_length", message))
     return problems
+
+
+def _function_problems(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[Problem]:
+    """What functions of an env, or a parser of their calls, can't be combined with."""
+    env = config.custom_envs[tag]
+    if env.tool_call_parser and not texts.functions:
+        message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
+        yield Problem(f"custom_envs.{tag}.tool_call_parser", message)
+    if not texts.functions:
+        return
+    if env.agent_runner:
+        yield Problem(
+            f"custom_envs.{tag}.agent_runner", "an agent offers tools of its own: take function_calling: prompt"
+        )
+    if env.env_manager_cls != "TrajEnvManager":
+        message = "what came of a call follows it in one conversation: take TrajEnvManager, or function_calling: prompt"
+        yield Problem(f"custom_envs.{tag}.env_manager_cls", message)
+    if env.shows_pictures:
+        yield Problem(f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out")
+    if config.warm_start is not None and config.warm_start.tag == tag:
+        yield Problem(
+            "warm_start.tag", f"demonstrations call no functions, and {tag} offers some: leave warm_start out"
+        )
 
 
 def _parser_problems(config: RunConfig) -> Iterator[Problem]:
@@ -99,8 +136,13 @@ def _count_tokens(config: RunConfig) -> CountTokens:
 
         tokenizer = build_tokenizer(words_of(config))
 
-        def count_tiny(system: str, observation: str, png: bytes) -> int:
-            words = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in (system, observation))
+        def count_tiny(texts: FirstTexts, _: CustomEnv) -> int:
+            if texts.functions:
+                raise RolloutError(
+                    "the tiny policy's chat template tells of no functions: take function_calling: prompt"
+                )
+            words = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts[:2])
+            png = texts.png
             return words + (_tokens_of(png, config.tiny.vision.patch_size) if png and config.tiny.vision else 0)
 
         return count_tiny
@@ -111,13 +153,18 @@ def _count_tokens(config: RunConfig) -> CountTokens:
         except Exception as error:
             # tokenizers raises plain `Exception`s.
             raise BrokenTokenizerError(f"{path} is no tokenizer: {error}") from error
-    from services.rollout.chat import load_chat_format
+    from services.rollout.calling import load_playing_format
 
-    chat = load_chat_format(Path(config.pretrain))
+    chat = load_playing_format(Path(config.pretrain))
 
-    def count(system: str, observation: str, png: bytes) -> int:
-        pictures = chat.sight.reader.count(png) * observation.count(IMAGE) if png else 0
-        return len(chat.first_prompt(system, observation)) + pictures
+    def count(texts: FirstTexts, env: CustomEnv) -> int:
+        pictures = chat.sight.reader.count(texts.png) * texts.observation.count(IMAGE) if texts.png else 0
+        if texts.functions:
+            template, messages = chat.calling(env.tool_call_parser), [ChatMessage("user", texts.observation)]
+            if texts.system:
+                messages.insert(0, ChatMessage("system", texts.system))
+            return len(template.encode(template.render(messages, texts.functions, prompt=True)))
+        return len(chat.first_prompt(texts.system, texts.observation)) + pictures
 
     return count
 
@@ -132,13 +179,14 @@ def _tokens_of(png: bytes, patch_size: int) -> int:
     return max(1, round(width / patch_size / MERGE)) * max(1, round(height / patch_size / MERGE))
 
 
-def _first_texts(env: CustomEnv, seed: int) -> tuple[str, str, bytes]:
+def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
     made = registry.make(env.env_type, env.env_config)
     try:
         observation, _ = made.reset(seed=seed)
-        default = getattr(made.unwrapped, "system_prompt", "")
-        system = default if env.agent_system_template is None else env.agent_system_template
+        traits = traits_of(made)
+        system = traits.system_prompt if env.agent_system_template is None else env.agent_system_template
         user = fill_template(env.agent_template, observation=str(observation), step=1, actions_left=env.max_steps)
-        return system, user, do_picture(made) if env.shows_pictures else b""
+        picture = do_picture(made) if env.shows_pictures else b""
+        return FirstTexts(system, user, picture, tuple(traits.functions))
     finally:
         made.close()

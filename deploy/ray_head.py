@@ -10,11 +10,19 @@ Invariant: Ray lives exactly as long as this process, which ends when its stdin 
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-UP, CONTROL = "up", "control"
+from deploy.processes import end_descendants
+
+UP, AGAIN, CONTROL = "up", "again", "control"
+TOO_SLOW = "timed out during startup"
+"""How Ray says that its raylet was not up after 30 s, which can't be set and are too few on a busy machine."""
+STARTS = 4
+GRACE_S = 2.0
+"""What a start that failed gets to end its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,31 @@ def start_ray(settings: RaySettings) -> None:
     serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
 
 
+def patiently(start: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Call `start` until Ray is up, ending what a start that took too long has left; says `AGAIN` before each other one.
+
+    Raises:
+        Exception: Ray's own; of the last start, or what has another reason than time.
+    """
+    for number in range(1, STARTS + 1):
+        try:
+            start()
+            return
+        except Exception as error:  # Ray raises no class of its own
+            if TOO_SLOW not in str(error) or number == STARTS:
+                raise
+            sys.stderr.write(f"start {number} of Ray: {error}\n")
+            say(AGAIN)
+            _tidy()
+
+
+def _tidy() -> None:
+    import ray
+
+    ray.shutdown()
+    end_descendants(GRACE_S)
+
+
 def start_control(arguments: ControlArguments) -> None:
     """Deploy the control service and wait until it answers."""
     from ray import serve
@@ -86,12 +119,17 @@ def serve_parent(requests: TextIO, answers: TextIO) -> None:
     """Do what the parent says until it says no more."""
     import ray
 
-    start_ray(RaySettings(**json.loads(requests.readline())))
-    print(UP, file=answers, flush=True)
+    settings = RaySettings(**json.loads(requests.readline()))
+
+    def say(word: str) -> None:
+        print(word, file=answers, flush=True)
+
+    patiently(lambda: start_ray(settings), say)
+    say(UP)
     line = requests.readline()
     if line:
         start_control(ControlArguments(**json.loads(line)))
-        print(CONTROL, file=answers, flush=True)
+        say(CONTROL)
         requests.read()
     ray.shutdown()
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +37,7 @@ from deploy.processes import (
     remove_left_behind,
     shared_memory_held,
 )
-from deploy.ray_head import CONTROL, UP, ControlArguments, RaySettings, to_line
+from deploy.ray_head import AGAIN, CONTROL, UP, ControlArguments, RaySettings, to_line
 from deploy.run_folder import Endpoints, remove_endpoints, write_endpoints
 from services.buffer.address import place, refusal
 from services.buffer.connection import connect, connect_async
@@ -63,10 +63,13 @@ RAY_START_S = 600.0
 RAY_SHUTDOWN_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
+SLOW_START = "Ray was not up after its 30 s, on a machine that is this busy: it is started again."
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Each call's events are for Ray's dashboard, which does not run here; the GCS keeps 3 KiB of 100,000 calls
     "RAY_task_events_report_interval_ms": "0",
+    # Nobody reads Ray's own metrics here either; an idle raylet grew by half a MiB a minute with them, and did not without
+    "RAY_enable_metrics_collection": "false",
     # A dead HTTP proxy is missed after 4 s instead of half a minute
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
 }
@@ -85,8 +88,9 @@ who are patient with Redis (`services.buffer.connection`) lose their patience.""
 class LocalMesh:
     """Everything that one run on this machine needs."""
 
-    def __init__(self, config: RunConfig, *, began: float) -> None:
-        """began: Unix time at which the command started."""
+    def __init__(self, config: RunConfig, *, began: float, say: Callable[[str], None] = lambda _: None) -> None:
+        """began: Unix time at which the command started. say: for what a person who waits should know."""
+        self._say = say
         self._config = config
         self._began = began
         self._folder = config.output_dir
@@ -216,10 +220,13 @@ class LocalMesh:
         assert self._ray.stdout is not None
         log = self._folder / LOGS / RAY_LOG
         try:
-            line = await asyncio.wait_for(asyncio.to_thread(self._ray.stdout.readline), RAY_START_S)
+            async with asyncio.timeout(RAY_START_S):
+                while (word := await asyncio.to_thread(self._ray.stdout.readline)).decode().strip() == AGAIN:
+                    logger.warning(SLOW_START)
+                    self._say(SLOW_START)
         except TimeoutError:
             raise MeshError(f"Ray did not start in {RAY_START_S:.0f} s\nRead {log}") from None
-        if line.decode().strip() != expected:
+        if word.decode().strip() != expected:
             raise MeshError(f"Ray could not be started\nRead {log}")
 
     async def keep_redis(self) -> None:
@@ -272,13 +279,12 @@ class LocalMesh:
 
     def kill(self) -> None:
         """End everything at once, without a word to anybody; what is saved stays saved."""
-        held = shared_memory_held()
         end_descendants(0.0)
-        self._remove_leftovers(held)
+        self._remove_leftovers()
 
     def _stop(self, outcome: RunState | None) -> None:
         spared = [self._server.pid] if self._server and self._server.pid else []
-        held = shared_memory_held()
+        held = shared_memory_held()  # before Ray ends its workers in its own way
         self._stop_ray()
         killed = end_descendants(END_GRACE_S, besides=spared)
         if killed:
@@ -291,12 +297,12 @@ class LocalMesh:
         if self._server is not None:
             self._server.stop()
         end_descendants(END_GRACE_S)
-        self._remove_leftovers(held)
-
-    def _remove_leftovers(self, held: Collection[Path]) -> None:
-        """Remove what processes that are gone left outside the run's folder. held: see `shared_memory_held`."""
-        cleanup(self._config.exp_name, self._config.weights, self._folder)
         remove_left_behind(held)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Remove what processes that are gone left outside the run's folder."""
+        cleanup(self._config.exp_name, self._config.weights, self._folder)
         remove_endpoints(self._folder)
         if self._ray_temp is not None:
             shutil.rmtree(self._ray_temp, ignore_errors=True)

@@ -14,7 +14,8 @@ An env of Offbeat is a `gymnasium.Env` with these habits:
   only argument; without it `env_config` are keyword arguments. Optional: a setting `split` that takes `"held_out"`, which
   evaluation sets, so that it never meets a training task. Optional: `task_id(seed)`, equal for seeds of equal tasks, so that
   evaluation plays each task once. Optional: `random_answer(rng)`, an answer that the env may understand, for a random agent
-  and the contract's checks. Optional: `render()`.
+  and the contract's checks. Optional: `render()`. Optional: `functions`, which the policy may call in its chat template's
+  own form (`envs.tools.functions`).
 """
 
 import inspect

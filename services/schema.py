@@ -106,8 +106,7 @@ class Completion:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """One completion and the env's reply: tokens `[start, end)` of segment `segment` are the completion."""
 
     segment: int

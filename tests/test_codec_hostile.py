@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from services import codec
+from services import codec, wire
 from services.errors import CodecError
 from services.schema import (
     Completion,
@@ -137,6 +137,6 @@ def test_deep_nesting_is_refused():
 
 
 def test_a_message_that_is_too_large_is_refused_unread(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(codec, "MAX_BLOB", 100)
+    monkeypatch.setattr(wire, "MAX_BLOB", 100)
     with pytest.raises(CodecError, match="at most 100 are read"):
         codec.decode_trajectory(BLOBS["trajectory"] * 3)

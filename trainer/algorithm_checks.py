@@ -22,6 +22,7 @@ def algorithm_complaints(
     yield from _estimator_complaints(config, group_size)
     yield from _selection_complaints(config, groups_per_step)
     yield from _old_policy_complaints(config)
+    yield from _full_kl_complaints(config)
     yield from _teacher_complaints(config, tags)
     if config.use_kl_loss and not config.kl_loss_coef:
         yield Complaint("kl_loss_coef", "use_kl_loss is on with a coefficient of 0: take a positive one")
@@ -81,6 +82,15 @@ def _old_policy_complaints(config: AlgorithmConfig) -> Iterator[Complaint]:
             "old_logprobs",
             f"{config.old_logprobs} has no effect with pg_variant {config.pg_variant}, which has no ratio: leave it out, or "
             "add train_infer_correction.is_weight",
+        )
+
+
+def _full_kl_complaints(config: AlgorithmConfig) -> Iterator[Complaint]:
+    if config.kl_in_reward_is_full and config.old_logprobs != "recompute":
+        yield Complaint(
+            "kl_penalty",
+            f"full compares whole distributions at the step's start, and with old_logprobs {config.old_logprobs} nobody "
+            "asks the policy then: set old_logprobs=recompute, or take kl, k2, k3 or abs",
         )
 
 

@@ -198,8 +198,9 @@ class AlgorithmConfig(ConditionalConfig):
     target_kl: Annotated[float | None, OnlyWith(add_token_level_kl=(True,))] = Field(default=None, gt=0)
     """Adapts the coefficient towards this KL per token (arXiv:1909.08593); None keeps it fixed."""
     kl_horizon: Annotated[int, OnlyWith(target_kl=SET)] = Field(default=10_000, ge=1)
-    kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs"], OnlyWith(add_token_level_kl=(True,))] = "kl"
-    """Estimator of the KL in the reward."""
+    kl_penalty: Annotated[Literal["kl", "k2", "k3", "abs", "full"], OnlyWith(add_token_level_kl=(True,))] = "kl"
+    """Estimator of the KL in the reward; `full` is no estimate, it sums over the whole vocabulary and needs
+    `old_logprobs: recompute`."""
     ref_model_sync_steps: int | None = Field(default=None, ge=1)
     """Optimizer batches after which the reference moves to the policy, again and again; None keeps it at the start."""
     ref_model_mixup_alpha: Annotated[float, OnlyWith(ref_model_sync_steps=SET)] = Field(default=1.0, gt=0, le=1)
@@ -303,8 +304,19 @@ class AlgorithmConfig(ConditionalConfig):
     @property
     def needs_ref_logprobs(self) -> bool:
         """Whether what the reference says of single tokens counts, not only its distributions."""
-        return self.needs_reference and not (self.kl_is_full and not self.add_token_level_kl)
+        in_loss = self.use_kl_loss and self.kl_loss_type != "full"
+        return self.needs_reference and (in_loss or (self.add_token_level_kl and self.kl_penalty != "full"))
 
     @property
-    def kl_is_full(self) -> bool:
+    def full_kls(self) -> tuple[str, ...]:
+        """Keys that ask for a KL over the whole vocabulary."""
+        asked = {"kl_loss_type": self.kl_in_loss_is_full, "kl_penalty": self.kl_in_reward_is_full}
+        return tuple(key for key, is_full in asked.items() if is_full)
+
+    @property
+    def kl_in_reward_is_full(self) -> bool:
+        return self.add_token_level_kl and self.init_kl_coef > 0 and self.kl_penalty == "full"
+
+    @property
+    def kl_in_loss_is_full(self) -> bool:
         return self.use_kl_loss and self.kl_loss_coef > 0 and self.kl_loss_type == "full"

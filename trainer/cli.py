@@ -4,7 +4,7 @@ The URL of the run's Redis comes through the environment: a command line, for ev
 
 Exit codes: 0 trained to the end, detached or stopped in order; 1 failed, the last line says how, and the same command
 may succeed later; 2 would fail in the same way again (its configuration, checkpoint or this host can't be used); 3 another
-learner has taken the run; 4 the run is over.
+learner has taken the run; 4 the run is over; 5 its main thread hung (`trainer.watchdog`).
 """
 
 import argparse

@@ -97,6 +97,17 @@ class ModelArgs(ConditionalConfig):
     """The adapter's product counts alpha / rank times; None takes twice the rank."""
 
     @property
+    def lora_targets(self) -> str | list[str]:
+        """As PEFT takes them."""
+        target = self.lora_target or ""
+        return target if target == "all-linear" else [name.strip() for name in target.split(",")]
+
+    @property
+    def adapter_alpha(self) -> float:
+        """See `lora_alpha`."""
+        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
     def without_adapters(self) -> "ModelArgs":
         return self.model_copy(update={"lora_target": None})
 
@@ -107,6 +118,7 @@ class TrainingArgs(ScheduleArgs):
     learning_rate: float = Field(default=1e-6, ge=0)
     """0 trains nothing: to measure how far the learner's logprobs are from the engine's."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Where a run has fewer steps, the rate ends at that share of its peak."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -163,7 +175,8 @@ class ActorTrainConfig(Config):
     """Data-parallel learner processes."""
     backend_timeout: float = Field(default=30.0, gt=0)
     """Minutes for which a process may keep the others waiting in a call that all make (a sum of gradients, say); then all
-    end, and the learner is replaced. One that is stopped or dead is missed much earlier."""
+    end, and the learner is replaced. One that is stopped or dead is missed much earlier. Also for which the main thread of
+    the learner may come no further (one micro-batch, writing a checkpoint): then it is taken for hung, and replaced."""
     num_threads: int = Field(default=1, ge=1)
     """torch threads of each process on a CPU."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from trainer.algorithm_checks import Complaint
 from trainer.algorithm_config import AGAINST_BEHAVIOR
 from trainer.config import LearnerConfig
+from trainer.schedule_checks import schedule_complaints
 
 WITHOUT_RATIO = ("vanilla", "gpg", "kimi15")
 """Losses whose gradient takes each token as if the present policy had sampled it."""
@@ -24,9 +25,9 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "actor_train.strategy_args.strategy_name",
             "fsdp2_train does not merge adapters out of shards: take deepspeed_train, or leave lora_target out",
         )
-    if adapts and sharded and config.kl_is_full:
+    for full in config.full_kls if adapts and sharded else ():
         yield Complaint(
-            "kl_loss_type",
+            full,
             "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
             "k3, or zero_stage 2",
         )
@@ -35,6 +36,7 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "critic.backbone",
             f"adv_estimator {config.adv_estimator} asks no critic: leave it out, or take adv_estimator gae",
         )
+    yield from schedule_complaints(config)
     yield from _reference_complaints(config)
     yield from _replay_complaints(config)
 
@@ -47,10 +49,8 @@ def _reference_complaints(config: LearnerConfig) -> Iterator[Complaint]:
         yield Complaint(key, "nobody asks a reference without use_kl_loss or add_token_level_kl: leave it out")
     if config.actor_train.model_args.lora_target is not None:
         yield Complaint(key, "with lora_target the reference is the policy without its adapters: leave it out")
-    if config.kl_is_full:
-        yield Complaint(
-            key, f"{name} keeps no output embedding whole, which kl_loss_type full reads: take hf_infer, or k3"
-        )
+    for full in config.full_kls:
+        yield Complaint(key, f"{name} keeps no output embedding whole, which {full} full reads: take hf_infer, or k3")
     if config.ref_model_sync_steps is not None:
         yield Complaint(key, f"{name} does not move a sharded reference (ref_model_sync_steps): take hf_infer")
 

@@ -162,7 +162,7 @@ def policy_loss(
     total = pg_loss
     if entropy_coef:
         total = total - entropy_coef * entropy
-    kl = divergence if config.kl_is_full else _estimated_kl(config, logprobs, targets)
+    kl = divergence if config.kl_in_loss_is_full else _estimated_kl(config, logprobs, targets)
     if kl is not None:
         terms["actor/kl_loss"] = kl
         total = total + config.kl_loss_coef * terms["actor/kl_loss"]

@@ -10,7 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +33,8 @@ from trainer.step import BatchTrainer, Gauges, Models, Seen
 from trainer.warm_start import Progress, demonstrator, warm_start
 
 logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
 
 START = "start"
 ALGORITHM = Path("state", "algorithm.json")
@@ -63,7 +65,8 @@ class Trainer(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by Hugging Face name; use each before asking for the next, and all if any."""
+        """What is published: the weights by Hugging Face name, or base and adapter apart; use each before asking for the
+        next, and all if any."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -79,7 +82,9 @@ class Trainer(Protocol):
 class PolicyTrainer:
     """`Trainer` on one rank; all ranks make the same calls."""
 
-    def __init__(self, run: LearnerRun, ranks: Ranks) -> None:
+    def __init__(self, run: LearnerRun, ranks: Ranks, sign: Callable[[], None] = lambda: None) -> None:
+        """sign: called at each pass of a model, however many a batch takes."""
+        self._sign = sign
         self._run = run
         self._config = run.config
         self._train = run.config.actor_train
@@ -152,6 +157,10 @@ class PolicyTrainer:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`."""
+        return self._policy.tensors(merged=self._config.adapter_settings is None)
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as `save` exports them."""
         return self._policy.tensors()
 
     def save(self, folder: Path) -> None:
@@ -184,7 +193,7 @@ class PolicyTrainer:
         args, seed = self._train.model_args, self._config.seed
         reference: Judge | None = None
         if self._config.has_own_critic:
-            self._critic = self._engine(load_critic(folder, args, seed))
+            self._critic = self._engine(self._signing(load_critic(folder, args, seed)))
         if self._config.needs_reference and self._adapts:
             reference = WithoutAdapters(self._policy, self._model)
         elif self._config.needs_reference:
@@ -219,12 +228,16 @@ class PolicyTrainer:
         return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
 
     def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
-        return load_policy(folder, args, self._config.seed, self._config.temperature)
+        return self._signing(load_policy(folder, args, self._config.seed, self._config.temperature))
 
     def _load_trained(self, folder: Path) -> PackedPolicy:
         """The policy that learns, with all that learns in it."""
         seed, heat, head = self._config.seed, self._config.temperature, self._config.has_value_head
-        return load_policy(folder, self._train.model_args, seed, heat, value_head=head)
+        return self._signing(load_policy(folder, self._train.model_args, seed, heat, value_head=head))
+
+    def _signing(self, model: Model) -> Model:
+        model.register_forward_pre_hook(lambda *_: self._sign())
+        return model
 
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
         strategy = self._train.strategy_args

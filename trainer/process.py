@@ -21,35 +21,32 @@ from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.ledger import LedgerThread
 from services.errors import CodecError, ControlError, RetryableError
 from services.lease import LearnerLease, owner_of
-from services.rollout.tasks import make_sampler
 from services.telemetry import RedisMetrics
 from services.weights.place import check_reach
 from services.weights.publisher import RedisWeightPublisher
+from trainer.assembly import parts_of
 from trainer.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
-from trainer.curriculum import Curriculum
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.evaluations import Evaluations, RedisEvaluationLog
-from trainer.intake import Intake
-from trainer.journal import StepJournal
+from trainer.evaluations import RedisEvaluationLog
 from trainer.leasing import wait_for_lease
-from trainer.loop import Learner, Parts
+from trainer.loop import Learner
 from trainer.peers import LeadingTrainer, Peers, die_with_leader, follow, peers
 from trainer.policy_trainer import PolicyTrainer, Trainer
 from trainer.pulse import give_signs
 from trainer.recording import BatchStore, RecordingTrainer
-from trainer.replay import Replay
 from trainer.reporting import RedisBoard, Reporter
 from trainer.run import LearnerRun, ends, read_run
 from trainer.signals import stopping_on_signals
-from trainer.staleness import StalenessController
 from trainer.trackers import TrackerThread
 from trainer.view import LearnerView, SilentView
+from trainer.watchdog import Watchdog, watched
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS = "evaluations"
 SILENT_TIMEOUTS = 4
 """`buffer.learner_timeout_s` for which a rank beside rank 0 may give no sign of life."""
+OTHERS_FIRST_S = 60.0
+"""A call of several ranks ends by its own timeout before rank 0 is taken for hung in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,10 @@ class LearnerProcess:
         self._num_processes = num_processes
         self._follower = follower
         self._view = view or SilentView()
-        self._reporter = Reporter(RedisMetrics(redis, run.run_id), RedisBoard(redis, run.run_id), self._view)
+        hung_s = 60 * run.config.actor_train.backend_timeout + (OTHERS_FIRST_S if num_processes > 1 else 0.0)
+        self._watchdog = Watchdog(hung_s)
+        board = RedisBoard(redis, run.run_id)
+        self._reporter = Reporter(RedisMetrics(redis, run.run_id), board, self._view, self._watchdog.sign)
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._peers = Peers()
@@ -108,12 +108,13 @@ class LearnerProcess:
         if int(os.environ.get("RANK", "0")) > 0:
             die_with_leader()
             give_signs(self._silent_s)
-            with process_group(ranks := ranks_of_environment(config.device), config.backend_timeout):
+            with process_group(ranks_of_environment(config.device), config.backend_timeout) as ranks:
                 follow(PolicyTrainer(self._run, ranks), ranks)
             return Ended()
         with (
             stopping_on_signals(self._interrupt),
             peers(self._num_processes, self._follower, self._silent_s) as self._peers,
+            watched(self._watchdog),
         ):
             try:
                 return self._lead(ranks_of_environment(config.device))
@@ -125,15 +126,15 @@ class LearnerProcess:
         self._stop.set()
         self._view.say("Finishing the running step, then saving a checkpoint ... (Ctrl-C again ends at once)")
 
-    def _lead(self, ranks: Ranks) -> Ended:
+    def _lead(self, place: Ranks) -> Ended:
         self._laps.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
         owner = owner_of(os.getpid())
         lease = LearnerLease(self._redis, self._run.run_id, owner, timeout_s, on_lost=self._lost.set)
         self._view.phase("loading the policy")
-        with process_group(ranks, self._run.config.actor_train.backend_timeout):
+        with process_group(place, self._run.config.actor_train.backend_timeout) as ranks:
             with _unusable("the policy can't be built"):
-                trainer = PolicyTrainer(self._run, ranks)
+                trainer = PolicyTrainer(self._run, ranks, self._watchdog.sign)
             self._laps.lap("engine")
             self._view.phase("taking the lease")
             leading = LeadingTrainer(trainer, ranks)
@@ -160,7 +161,9 @@ class LearnerProcess:
         if self._is_over():
             return Ended(interrupted=self._stop.is_set())
         self._reporter.doing("resume", step=0)
-        publisher = RedisWeightPublisher(self._redis, run.run_id, run.config.weights, epoch, run.output_dir)
+        publisher = RedisWeightPublisher(
+            self._redis, run.run_id, run.config.weights, epoch, run.output_dir, run.config.adapter_settings
+        )
         try:
             buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch, order=run.config.buffer.order)
             recorder = RecordingTrainer(
@@ -234,34 +237,17 @@ class LearnerProcess:
         buffer: RedisLearnerBuffer,
         ranks: Ranks,
     ) -> Learner:
-        run, config = self._run, self._run.config
-        sink = RedisMetrics(self._redis, run.run_id)
-        log = RedisEvaluationLog(self._redis, run.run_id)
-        checkpoints = CheckpointStore(run.checkpoints, config.max_ckpt_to_keep)
-        parts = Parts(
-            buffer=buffer,
-            publisher=publisher,
+        run = self._run
+        parts = parts_of(
+            run,
             trainer=trainer,
-            checkpoints=checkpoints,
-            evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score),
-            intake=Intake(
-                buffer=buffer,
-                config=config,
-                groups_per_step=config.groups_per_step,
-                max_staleness=config.max_staleness,
-                train_stale=config.buffer.stale_policy == "train",
-                vocab_size=vocab_size,
-            ),
+            vocab_size=vocab_size,
+            publisher=publisher,
+            buffer=buffer,
+            checkpoints=CheckpointStore(run.checkpoints, run.config.max_ckpt_to_keep),
+            sink=RedisMetrics(self._redis, run.run_id),
+            log=RedisEvaluationLog(self._redis, run.run_id),
             reporter=self._reporter,
-            journal=StepJournal(run.output_dir, buffer.epoch),
-            replay=Replay(config.replay, config.groups_per_step, config.seed),
-            staleness=StalenessController(
-                config.staleness_controller,
-                buffer,
-                groups_per_step=config.groups_per_step,
-                num_env_groups=config.train_env_manager.num_env_groups,
-            ),
-            curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
             stopped=self._is_over,
         )
         return Learner(run, parts, num_processes=ranks.world_size)
@@ -273,6 +259,7 @@ class LearnerProcess:
             RankDiedError: one of the other ranks has ended.
             WeightsError: a replica can't be reached by the run's transport.
         """
+        self._watchdog.sign()
         self._peers.check()
         check_reach(self._redis, self._run.run_id, self._run.config.weights)
         return self._stop.is_set() or self._lost.is_set() or ends(self._redis, self._run.run_id)

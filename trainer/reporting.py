@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from redis import Redis
@@ -43,7 +43,15 @@ class RedisBoard:
 class Reporter:
     """Writes phases and steps; `step` is how many optimizer batches the weights have seen."""
 
-    def __init__(self, sink: MetricsSink, board: Board, view: LearnerView | None = None) -> None:
+    def __init__(
+        self,
+        sink: MetricsSink,
+        board: Board,
+        view: LearnerView | None = None,
+        sign: Callable[[], None] = lambda: None,
+    ) -> None:
+        """sign: called whenever the learner says what it is at."""
+        self._sign = sign
         self._view = view or SilentView()
         self._sink = sink
         self._board = board
@@ -62,6 +70,7 @@ class Reporter:
 
     def doing(self, stage: str, *, step: int, **detail: float) -> None:
         """Say what the learner is at now: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
+        self._sign()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
     def trouble(self, what: str) -> None:

@@ -178,7 +178,7 @@ def _whole(folder: Path) -> dict[int, Checkpoint]:
 
 def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> Compared:
     saved = {name: tensor for path in checkpoint.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    made = {name: tensor.cpu() for name, tensor in trainer.tensors()}
+    made = {name: tensor.cpu() for name, tensor in trainer.whole_tensors()}
     shared = made.keys() & saved.keys()
     equal = made.keys() == saved.keys() and all(torch.equal(made[name], saved[name]) for name in shared)
     largest = max((_difference(made[name], saved[name]) for name in shared), default=math.inf)

@@ -19,6 +19,7 @@ from services.keys import RunKeys
 from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from services.settings import Settings
 from services.weights.config import WeightsConfig
+from services.weights.transports import AdapterSettings
 from trainer.config import LearnerConfig
 
 
@@ -39,6 +40,15 @@ class LearnerRunConfig(LearnerConfig):
     @property
     def groups_per_step(self) -> int:
         return self.rollout_batch_size // self.train_env_manager.group_size
+
+    @property
+    def adapter_settings(self) -> AdapterSettings | None:
+        """PEFT's settings of the adapter that is published, as much as an engine needs; None where merged weights are."""
+        args = self.actor_train.model_args
+        if self.actor_infer.max_lora_rank is None:
+            return None
+        kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+        return {**kind, "r": args.lora_rank, "lora_alpha": args.adapter_alpha, "target_modules": args.lora_targets}
 
     @property
     def temperature(self) -> float:

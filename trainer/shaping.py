@@ -27,7 +27,7 @@ def _shaped(trajectory: Trajectory, shaping: RewardShaping) -> Trajectory:
     if not trajectory.turns:
         return trajectory
     *before, last = trajectory.turns
-    return replace(trajectory, turns=(*before, replace(last, reward=last.reward + shaping_of(trajectory, shaping))))
+    return replace(trajectory, turns=(*before, last._replace(reward=last.reward + shaping_of(trajectory, shaping))))
 
 
 def shaping_of(trajectory: Trajectory, shaping: RewardShaping) -> float:

@@ -29,7 +29,7 @@ from trainer.models.packing import PackedInput
 from trainer.models.policy import Sampled
 from trainer.selection import most_varied
 from trainer.shaping import shaped
-from trainer.step_losses import StepLosses, logprobs_and_values
+from trainer.step_losses import StepLosses, all_of
 from trainer.targets import Targets, prepare, taught, weighted
 
 Gauges = dict[str, Partial]
@@ -92,9 +92,9 @@ class BatchTrainer:
             return {}
         for number, tag in enumerate(batch.tags):
             self._running.update(tag, batch.episode_reward[batch.tag == number])
-        targets, values = self._targets(batch, step, silent)
-        targets = weighted(targets, batch, [weight_of.get(group.number, 1.0) for group in chosen])
         anchor = self._anchor(batch)
+        targets, values = self._targets(batch, step, silent, anchor)
+        targets = weighted(targets, batch, [weight_of.get(group.number, 1.0) for group in chosen])
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):
             for part in minibatches(batch, self._args.num_minibatches):
@@ -103,6 +103,9 @@ class BatchTrainer:
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
         if targets.teacher_kl is not None:
             fixed["actor/teacher_kl"] = Partial("mean", targets.teacher_kl * batch.num_sampled, batch.num_sampled)
+        if self._config.add_token_level_kl:
+            count = len(batch.episode_reward)
+            fixed["actor/kl_in_reward"] = Partial("mean", targets.kl_in_reward * count, count)
         fixed["tokens/shared"] = Partial("sum", float(self._num_shared(batch)))
         fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
@@ -116,7 +119,7 @@ class BatchTrainer:
         before = self._running.state_dict()
         for number, tag in enumerate(batch.tags):
             self._running.update(tag, batch.episode_reward[batch.tag == number])
-        targets, _ = self._targets(batch, step, silent)
+        targets, _ = self._targets(batch, step, silent, self._anchor(batch))
         self._running.load_state_dict(before)
         micro = self._micro_batches(batch, range(batch.num_sequences))
         logprobs = torch.zeros(batch.num_sampled)
@@ -143,7 +146,7 @@ class BatchTrainer:
         parts = minibatches(batch, self._args.num_minibatches)
         return batch.num_tokens - sum(len(micro.tokens) for part in parts for micro in self._micro_batches(batch, part))
 
-    def _targets(self, batch: Batch, step: int, silent: Silent) -> tuple[Targets, Tensor | None]:
+    def _targets(self, batch: Batch, step: int, silent: Silent, anchor: Anchor | None) -> tuple[Targets, Tensor | None]:
         """Targets of the batch, and what the critic says of it."""
         micro = self._micro_batches(batch, range(batch.num_sequences))
         inputs = [_input(each) for each in micro]
@@ -155,13 +158,15 @@ class BatchTrainer:
             return out
 
         reference = self._models.reference
-        old_logprobs, values = self._said(inputs, whole)
+        held_against = [_input(each, anchor) for each in micro] if self._config.kl_in_reward_is_full else inputs
+        old_logprobs, values, divergences = self._said(held_against, whole)
         targets = prepare(
             batch,
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=old_logprobs,
             ref_logprobs=whole(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
+            divergences=divergences,
             teacher_logprobs=self._teacher_logprobs(batch),
             values=values,
             version=step,
@@ -173,15 +178,20 @@ class BatchTrainer:
 
     def _said(
         self, inputs: Sequence[PackedInput], whole: Callable[[Sequence[Tensor]], Tensor]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The policy's logprobs at the step's start and the critic's values, each if it is wanted; of one forward pass where
-        both are the policy's."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The policy's logprobs at the step's start, the critic's values, and the policy's KL to the inputs' anchors, each
+        if it is wanted; of one forward pass where they are the policy's."""
         policy, critic, recompute = self._models.policy, self._models.critic, self._config.old_logprobs == "recompute"
-        if self._config.has_value_head:
-            both = policy.infer(inputs, logprobs_and_values)
-            return whole([each[0] for each in both]) if recompute else None, whole([each[1] for each in both])
+        has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
         values = whole(critic.infer(inputs)) if critic else None
-        return whole(policy.infer(inputs)) if recompute else None, values
+        if not recompute and not has_head:
+            return None, values, None
+        said = policy.infer(inputs, all_of)
+        return (
+            whole([each[0] for each in said]) if recompute else None,
+            whole([each[-1] for each in said]) if has_head else values,
+            whole([each[1] for each in said]) if full else None,
+        )
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
         """[K, M]: what each teacher says of the sequences that it teaches; zeros elsewhere."""
@@ -197,7 +207,7 @@ class BatchTrainer:
     def _anchor(self, batch: Batch) -> Anchor | None:
         """What the reference says of the whole batch, hidden states on the CPU, if the KL over the vocabulary is wanted."""
         reference = self._models.reference
-        if not isinstance(reference, Reference) or not self._config.kl_is_full:
+        if not isinstance(reference, Reference) or not self._config.full_kls:
             return None
         micro = self._micro_batches(batch, range(batch.num_sequences))
         parts = reference.anchors([_input(each) for each in micro])
@@ -211,7 +221,8 @@ class BatchTrainer:
     ) -> list[Gauges]:
         """One optimizer step of policy and critic; the gauges of this rank's passes."""
         warming = step < self._config.critic_warmup
-        inputs = [_input(each, anchor, head_alone=warming) for each in micro]
+        held = anchor if self._config.kl_in_loss_is_full else None
+        inputs = [_input(each, held, head_alone=warming) for each in micro]
         entropy_coef = scheduled_rate(
             step,
             peak=self._config.entropy_loss_coef,

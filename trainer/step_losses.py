@@ -52,6 +52,6 @@ def values_of(said: Sampled) -> Tensor:
     return said.values
 
 
-def logprobs_and_values(said: Sampled) -> Tensor:
-    """[2, M]: of one forward pass."""
-    return torch.stack([said.logprobs, values_of(said)])
+def all_of(said: Sampled) -> Tensor:
+    """[1 to 3, M], of one forward pass: logprobs, divergences where there is an anchor, values where there is a head."""
+    return torch.stack([each for each in (said.logprobs, said.divergences, said.values) if each is not None])

@@ -75,6 +75,7 @@ def prepare(
     kl_coef: float = 0.0,
     old_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    divergences: Tensor | None = None,
     teacher_logprobs: Tensor | None = None,
     values: Tensor | None = None,
     version: int | None = None,
@@ -85,20 +86,21 @@ def prepare(
     """Rewards to advantages, and what else is fixed before the first optimizer step.
 
     old_logprobs: the learner's own at the start of the step, or None for the engine's; ref_logprobs, values: [M] or None;
+    divergences: [M], KL from the learner to the reference over the whole vocabulary at the start of the step, or None;
     teacher_logprobs: [K, M] in the order of `config.teacher`, or None; where a teacher does not teach they don't count;
     version: the weights that the learner holds at the start of the step; num_minibatches: optimizer steps per pass; running:
     the statistics that `norm_mean_type: running` compares with; silent: what the policy loss's denominators
     count beside the batch.
 
     Raises:
-        ValueError: `old_logprobs`, `ref_logprobs`, `values`, `version` or `running` is missing though the configuration
-            needs it.
+        ValueError: `old_logprobs`, `ref_logprobs`, `divergences`, `values`, `version` or `running` is missing though the
+            configuration needs it.
     """
     _check(config, old_logprobs, ref_logprobs, version)
     old = batch.behavior_logprobs if old_logprobs is None else old_logprobs
     rewards, kl_mean = token_rewards(config, batch, running), 0.0
-    if config.add_token_level_kl and ref_logprobs is not None:
-        kl = KL_PENALTIES[config.kl_penalty](old, ref_logprobs)
+    kl = _kl_in_reward(config, old, ref_logprobs, divergences)
+    if kl is not None:
         rewards = rewards - kl_coef * kl
         kl_mean = float((kl * token_weights(batch.trajectory, "seq-mean-token-mean")).sum())
     if config.whiten_rewards:
@@ -127,6 +129,18 @@ def prepare(
         teacher_kl=None if distilled is None else -float(distilled.mean()),
         kl_in_reward=kl_mean,
     )
+
+
+def _kl_in_reward(
+    config: AlgorithmConfig, old: Tensor, ref_logprobs: Tensor | None, divergences: Tensor | None
+) -> Tensor | None:
+    if config.kl_in_reward_is_full:
+        if divergences is None:
+            raise ValueError("kl_penalty: full needs the KL over the vocabulary")
+        return divergences
+    if not config.add_token_level_kl or ref_logprobs is None:
+        return None
+    return KL_PENALTIES[config.kl_penalty](old, ref_logprobs)
 
 
 def weighted(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:

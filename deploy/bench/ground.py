@@ -14,7 +14,7 @@ from redis import Redis
 
 from deploy.config import RunConfig
 from deploy.loading import load_run
-from deploy.preparation import buffer_limits, generation_app, model_folder, prepare_folder
+from deploy.preparation import buffer_limits, prepare_folder, worker_settings
 from services.buffer.client import BufferLimits
 from services.buffer.config import RedisConfig
 from services.buffer.connection import connect
@@ -54,22 +54,7 @@ class Ground:
 
     def worker_settings(self, config: RunConfig) -> WorkerSettings:
         """What the env worker of a run is told."""
-        return WorkerSettings(
-            run_id=config.exp_name,
-            seed=config.seed,
-            model_folder=model_folder(config),
-            output_dir=config.output_dir,
-            redis_url=self.redis_url,
-            sequence_length=config.sequence_length,
-            custom_envs=config.custom_envs,
-            train_env_manager=config.train_env_manager,
-            val_env_manager=config.val_env_manager,
-            rollout=config.rollout,
-            generating_args=config.actor_infer.generating_args,
-            generation_app=generation_app(config),
-            request_timeout_s=config.actor_infer.request_timeout_s,
-            worker_timeout_s=WORKER_TIMEOUT_S,
-        )
+        return worker_settings(config, self.redis_url, timeout_s=WORKER_TIMEOUT_S)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ Serve handle. The agents share a process and use `httpx`, on which OpenAI's clie
 """
 
 import itertools
-from contextlib import ExitStack
+import ssl
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,15 +92,23 @@ class Agents:
         import httpx
 
         origin, keys = self._host.call("open", concurrency, self._tokens)
-        turn = itertools.cycle(keys)
-        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        async with httpx.AsyncClient(base_url=origin, limits=limits, timeout=TIMEOUT_S) as client:
+        verify = ssl.create_default_context()  # one for all: it takes longer than a call
+        async with AsyncExitStack() as clients:
+            # a client for each, as agents have; a pool of 256 connections searches all of them for each call
+            idle = [
+                await clients.enter_async_context(
+                    httpx.AsyncClient(
+                        base_url=origin, headers={"Authorization": f"Bearer {key}"}, verify=verify, timeout=TIMEOUT_S
+                    )
+                )
+                for key in keys
+            ]
 
             async def call(request: GenerateRequest) -> int:
                 asked = {"model": "policy", "prompt": list(request.prompt), "max_tokens": self._tokens}
-                answer = await client.post(
-                    "/v1/completions", json=asked, headers={"Authorization": f"Bearer {next(turn)}"}
-                )
+                client = idle.pop()
+                answer = await client.post("/v1/completions", json=asked)
+                idle.append(client)
                 answer.raise_for_status()
                 return answer.json()["usage"]["completion_tokens"]
 

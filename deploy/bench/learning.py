@@ -20,18 +20,14 @@ from services.schema import Group
 from services.telemetry import MetricRecord, Partial
 from services.weights.publisher import RedisWeightPublisher
 from trainer.algorithms.aggregation import Silent
+from trainer.assembly import parts_of
 from trainer.checkpoint import CheckpointStore
-from trainer.curriculum import Curriculum
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.evaluations import Evaluations, RedisEvaluationLog
-from trainer.intake import Intake
-from trainer.journal import StepJournal
-from trainer.loop import Learner, Parts
+from trainer.evaluations import RedisEvaluationLog
+from trainer.loop import Learner
 from trainer.policy_trainer import PolicyTrainer, Trainer
-from trainer.replay import Replay
 from trainer.reporting import Reporter
 from trainer.run import LearnerRun, LearnerRunConfig
-from trainer.staleness import StalenessController
 from trainer.warm_start import Progress
 
 START = "start"
@@ -116,30 +112,21 @@ class BenchLearner:
         read = learner_config(config, evaluates=evaluates)
         run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
-        self._publisher = RedisWeightPublisher(ground.redis, config.exp_name, config.weights, epoch, config.output_dir)
+        self._publisher = RedisWeightPublisher(
+            ground.redis, config.exp_name, config.weights, epoch, config.output_dir, read.adapter_settings
+        )
         self.records = Records(on_step)
         buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
-        log = RedisEvaluationLog(ground.redis, config.exp_name)
-        intake = Intake(
-            buffer=buffer,
-            config=run.config,
-            groups_per_step=run.config.groups_per_step,
-            max_staleness=run.config.max_staleness,
-            train_stale=False,
-            vocab_size=trainer.vocab_size,
-        )
-        parts = Parts(
-            buffer=buffer,
-            publisher=self._publisher,
+        parts = parts_of(
+            run,
             trainer=trainer,
+            vocab_size=trainer.vocab_size,
+            publisher=self._publisher,
+            buffer=buffer,
             checkpoints=CheckpointStore(run.checkpoints, 1),
-            evaluations=Evaluations(buffer, self.records, log, run.output_dir / "evaluations"),
-            intake=intake,
+            sink=self.records,
+            log=RedisEvaluationLog(ground.redis, config.exp_name),
             reporter=Reporter(self.records, self.records),
-            journal=StepJournal(run.output_dir, epoch),
-            replay=Replay(run.config.replay, run.config.groups_per_step, run.config.seed),
-            staleness=StalenessController(None, buffer, groups_per_step=1, num_env_groups=1),
-            curriculum=Curriculum(None, buffer),
             stopped=stopped,
         )
         self._learner = Learner(run, parts)

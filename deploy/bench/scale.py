@@ -25,6 +25,8 @@ from services.rollout.config import CustomEnv, RolloutConfig
 GROUP_SIZE = 8
 WARM_UP = 64
 """Episodes at a time of a setting that is not reported."""
+ENDLESS = 10**6
+"""Steps: no run ends, and with it what is played, while it is measured."""
 FLAT = 0.2
 """What the issue allows between the cheapest and the dearest setting."""
 
@@ -40,6 +42,7 @@ class Options:
     answer_s: float = 0.05
     """Of the scripted policy for one turn."""
     window_s: float = 4.0
+    """At least; a window lasts until as many episodes ended as are played at a time, because they end in waves."""
     rounds: int = 3
     """Windows of each setting."""
 
@@ -93,8 +96,8 @@ class _Setting:
         self._take_until(lambda: self._taken >= self._count)
         looks = [self._look()]
         for _ in range(self._options.rounds):
-            end = time.monotonic() + self._options.window_s
-            self._take_until(lambda end=end: time.monotonic() >= end)
+            end, count = time.monotonic() + self._options.window_s, self._taken + self._count
+            self._take_until(lambda end=end, count=count: time.monotonic() >= end and self._taken >= count)
             looks.append(self._look())
         usage = self._rollouts.stop()
         self._ground.redis.flushdb()
@@ -108,6 +111,7 @@ class _Setting:
             train_env_manager=manager(self._count // GROUP_SIZE, GROUP_SIZE),
             rollout=RolloutConfig(max_env_num_per_worker=self._count),
             max_staleness=1e6,
+            max_steps=ENDLESS,
         )
 
     def _publish(self, config: RunConfig) -> None:

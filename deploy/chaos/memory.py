@@ -31,18 +31,31 @@ OTHERS = {
 EVERYTHING = "all together"
 
 
+PIECES = 12
+"""Stretches of time that measurements are cut into; their medians are compared."""
+SURELY = 2.201
+"""Standard errors: the 97.5th percentile of Student's t with `PIECES - 1` degrees of freedom."""
+SWING = 0.1
+"""Of the distance between highest and lowest: what both have to rise by, beside the growth, to be believed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A straight line through measurements."""
+    """How measurements rise over time."""
 
     per_hour: float
+    """Mean of what each piece of the time adds to the one before."""
     error: float
-    """Standard error, by Newey and West (measurements near each other are alike)."""
+    """Its standard error, from how unlike the pieces are (Ibragimov and Mueller, 2010): noise may last, even wander."""
+    late: float
+    """Per hour, in the second half of the time: what fills up has slowed down there."""
+    lifted: float
+    """Per hour, by which lowest and highest of the second half both lie above those of the first, less a share of the
+    distance between lowest and highest: what swings comes down again, what leaks does not."""
 
-    @property
-    def is_there(self) -> bool:
-        """Whether it is above zero by more than two standard errors."""
-        return self.per_hour > 2 * self.error
+    def exceeds(self, limit: float) -> bool:
+        """Whether it goes on at more than `limit` an hour: surely, or in floor and ceiling alike."""
+        return self.late > limit and (self.per_hour - SURELY * self.error > limit or self.lifted > limit)
 
 
 @dataclass
@@ -62,19 +75,25 @@ class Series:
         return self.hours[first:], self.mib[first:]
 
 
-def growth(hours: Sequence[float], values: Sequence[float]) -> Growth:
-    """The slope of a least-squares line per hour, and its standard error. At least three points."""
-    t = np.asarray(hours, dtype=np.float64)
-    y = np.asarray(values, dtype=np.float64)
-    t = t - t.mean()
-    spread = float((t**2).sum())
-    slope = float((t * y).sum()) / spread
-    scores = t * (y - y.mean() - slope * t)
-    lags = math.ceil(4 * (len(t) / 100) ** (2 / 9))
-    variance = float((scores**2).sum())
-    for lag in range(1, min(lags, len(t) - 1) + 1):
-        variance += 2 * (1 - lag / (lags + 1)) * float((scores[lag:] * scores[:-lag]).sum())
-    return Growth(slope, math.sqrt(max(variance, 0.0) * len(t) / (len(t) - 2)) / spread)
+def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
+    """How `values` rise; None with fewer than three to a piece."""
+    t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    edges = np.linspace(t[0], t[-1], PIECES + 1)
+    pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]
+    if min(map(len, pieces)) < 3:
+        return None
+    width, medians = edges[1] - edges[0], np.array([np.median(piece) for piece in pieces])
+    steps = np.diff(medians) / width
+    middle = PIECES // 2
+    first, second = np.concatenate(pieces[:middle]), np.concatenate(pieces[middle:])
+    levels = np.polynomial.Polynomial.fit(t, y, 1)(t)
+    rise = min(np.quantile(second, q) - np.quantile(first, q) for q in (0.02, 0.98))
+    return Growth(
+        per_hour=float(steps.mean()),
+        error=float(steps.std(ddof=1)) / math.sqrt(len(steps)),
+        late=float((medians[-1] - medians[middle]) / (width * (PIECES - 1 - middle))),
+        lifted=float((rise - SWING * np.ptp(y - levels)) / (width * middle)),
+    )
 
 
 class MemoryLog:

@@ -5,7 +5,6 @@ import asyncio
 import itertools
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,10 +14,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from deploy import names
 from deploy.components.ray_calls import find_actor, last_line
 from deploy.config import RunConfig
-from deploy.preparation import LOGS, generation_app
+from deploy.preparation import LOGS, worker_settings
 from services.control.components import Health, Observation
 from services.rollout import app as rollout_app
-from services.rollout.config import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +31,12 @@ class WorkerPool:
 
     name = "env-workers"
 
-    def __init__(self, config: RunConfig, redis_url: str, model: Path) -> None:
+    def __init__(self, config: RunConfig, redis_url: str) -> None:
         self._run_id = config.exp_name
         self._num_workers = config.rollout.num_workers
         self._answered: dict[str, float] = {}
         """Worker -> monotonic time of its last answer."""
-        self._settings = WorkerSettings(
-            run_id=config.exp_name,
-            seed=config.seed,
-            model_folder=model.resolve(),
-            output_dir=config.output_dir.resolve(),
-            redis_url=redis_url,
-            sequence_length=config.sequence_length,
-            custom_envs=config.custom_envs,
-            train_env_manager=config.train_env_manager,
-            val_env_manager=config.val_env_manager,
-            rollout=config.rollout,
-            generating_args=config.actor_infer.generating_args,
-            generation_app=generation_app(config),
-            request_timeout_s=config.actor_infer.request_timeout_s,
-            worker_timeout_s=config.buffer.worker_timeout_s,
-        )
+        self._settings = worker_settings(config, redis_url)
 
     @property
     def _names(self) -> list[str]:
@@ -104,7 +87,7 @@ class WorkerPool:
         if actor is None:
             return Observation(Health.ABSENT, log=log)
         try:
-            await asyncio.wait_for(asyncio.shield(_as_future(actor.alive.remote())), PING_S)
+            await asyncio.wait_for(asyncio.shield(_as_future(actor.alive.remote(self._num_workers))), PING_S)
         except (TimeoutError, ActorUnavailableError):
             return await self._silent(name, actor, log)
         except RayActorError as error:

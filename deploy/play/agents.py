@@ -1,16 +1,22 @@
 """Who answers: a person, a random agent, or a policy; and the tokens that an answer in words becomes."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from envs.contract import random_answer
 from envs.registry import TextEnv
-from services.rollout.chat import ChatFormat, Message, load_chat_format
-from services.schema import Completion, VersionSpan
+from envs.tools.calling import MCP_INSTRUCTION
+from envs.tools.functions import Call, write_calls, write_results
+from services.chat.template import ChatTemplate
+from services.rollout.calling import load_playing_format
+from services.rollout.chat import ChatFormat, Message
+from services.schema import Completion, Picture, VersionSpan
 
-START, END = "<|im_start|>", "<|im_end|>"
+START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 
 
 class GoneError(Exception):
@@ -19,7 +25,7 @@ class GoneError(Exception):
 
 def chat_of(folder: Path | None) -> ChatFormat:
     """The chat format of a model's folder; without one, ChatML over bytes, which loses no character of any text."""
-    return _byte_chat() if folder is None else load_chat_format(folder)
+    return _byte_chat() if folder is None else load_playing_format(folder)
 
 
 class SpokenAnswers:
@@ -29,7 +35,7 @@ class SpokenAnswers:
         self._say = say
         self._chat = chat
 
-    async def __call__(self, _: tuple[int, ...], most: int) -> Completion:
+    async def __call__(self, _: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
         ids = (*self._chat.encode(self._say()), self._chat.end_id)[:most]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
@@ -53,6 +59,17 @@ def human_speaker() -> Callable[[], str]:
     return say
 
 
+class OneToken:
+    """Reads no picture: one token stands for each, whatever it shows."""
+
+    def __init__(self, image_token_id: int) -> None:
+        self.image_token_id = image_token_id
+
+    def count(self, _: bytes, /) -> int:
+        """See `services.rollout.sight.Reader.count`."""
+        return 1
+
+
 def _byte_chat() -> ChatFormat:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -61,10 +78,45 @@ def _byte_chat() -> ChatFormat:
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END)])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END, IMAGE)])
 
     def render(messages: Sequence[Message], prompt: bool) -> str:
-        text = "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages)
+        text = "".join(f"{START}{message['role']}\n{_written(message['content'])}{END}\n" for message in messages)
         return text + (f"{START}assistant\n" if prompt else "")
 
-    return ChatFormat(render, tokenizer)
+    (image_id,) = tokenizer.encode(IMAGE).ids
+    return ChatFormat(
+        render,
+        tokenizer,
+        reader=lambda: OneToken(image_id),
+        calling=lambda _: ChatTemplate(
+            lambda messages, tools, prompt: render(_in_words(messages, tools), prompt), tokenizer
+        ),
+    )
+
+
+def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[Message]:
+    """Functions, calls and results as Qwen's and Hermes' chat templates write them."""
+    told: list[Message] = []
+    if tools:
+        schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        told.append({"role": "system", "content": MCP_INSTRUCTION.replace("{tools}", schemas)})
+    for message in messages:
+        role, words = message["role"], message["content"]
+        calls = [
+            Call(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+        ]
+        if role == "tool":
+            role, words = "user", write_results([words])
+        if told and role == "system":
+            told[0]["content"] = words + told[0]["content"]
+        else:
+            told.append({"role": role, "content": write_calls(words, calls)})
+    return told
+
+
+def _written(content: Any) -> str:
+    """A message's words; of one in parts, with a token for each picture."""
+    if isinstance(content, str):
+        return content
+    return "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)

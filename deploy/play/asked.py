@@ -1,13 +1,16 @@
 """A model behind any endpoint that speaks OpenAI's chat completions, as an agent that plays."""
 
+import base64
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import httpx
 
 from deploy.play.agents import END, START
-from services.rollout.chat import ChatFormat, Message
-from services.schema import Completion, VersionSpan
+from services.rollout.chat import ChatFormat
+from services.schema import Completion, Picture, VersionSpan
 
 KEY = "OPENAI_API_KEY"
 PATIENCE_S = 300.0
@@ -32,9 +35,9 @@ class AskedAnswers:
         self._url = url.rstrip("/")
         self.model = model or self._first_model()
 
-    async def __call__(self, prompt: tuple[int, ...], most: int) -> Completion:
+    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
-        body: dict[str, Any] = {"model": self.model, "messages": conversation_of(self._chat, prompt)}
+        body: dict[str, Any] = {"model": self.model, "messages": conversation_of(self._chat, prompt, pictures)}
         if self._temperature is not None:
             body["temperature"] = self._temperature
         answer = self._ask("POST", "/chat/completions", body)
@@ -67,17 +70,34 @@ class AskedAnswers:
         return f" (the key is read from {KEY})" if answer.status_code in (401, 403) else ""
 
 
-def conversation_of(chat: ChatFormat, prompt: tuple[int, ...]) -> list[Message]:
-    """The messages that a prompt of the byte-level ChatML holds, its generation prompt left out."""
-    messages: list[Message] = []
-    begun: list[int] = []
-    for token in prompt:
-        match chat.token_text(token):
-            case text if text == START:
-                begun = []
-            case text if text == END:
-                role, _, content = chat.answer(tuple(begun)).partition("\n")
-                messages.append({"role": role, "content": content})
-            case _:
-                begun.append(token)
+def conversation_of(
+    chat: ChatFormat, prompt: tuple[int, ...], pictures: Sequence[Picture] = ()
+) -> list[dict[str, Any]]:
+    """The messages that a prompt of the byte-level ChatML holds, its generation prompt left out.
+
+    pictures: those of the prompt; a message that has some is a list of parts, as OpenAI's API has it.
+    """
+    shown = {picture.start: picture.png for picture in pictures}
+    messages: list[dict[str, Any]] = []
+    begun = 0
+    for place, token in enumerate(prompt):
+        if (text := chat.token_text(token)) == START:
+            begun = place + 1
+        elif text == END:
+            within = [at for at in shown if begun <= at < place]
+            role, _, words = chat.answer(prompt[begun : min(within, default=place)]).partition("\n")
+            messages.append({"role": role, "content": words})
+            if within:
+                borders = [*within, place]
+                texts = [chat.answer(prompt[at + 1 : end]) for at, end in pairwise(borders)]
+                messages[-1]["content"] = _parts(words, [shown[at] for at in within], texts)
     return messages
+
+
+def _parts(words: str, pngs: Sequence[bytes], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Words, then each picture with the text behind it; texts of space alone are left out."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
+    for png, text in zip(pngs, texts, strict=True):
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return [part for part in parts if part["type"] != "text" or str(part["text"]).strip()]

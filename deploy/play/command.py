@@ -38,6 +38,13 @@ def play(
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default=False)] = None,
     tokenizer: Tokenizer = None,
     model: Annotated[str, typer.Option(help="Of `openai`: else the first that the endpoint lists.")] = "",
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="User message of a turn, in place of `agent_template`; `{image}` in it shows the env's picture.",
+            show_default=False,
+        ),
+    ] = None,
     render: Annotated[Path | None, typer.Option(help="Write the episode as .gif or .html.", show_default=False)] = None,
 ) -> None:
     """Play one episode here: each observation, the exact prompt tokens, completion, action, reward, and why it ended.
@@ -57,10 +64,17 @@ def play(
         )
     if agent != "openai" and (urls or model):
         _refuse("a URL and --model belong to --agent openai")
+    from dataclasses import replace
+
+    from deploy.play.setting import find_setting
+
     endpoint = (urls[0], model) if urls else None
     changes = parse_settings([word for word in settings if word not in urls])
     try:
-        asyncio.run(_play(env, changes, agent, endpoint, seed, tag, max_steps, temperature, tokenizer, render))
+        setting = find_setting(env, changes, tag, max_steps, template)
+        if temperature is not None:
+            setting = replace(setting, temperature=temperature)
+        asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
     except _errors() as error:
         _refuse(_told(error))
 
@@ -76,35 +90,28 @@ def _named_policy(agent: str, words: list[str]) -> tuple[str, list[str]]:
 
 
 async def _play(
-    env: str,
-    env_config: dict[str, Any],
+    setting: Any,
     agent: str,
     endpoint: tuple[str, str] | None,
     seed: int,
-    tag: str | None,
-    max_steps: int | None,
     temperature: float | None,
     tokenizer: Path | None,
     render: Path | None,
 ) -> None:
-    from dataclasses import replace
-
     from deploy.episodes import make_with_pictures, write_gif, write_html
     from deploy.play.agents import GoneError, SpokenAnswers, chat_of, human_speaker, random_speaker
     from deploy.play.asked import AskedAnswers
     from deploy.play.policy import policy_folder
-    from deploy.play.setting import find_setting, unbounded
+    from deploy.play.setting import check_shown, unbounded
     from deploy.play.watching import watch
     from envs import registry
 
-    setting = find_setting(env, env_config, tag, max_steps)
-    if temperature is not None:
-        setting = replace(setting, temperature=temperature)
     spoken = agent in ("human", "random") or endpoint is not None
     if endpoint and tokenizer:
         raise ValueError("--tokenizer can't show the tokens of an endpoint's model")
     folder = tokenizer if spoken else policy_folder(Path(agent))
     chat = chat_of(folder)
+    check_shown(setting.env, chat)
     setting = unbounded(setting) if spoken else setting
     make = make_with_pictures if render else registry.make
     made = make(setting.env.env_type, setting.env.env_config)
@@ -182,7 +189,7 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     from deploy.play.policy import CHECKPOINTS, policy_folder
     from deploy.play.recording import record, write_parquet
     from deploy.play.rollouts import play_many
-    from deploy.play.setting import setting_of
+    from deploy.play.setting import check_shown, setting_of
     from services.rollout.agent_episode import desk_for
 
     if temperature is not None:
@@ -197,6 +204,8 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     folder = None if agent == "random" else policy_folder(Path(agent) if agent else own)
     typer.echo(f"playing {order.episodes} episodes with {folder or 'a random agent'}")
     chat = chat_of(folder)
+    for env in config.custom_envs.values():
+        check_shown(env, chat)
     setting = setting_of(config, next(iter(config.custom_envs)))
     sample = None if folder is None else _policy_sampler(folder, chat, setting, order.seed)
     desk = None if folder is None else desk_for(config.custom_envs, folder)
@@ -252,16 +261,11 @@ def inspect(
 
 
 def _policy_sampler(folder: Path | None, chat: Any, setting: Any, seed: int) -> Any:
-    from deploy.play.policy import TogetherSampler, TransformersPolicy
+    from deploy.play.policy import Chance, TogetherSampler, load_policy
 
     assert folder is not None, "a policy has a folder"
-    return TogetherSampler(
-        TransformersPolicy(folder, chat.stop_ids, seed=seed),
-        temperature=setting.temperature,
-        top_p=setting.top_p,
-        top_k=setting.top_k,
-        max_new_tokens=setting.max_new_tokens,
-    )
+    chance = Chance(setting.temperature, setting.top_p, setting.top_k)
+    return TogetherSampler(load_policy(folder, chat.stop_ids, seed=seed), chance, max_new_tokens=setting.max_new_tokens)
 
 
 def _errors() -> tuple[type[Exception], ...]:

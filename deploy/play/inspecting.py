@@ -44,7 +44,8 @@ def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) ->
     yield f"{len(episodes)} episodes; colour: {_legend(colour, episodes)}"
     for number, recorded in _chosen(episodes, episode, limit, path):
         yield _heading(number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason)
-        yield "".join(_coloured(recorded, i, colour) for i in range(len(recorded.tokens)))
+        hidden = _in_pictures(recorded)
+        yield "".join(hidden.get(i, _coloured(recorded, i, colour)) for i in range(len(recorded.tokens)))
         rewards = ", ".join(f"{reward:g}" for reward in recorded.turn_rewards)
         yield typer.style(
             f"{len(recorded.tokens)} tokens, {sum(recorded.loss_mask)} sampled; rewards {rewards}", dim=True
@@ -102,6 +103,16 @@ def _heading(number: int, tag: str, seed: int, reward: float, success: bool | No
     outcome = {True: "success", False: "no success", None: ""}[success]
     told = ", ".join(text for text in (f"reward {reward:g}", outcome, stop) if text)
     return typer.style(f"\n== episode {number}: {tag}, seed {seed}: {told} ==", bold=True)
+
+
+def _in_pictures(recorded: RecordedTokens) -> dict[int, str]:
+    """What stands for tokens of pictures: one mark at the first of each, nothing at the others."""
+    shown: dict[int, str] = {}
+    for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
+        mark = f"[picture: {count} tokens, {len(png)} bytes of PNG] "
+        shown |= dict.fromkeys(range(start, start + count), "")
+        shown[start] = typer.style(mark, fg=typer.colors.CYAN)
+    return shown
 
 
 def _coloured(recorded: RecordedTokens, i: int, colour: Colour) -> str:

@@ -4,10 +4,11 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from deploy.problems import ConfigError, Problem
-from services.schema import Completion, FinishReason, VersionSpan
+from services.schema import Completion, FinishReason, Picture, VersionSpan
+from services.vision import model_family
 
 CHECKPOINTS = "checkpoints"
 
@@ -34,8 +35,42 @@ def version_of(folder: Path) -> int:
     return int(found[1]) if found else 0
 
 
-class TransformersPolicy:
+class Asked(NamedTuple):
+    """One turn that wants an answer."""
+
+    prompt: tuple[int, ...]
+    most: int
+    """New tokens."""
+    pictures: tuple[Picture, ...] = ()
+
+
+class Chance(NamedTuple):
+    """How tokens are drawn; temperature 0 is greedy, `top_k` below 1 is all of them."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+class Policy(Protocol):
     """Answers prompts of tokens. Not thread-safe."""
+
+    def complete(self, asked: Sequence[Asked], chance: Chance) -> list[Completion]:
+        """One completion for each prompt."""
+        ...
+
+
+def load_policy(folder: Path, stop_ids: Sequence[int], *, seed: int) -> Policy:
+    """The policy of a folder, which sees where its model does."""
+    if model_family(folder) is None:
+        return TransformersPolicy(folder, stop_ids, seed=seed)
+    from deploy.play.seeing import SeeingPolicy
+
+    return SeeingPolicy(folder, stop_ids, seed=seed)
+
+
+class TransformersPolicy:
+    """Answers prompts of text. Not thread-safe."""
 
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
         import torch
@@ -49,17 +84,16 @@ class TransformersPolicy:
         self._version = version_of(folder)
         torch.manual_seed(seed)
 
-    def complete(
-        self, prompts: Sequence[tuple[int, ...]], most: Sequence[int], temperature: float, top_p: float, top_k: int
-    ) -> list[Completion]:
-        """One completion for each prompt, of at most `most` new tokens; temperature 0 is greedy."""
+    def complete(self, asked: Sequence[Asked], chance: Chance) -> list[Completion]:
+        """See `Policy.complete`."""
+        prompts, most = [each.prompt for each in asked], [each.most for each in asked]
         torch, longest = self._torch, max(map(len, prompts))
         pad = self._stop_ids[0]
         ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if temperature > 0:
-            how = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": max(top_k, 0)}
+        if chance.temperature > 0:
+            how = {**chance._asdict(), "do_sample": True, "top_k": max(chance.top_k, 0)}
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,
@@ -75,36 +109,41 @@ class TransformersPolicy:
         logprobs = torch.stack(out.scores, dim=1).float().log_softmax(dim=-1)
         chosen = logprobs.gather(-1, sampled.unsqueeze(-1)).squeeze(-1)
         rows = zip(sampled.tolist(), chosen.tolist(), most, strict=True)
-        return [self._completion(tokens[:count], values[:count]) for tokens, values, count in rows]
+        return [
+            completion_of(tokens[:count], values[:count], self._stop_ids, self._version)
+            for tokens, values, count in rows
+        ]
 
-    def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
-        end = next((i + 1 for i, token in enumerate(tokens) if token in self._stop_ids), None)
-        length = end or len(tokens)
-        return Completion(
-            request_id="",
-            token_ids=tuple(tokens[:length]),
-            logprobs=tuple(logprobs[:length]),
-            versions=(VersionSpan(0, length, self._version),),
-            finish_reason=FinishReason.STOP if end else FinishReason.LENGTH,
-        )
+
+def completion_of(
+    tokens: Sequence[int], logprobs: Sequence[float], stop_ids: Sequence[int], version: int
+) -> Completion:
+    """Sampled tokens up to the first that ends an answer."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
+    length = end or len(tokens)
+    return Completion(
+        request_id="",
+        token_ids=tuple(tokens[:length]),
+        logprobs=tuple(logprobs[:length]),
+        versions=(VersionSpan(0, length, version),),
+        finish_reason=FinishReason.STOP if end else FinishReason.LENGTH,
+    )
 
 
 class TogetherSampler:
     """Collects the turns that are ready and has them answered in one batch, in a thread."""
 
-    def __init__(
-        self, policy: TransformersPolicy, *, temperature: float, top_p: float, top_k: int, max_new_tokens: int
-    ) -> None:
+    def __init__(self, policy: Policy, chance: Chance, *, max_new_tokens: int) -> None:
         self._policy = policy
-        self._how = (temperature, top_p, top_k)
+        self._chance = chance
         self._most = max_new_tokens
-        self._waiting: list[tuple[tuple[int, ...], int, asyncio.Future[Completion]]] = []
+        self._waiting: list[tuple[Asked, asyncio.Future[Completion]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def __call__(self, prompt: tuple[int, ...], most: int) -> Completion:
+    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((prompt, min(most, self._most), future))
+        self._waiting.append((Asked(prompt, min(most, self._most), pictures), future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._answer_all())
         return await future
@@ -113,9 +152,9 @@ class TogetherSampler:
         while self._waiting:
             await asyncio.sleep(0)  # all that became ready in this round of the loop travel together
             batch, self._waiting = self._waiting, []
-            prompts, most, futures = zip(*batch, strict=True)
+            asked, futures = zip(*batch, strict=True)
             try:
-                answers = await asyncio.to_thread(self._policy.complete, prompts, most, *self._how)
+                answers = await asyncio.to_thread(self._policy.complete, asked, self._chance)
             except Exception as error:
                 # Each episode hears of it; none is left waiting.
                 for future in futures:

@@ -36,6 +36,12 @@ class RecordedTokens:
     turn_rewards: list[float]
     messages: list[str]
     """System prompt, then observation and answer in turn."""
+    pictures: list[bytes]
+    """PNG files that the policy was shown, in order."""
+    picture_starts: list[int]
+    """Of each picture, the position in `tokens` of the first token that stands for it."""
+    picture_tokens: list[int]
+    """How many stand for it."""
 
 
 def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
@@ -43,6 +49,7 @@ def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
     segments = trajectory.segments
     starts = [sum(len(segment.tokens) for segment in segments[:i]) for i in range(len(segments))]
     tokens = [int(token) for segment in segments for token in segment.tokens]
+    shown = [(start, p) for start, segment in zip(starts, segments, strict=True) for p in segment.pictures]
     success = trajectory.metrics.get("success")
     return RecordedTokens(
         tag=trajectory.tag,
@@ -61,6 +68,9 @@ def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
         turn_ends=[starts[turn.segment] + turn.end for turn in trajectory.turns],
         turn_rewards=[turn.reward for turn in trajectory.turns],
         messages=list(trajectory.text),
+        pictures=[picture.png for _, picture in shown],
+        picture_starts=[start + picture.start for start, picture in shown],
+        picture_tokens=[picture.count for _, picture in shown],
     )
 
 
@@ -71,7 +81,13 @@ def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
 
     rows = [{name: _plain(name, getattr(episode, name)) for name in SCHEMA} for episode in episodes]
     kinds = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
-    small = {"ints": pa.int32(), "floats": pa.float32(), "texts": pa.string(), "bools": pa.bool_()}
+    small = {
+        "ints": pa.int32(),
+        "floats": pa.float32(),
+        "texts": pa.string(),
+        "bools": pa.bool_(),
+        "files": pa.binary(),
+    }
     schema = pa.schema([(name, kinds.get(kind) or pa.list_(small[kind])) for name, kind in SCHEMA.items()])
     beside = path.with_name(f".{path.name}.part")
     parquet.write_table(pa.Table.from_pylist(rows, schema=schema), beside, compression="zstd")
@@ -92,7 +108,7 @@ def read_parquet(path: Path) -> list[RecordedTokens]:
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is no parquet file: {error}") from error
     if missing := [name for name in SCHEMA if name not in table.column_names]:
-        raise ValueError(f"{path} was not written by `offbeat rollout`: it has no column {missing[0]!r}")
+        raise ValueError(f"{path} was not written by `offbeat rollout` of this build: it has no column {missing[0]!r}")
     rows: list[dict[str, Any]] = table.select(list(SCHEMA)).to_pylist()
     return [RecordedTokens(**{**row, "metrics": json.loads(row["metrics"])}) for row in rows]
 
@@ -114,6 +130,9 @@ SCHEMA = {
     "turn_ends": "ints",
     "turn_rewards": "floats",
     "messages": "texts",
+    "pictures": "files",
+    "picture_starts": "ints",
+    "picture_tokens": "ints",
 }
 
 

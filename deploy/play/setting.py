@@ -4,10 +4,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from deploy.config import RunConfig
 from deploy.problems import ConfigError, Problem
 from envs import registry
+from services.rollout.chat import ChatFormat
 from services.rollout.config import CustomEnv
+from services.rollout.execution import traits_of
 
 LONGEST = 1_000_000
 """Tokens of an episode of an env that no configuration bounds."""
@@ -47,12 +51,9 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     if not config.custom_envs:
         problems.append(Problem("custom_envs", "no env: name at least one tag"))
     problems += [
-        Problem(
-            f"custom_envs.{tag}.agent_template",
-            "{image} is shown to the policy by `offbeat train` alone: leave it out here",
-        )
+        Problem(f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
         for tag, env in config.custom_envs.items()
-        if env.shows_pictures
+        if env.shows_pictures and env.agent_runner
     ]
     if problems:
         raise ConfigError(problems, str(path))
@@ -73,14 +74,35 @@ def setting_of(config: RunConfig, tag: str) -> Setting:
     )
 
 
+def check_shown(env: CustomEnv, chat: ChatFormat) -> None:
+    """Whether a policy of this chat format can be shown what the env shows, and be offered what it offers.
+
+    Raises:
+        RolloutError: it can't.
+    """
+    if env.shows_pictures:
+        _ = chat.sight
+    made = registry.make(env.env_type, env.env_config)
+    try:
+        if traits_of(made).functions:
+            chat.calling(env.tool_call_parser)
+    finally:
+        made.close()
+
+
 def unbounded(setting: Setting) -> Setting:
     """Without limits on tokens: for agents that speak words, whose tokens nobody will train on."""
     env = setting.env.model_copy(update={"max_tokens_per_step": LONGEST})
     return replace(setting, env=env, sequence_length=LONGEST, max_new_tokens=LONGEST)
 
 
-def find_setting(env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None) -> Setting:
-    """An env by its name or `module:Class`, or a tag of a run's YAML file.
+def find_setting(
+    env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
+) -> Setting:
+    """An env by its name or `module:Class`, or a tag of a run's YAML file; where the policy is shown pictures, the env draws
+    them unless it is told otherwise.
+
+    template: in place of the tag's `agent_template`.
 
     Raises:
         ConfigError: there is no such env, tag or setting.
@@ -94,8 +116,15 @@ def find_setting(env: str, env_config: dict[str, Any], tag: str | None, max_step
     else:
         steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=LONGEST, env_config=env_config)
         setting = Setting(env, steps, LONGEST)
-    if max_steps is not None:
-        setting = replace(setting, env=setting.env.model_copy(update={"max_steps": max_steps}))
+    changes = {"max_steps": max_steps, "agent_template": template}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    try:
+        custom = CustomEnv.model_validate({**setting.env.model_dump(), **changes})
+    except ValidationError as error:
+        raise ConfigError([Problem("--template", error.errors()[0]["msg"])], env) from error
+    if custom.shows_pictures and "render_mode" in registry.settings_of(custom.env_type):
+        custom = custom.model_copy(update={"env_config": {"render_mode": "rgb_array", **custom.env_config}})
+    setting = replace(setting, env=custom)
     problems = registry.check_env_config(setting.env.env_type, setting.env.env_config)
     if problems:
         raise ConfigError([Problem("", message) for message in problems], env)

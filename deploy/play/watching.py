@@ -1,5 +1,6 @@
 """One episode, told turn by turn while it is played: observation, prompt tokens, completion, action, reward."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from services.rollout.chat import ChatFormat
 from services.rollout.episode import EpisodePlan, Sample, play
 from services.rollout.execution import StepResult, do_picture, do_reset, do_step, traits_of
 from services.schema import Completion, EpisodeKind, EpisodeTask, Sampling, Trajectory
+from services.schema import Picture as Shown
 
 Tell = Callable[[str], None]
 
@@ -58,25 +60,38 @@ class WatchedSample:
     def __init__(self, sample: Sample, chat: ChatFormat, env: WatchedEnv, tell: Tell, *, show_tokens: bool) -> None:
         self._sample, self._chat, self._env, self._tell = sample, chat, env, tell
         self._show_tokens = show_tokens
-        self._known = 0
+        self._said: tuple[int, ...] = ()
         self._turn = 0
 
-    async def __call__(self, prompt: tuple[int, ...], most: int) -> Completion:
+    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Shown, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
         self._turn += 1
         self._tell(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
         self._tell(self._env.observations[-1])
         if self._show_tokens:
-            new = prompt[self._known :]
-            told = f"{len(new)} new of {len(prompt)}"
-            self._tell(_line("prompt", told, self._pieces(new)))
-        completion = await self._sample(prompt, most)
-        self._known = len(prompt) + len(completion.token_ids)
+            known = len(self._said) if prompt[: len(self._said)] == self._said else 0
+            told = f"{len(prompt) - known} new of {len(prompt)}"
+            self._tell(_line("prompt", told, self._prompt_pieces(prompt, known, pictures)))
+        elif pictures:
+            self._tell(_line("picture", f"{len(pictures[-1].png)} bytes of PNG"))
+        completion = await (self._sample(prompt, most, pictures) if pictures else self._sample(prompt, most))
+        self._said = prompt + completion.token_ids
         if self._show_tokens:
             logprob = sum(completion.logprobs)
             told = f"{len(completion.token_ids)} tokens, logprob {logprob:.3f}, {completion.finish_reason.value}"
             self._tell(_line("completion", told, self._pieces(completion.token_ids)))
         return completion
+
+    def _prompt_pieces(self, prompt: tuple[int, ...], known: int, pictures: tuple[Shown, ...]) -> str:
+        """What is new, a picture's tokens as one."""
+        pieces: list[str] = []
+        for picture in pictures:
+            if picture.start >= known:
+                name = self._chat.token_text(prompt[picture.start])
+                pieces.append(self._pieces(prompt[known : picture.start]))
+                pieces.append(f"[picture: {picture.count} x {prompt[picture.start]}:{name!r}]")
+                known = picture.start + picture.count
+        return " ".join([*pieces, self._pieces(prompt[known:])])
 
     def _pieces(self, ids: tuple[int, ...]) -> str:
         return " ".join(f"{number}:{self._chat.token_text(number)!r}" for number in ids)
@@ -102,6 +117,8 @@ async def watch(
     tell(f"{setting.tag}, seed {seed}; at most {setting.env.max_steps} turns")
     system = setting.env.agent_system_template
     tell(_line("system", repr(traits.system_prompt if system is None else system)))
+    for function in traits.functions:
+        tell(_line("function", json.dumps(function["function"], ensure_ascii=False)))
     sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, setting.max_new_tokens, chat.stop_ids)
     task = EpisodeTask(EpisodeKind.EVAL, "play", 0, 0, 0, 0)
     plan = EpisodePlan(task, setting.tag, seed, setting.env, setting.sequence_length, sampling, True, "play")

@@ -15,6 +15,7 @@ from envs.dataset.rows import read_table
 from envs.extras import require
 from envs.parsing import compile_pattern
 from envs.sandbox import Limits, check_isolation, run_python
+from envs.tools.functions import Call, Function
 from envs.tools.mcp_server import McpAddress, McpSession
 from envs.webshop.search import words
 
@@ -62,6 +63,15 @@ class OpenTool(Protocol):
         """Do what is asked for; a call that fails says why."""
         ...
 
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """The tool as functions, for chat templates that tell of them."""
+        ...
+
+    def make(self, call: Call) -> ToolResult:
+        """Call one of `functions`; a call that fails says why."""
+        ...
+
     def close(self) -> None:
         """Let go of what the tool holds."""
         ...
@@ -105,8 +115,26 @@ class OwnTool(Tool):
     def use(self, text: str) -> ToolResult:
         """See `OpenTool.use`."""
 
+    @property
+    @abstractmethod
+    def functions(self) -> tuple[Function, ...]:
+        """See `OpenTool.functions`: one, whose only argument is the call's text."""
+
+    def make(self, call: Call) -> ToolResult:
+        """See `OpenTool.make`."""
+        (wanted,) = self.functions[0].parameters["required"]
+        text = call.arguments.get(wanted)
+        if isinstance(text, str):
+            return self.use(text)
+        return ToolResult(f"{call.name} needs the argument {wanted!r}, a text", False)
+
     def close(self) -> None:
         """See `OpenTool.close`."""
+
+
+def _takes_text(name: str, description: str, argument: str) -> tuple[Function, ...]:
+    schema = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return (Function(name, description, schema),)
 
 
 class PythonTool(OwnTool):
@@ -116,6 +144,11 @@ class PythonTool(OwnTool):
     pattern: str = FENCED
     instruction: str = "You may run Python in a fenced block (```python) and will see what it prints."
     limits: Limits = Limits()
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """See `OpenTool.functions`."""
+        return _takes_text("python_code", "Run a Python program and see what it prints.", "code")
 
     def open(self) -> OpenTool:
         """See `Tool.open`."""
@@ -138,6 +171,11 @@ class SearchTool(OwnTool):
     top_k: int = Field(default=3, ge=1)
     pattern: str = "<search>(.*?)</search>"
     instruction: str = "You may search by <search>words</search> and will see the best passages."
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """See `OpenTool.functions`."""
+        return _takes_text("search", "Search a corpus by words and see the best passages.", "query")
 
     def use(self, text: str) -> ToolResult:
         """See `OpenTool.use`."""
@@ -188,11 +226,15 @@ class _OpenMcp:
         self.instruction = session.instruction
         self.called = tool.called
         self.takes = session.takes
+        self.functions = session.functions
         self.close = session.close
 
     def use(self, text: str) -> ToolResult:
         told, ok = self._session.use(text)
         return ToolResult(f"<tool_response>\n{told}\n</tool_response>", ok)
+
+    def make(self, call: Call) -> ToolResult:
+        return ToolResult(*self._session.make(call))
 
 
 AnyTool = Annotated[PythonTool | SearchTool | McpTool, Field(discriminator="tool_id")]

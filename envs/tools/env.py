@@ -3,7 +3,9 @@
 Invariant: the env underneath never hears of a call; its rewards and its end are its own.
 """
 
-from typing import Any, ClassVar, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Literal, cast
 
 import gymnasium
 import numpy as np
@@ -12,7 +14,8 @@ from pydantic import Field, JsonValue
 from envs import registry
 from envs.config import Config
 from envs.contract import random_answer
-from envs.tools.calling import AnyTool, OpenTool
+from envs.tools.calling import AnyTool, OpenTool, ToolResult
+from envs.tools.functions import Call, read_calls, write_results
 
 
 class ToolEnvConfig(Config):
@@ -24,6 +27,9 @@ class ToolEnvConfig(Config):
     tools: tuple[AnyTool, ...] = Field(min_length=1)
     """Each with `tool_id: python_code | search | mcp` and its settings. Where an answer calls several, the first of this
     list is used."""
+    function_calling: Literal["prompt", "template"] = "prompt"
+    """How tools are told and called: by each tool's `instruction` and `pattern`, or as functions in the chat template's own
+    form, where `instruction` and `pattern` say nothing."""
     max_tool_uses: int = Field(default=10, ge=1)
     """Of an episode; a later call is told so, and is not made."""
     tool_reward: float = 0.0
@@ -55,8 +61,13 @@ class ToolEnv(gymnasium.Env[str, str]):
             except ValueError:
                 self.close()
                 raise
-        told = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in self._tools)]
+        by_template = config.function_calling == "template"
+        told = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in self._tools if not by_template)]
         self.system_prompt = "\n".join(text for text in told if text)
+        self._by_name: dict[str, OpenTool] = {}
+        self.functions: tuple[dict[str, Any], ...] = ()
+        if by_template:
+            self._offer_functions()
         modes = cast(dict[str, str], getattr(inner, "metrics_agg_mode", {}))
         self.metrics_agg_mode = {**modes, "tool_use_counter": "sum", "tool_success_counter": "sum"}
         self.observation_space = self._env.observation_space
@@ -73,18 +84,45 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Use a tool, or answer the env underneath."""
+        if self._by_name and (asked := read_calls(action)):
+            results = [self._used(partial(self._made, call)) for call in asked]
+            return self._told(write_results([result.text if result else self._no_more for result in results]), results)
         calls = [(tool, text) for tool in self._tools if (text := tool.called(action)) is not None]
-        if calls:
+        if calls and not self._by_name:
             tool, text = next((call for call in calls if call[0].takes(call[1])), calls[0])
-            self._uses += 1
-            if self._uses > self.config.max_tool_uses:
-                told = f"no tool can be used any more ({self.config.max_tool_uses} uses): give the answer"
-                return told, 0.0, False, False, _counted(used=0, ok=0)
-            result = tool.use(text)
-            reward = self.config.tool_reward + self.config.tool_success_reward * result.ok
-            return result.text, reward, False, False, _counted(used=1, ok=int(result.ok))
+            result = self._used(partial(tool.use, text))
+            return self._told(result.text if result else self._no_more, [result])
         observation, reward, terminated, truncated, info = self._env.step(action)
         return observation, float(reward), terminated, truncated, {**info, **_counted(used=0, ok=0)}
+
+    def _offer_functions(self) -> None:
+        offered = [(function, tool) for tool in self._tools for function in tool.functions]
+        self._by_name = {function.name: tool for function, tool in offered}
+        self.functions = tuple(function.schema() for function, _ in offered)
+        if len(self._by_name) < len(offered):
+            self.close()
+            names = ", ".join(function.name for function, _ in offered)
+            raise ValueError(f"tools: two functions have one name: {names}")
+
+    def _used(self, call: Callable[[], ToolResult]) -> ToolResult | None:
+        """What comes of a call; None where no more are to be had."""
+        self._uses += 1
+        return call() if self._uses <= self.config.max_tool_uses else None
+
+    def _made(self, call: Call) -> ToolResult:
+        if tool := self._by_name.get(call.name):
+            return tool.make(call)
+        return ToolResult(f"there is no function {call.name!r}; there is {', '.join(self._by_name)}", False)
+
+    @property
+    def _no_more(self) -> str:
+        return f"no tool can be used any more ({self.config.max_tool_uses} uses): give the answer"
+
+    def _told(self, text: str, results: list[ToolResult | None]) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        used = [result for result in results if result is not None]
+        ok = sum(result.ok for result in used)
+        reward = self.config.tool_reward * len(used) + self.config.tool_success_reward * ok
+        return text, reward, False, False, _counted(used=len(used), ok=ok)
 
     def random_answer(self, rng: np.random.Generator) -> str:
         """One to the env underneath."""

@@ -5,12 +5,12 @@ call; when the last env of a process lets go of a server, its connection is clos
 """
 
 import asyncio
-import json
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from envs.extras import require
+from envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
 START_S = 60.0
@@ -26,20 +26,6 @@ class McpAddress(NamedTuple):
     command: tuple[str, ...]
     url: str
     timeout_s: float
-
-
-class Function(NamedTuple):
-    """One tool of a server."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-    """JSON schema."""
-
-    def told(self) -> str:
-        """As chat templates tell it: OpenAI's form in one line of JSON."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
 
 
 class McpServer:
@@ -187,37 +173,29 @@ class McpSession:
             SHARED.give_back(address)
             raise ValueError(f"functions: the server has no {unknown[0]!r}; it has {', '.join(known) or 'none'}")
         self._functions = {name: known[name] for name in (offered or known)}
-        self.instruction = instruction.replace("{tools}", "\n".join(f.told() for f in self._functions.values()))
+        self.functions = tuple(self._functions.values())
+        self.instruction = instruction.replace("{tools}", "\n".join(f.told() for f in self.functions))
 
     def takes(self, text: str) -> bool:
         """Whether the call is of one of these functions."""
         try:
-            return _read(text)[0] in self._functions
+            return read_call(text).name in self._functions
         except ValueError:
             return False
 
     def use(self, text: str) -> tuple[str, bool]:
         """Make the call that an answer asks for; (what to tell, whether it worked)."""
         try:
-            name, arguments = _read(text)
+            return self.make(read_call(text))
         except ValueError as error:
             return str(error), False
-        if name not in self._functions:
-            return f"there is no function {name!r}; there is {', '.join(self._functions)}", False
-        return self._server.call(name, arguments)
+
+    def make(self, call: Call) -> tuple[str, bool]:
+        """Make a call; (what to tell, whether it worked)."""
+        if call.name not in self._functions:
+            return f"there is no function {call.name!r}; there is {', '.join(self._functions)}", False
+        return self._server.call(call.name, call.arguments)
 
     def close(self) -> None:
         """Let go of the server."""
         SHARED.give_back(self._address)
-
-
-def _read(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call. Raises ValueError where it is none."""
-    try:
-        call = json.loads(text)
-        name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the call is not of the form {{'name': ..., 'arguments': {{...}}}}: {error}") from error
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError("the call's name must be a text and its arguments an object")
-    return name, cast(dict[str, Any], arguments)

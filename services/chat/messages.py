@@ -6,8 +6,8 @@ to how JSON is spaced: agents and their frameworks change both on the way.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,18 @@ class ToolCall:
     def parsed(self) -> Any:
         """The arguments as an object."""
         return json.loads(self.arguments)
+
+
+class CallStyle(NamedTuple):
+    """How a chat template wants the calls of an assistant's message."""
+
+    text_arguments: bool = False
+    """As JSON text, not as an object."""
+    no_content: bool = False
+    """Without words `content` is None, not empty."""
+
+
+CALL_STYLES = (CallStyle(), CallStyle(text_arguments=True), CallStyle(no_content=True), CallStyle(True, True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +51,24 @@ class ChatMessage:
         """Whether an assistant message that came back is one that was sent."""
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
-    def for_template(self) -> dict[str, Any]:
+    def with_call_ids(self, number: int) -> "ChatMessage":
+        """Calls named by the answer's number and their place, in nine letters and digits, as Mistral's templates want."""
+        calls = (replace(call, call_id=f"c{number:04d}{i:04d}") for i, call in enumerate(self.tool_calls))
+        return replace(self, tool_calls=tuple(calls))
+
+    def for_template(self, style: CallStyle = CALL_STYLES[0]) -> dict[str, Any]:
         """As chat templates read it."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        without = style.no_content and self.tool_calls and not self.content
+        message: dict[str, Any] = {"role": self.role, "content": None if without else self.content}
         if self.tool_calls:
             message["tool_calls"] = [
                 {
                     "id": call.call_id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.parsed()},
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments if style.text_arguments else call.parsed(),
+                    },
                 }
                 for call in self.tool_calls
             ]

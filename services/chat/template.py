@@ -6,6 +6,7 @@ agents send whatever they like. Whether a template is append-only is found out c
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from services.chat.messages import CallParser, ChatMessage, ToolCall, Tools, one_form
+from services.chat.messages import CALL_STYLES, CallParser, CallStyle, ChatMessage, ToolCall, Tools, one_form
 from services.chat.tokenizer import load_tokenizer
 from services.errors import RolloutError
 
@@ -57,9 +58,10 @@ class ChatTemplate:
         self._render = render
         self._tokenizer = tokenizer
         self._parser = parser
+        self._style = _call_style(render)
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
-        self.tools = _tool_format(render, tokenizer, self.end_text)
+        self.tools = _tool_format(render, tokenizer, self.end_text, self._style)
         self.encode = lru_cache(CACHED_TEXTS)(self._encode)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
@@ -70,11 +72,15 @@ class ChatTemplate:
         """
         if tools and self.tools is None and self._parser is None:
             raise UnusableError(
-                "the policy's chat template writes no tool calls as JSON: call without `tools`, or name a parser by "
-                "agent_runner.tool_call_parser"
+                "the policy's chat template writes no tool calls that are read here: call without `tools`, or name a parser "
+                "by tool_call_parser"
             )
+        return self.write(messages, tools, prompt=prompt)
+
+    def write(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
+        """`render`, whether calls could be read back or not. Raises UnusableError where the template refuses."""
         try:
-            return self._render([message.for_template() for message in messages], tools, prompt)
+            return self._render([message.for_template(self._style) for message in messages], tools, prompt)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
@@ -145,14 +151,30 @@ def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
     )
 
 
-def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str) -> ToolFormat | None:
+USER = {"role": "user", "content": KEY}
+CALLING = ChatMessage("assistant", "", (ToolCall(NAME, one_form({KEY: VALUE}), "offbeat00"),))
+OFFERED = {"type": "function", "function": {"name": NAME, "description": "", "parameters": {"type": "object"}}}
+
+
+def _call_style(render: RenderAny) -> CallStyle:
+    """The first in which the template writes a call whose arguments can be read; the first of all where it writes none."""
+    for style in CALL_STYLES:
+        try:
+            text = render([USER, CALLING.for_template(style)], [OFFERED], False)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            continue
+        # an object printed without `tojson` is Python's; text printed with it is quoted twice
+        if VALUE in text and f"'{KEY}'" not in text and f'\\"{KEY}' not in text:
+            return style
+    return CALL_STYLES[0]
+
+
+def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: CallStyle) -> ToolFormat | None:
     """How calls are written; None where the template writes none, or in a form that is not JSON."""
-    user = {"role": "user", "content": KEY}
-    call = {"id": "offbeat0", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}
-    offered = {"type": "function", "function": {"name": NAME, "description": "", "parameters": {"type": "object"}}}
     try:
-        before = render([user], [offered], True)
-        after = render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], [offered], False)
+        before = render([USER], [OFFERED], True)
+        after = render([USER, CALLING.for_template(style)], [OFFERED], False)
+        told = render([USER, replace(CALLING, content=VALUE).for_template(style)], [OFFERED], False)
     except (TemplateError, TypeError, ValueError, KeyError):
         return None
     if not after.startswith(before) or NAME not in before:
@@ -167,10 +189,18 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str) -> Tool
         return None
     keys = {value if isinstance(value, str) else "arguments": key for key, value in found.items()}
     arguments_key = next((key for key, value in found.items() if value == {KEY: VALUE}), None)
-    opening, closing = written[:start].strip(), written[start + length :].strip()
+    # an empty thought, say, that stands before a call alone is no part of it
+    behind_words = told.rpartition(written[start : start + length])[0] or written[:start]
+    opening = _common_end(written[:start], behind_words).strip()
+    closing = written[start + length :].strip()
     if NAME not in keys or arguments_key is None or not _survives(tokenizer, opening + closing):
         return None
     return ToolFormat(opening, closing, keys[NAME], arguments_key)
+
+
+def _common_end(one: str, other: str) -> str:
+    """The longest text that both end with."""
+    return next(one[at:] for at in range(len(one) + 1) if other.endswith(one[at:]))
 
 
 def _survives(tokenizer: Tokenizer, mark: str) -> bool:

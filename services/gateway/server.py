@@ -15,6 +15,9 @@ from services.gateway.app import Sessions, build
 from services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
+KEEP_ALIVE_S = 120
+"""How long a connection may be idle: longer than clients keep theirs (5 s by httpx' default, and OpenAI's), because a server
+that closes what a client is about to send on breaks the call."""
 
 
 class _Server(uvicorn.Server):
@@ -44,7 +47,13 @@ class Gateway:
         if self._server is None:
             listening = socket.create_server((HOST, 0))
             config = uvicorn.Config(
-                build(self._sessions), log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio"
+                build(self._sessions),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                loop="asyncio",
+                timeout_keep_alive=KEEP_ALIVE_S,
             )
             self._server = server = _Server(config)
             # calls that come before the first round of the server wait in the socket

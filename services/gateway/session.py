@@ -8,7 +8,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.chat.capture import Captured, Reward, capture
@@ -197,7 +197,8 @@ class EpisodeSession:
     def _keep(self, prompt: Prompt, completion: Completion, ask: Ask) -> Reply:
         kept, text, stop_word = self._until_stop(completion, ask.stop)
         message = self.template.message_of(text, tools=ask.tools)
-        message = _with_call_ids(message, len(self.tree.nodes))
+        # so a history that comes back tells which answer it holds
+        message = message.with_call_ids(len(self.tree.nodes))
         node = self.tree.record(prompt, message, completion, kept)
         cut = completion.finish_reason is FinishReason.LENGTH and not stop_word
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
@@ -218,12 +219,6 @@ class EpisodeSession:
         whole = at + len(word)
         kept = next(n for n in range(1, len(ids) + 1) if len(self.template.text_of(ids[:n])) >= whole)
         return kept, text[:at], word
-
-
-def _with_call_ids(message: ChatMessage, number: int) -> ChatMessage:
-    """Calls named by answer and place, so that a history that comes back tells which answer it holds."""
-    calls = tuple(replace(call, call_id=f"call{number:04d}{i:04d}") for i, call in enumerate(message.tool_calls))
-    return replace(message, tool_calls=calls)
 
 
 def _check(completion: Completion) -> None:

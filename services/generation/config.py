@@ -42,6 +42,9 @@ class GenerationConfig(Config):
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    max_lora_rank: int | None = Field(default=None, ge=1, le=512)
+    """Largest `lora_rank` of an adapter that the engines serve beside the base (vLLM's name): the learner publishes the
+    adapter alone then. None: it is merged into the weights that it publishes."""
     engine_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further vLLM engine arguments, passed as they are."""
     on_weight_update: Literal["keep", "recompute"] = "keep"

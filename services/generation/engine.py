@@ -2,24 +2,25 @@
 
 # pyright: basic
 import asyncio
-import json
 import logging
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from services.errors import RetryableError
 from services.generation.config import GenerationConfig
+from services.generation.tickets import TAKE_ADAPTER, is_whole, ticket_of
 from services.schema import Completion, FinishReason, GenerateRequest, Sampling, VersionSpan
 from services.vision import model_family
 
 WORKER_EXTENSION = "services.generation.weight_engine.WorkerExtension"
 BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
 """Weight transport -> the engine of `weight_engine` that loads what its `fetch` gives."""
-TICKET = ".json"
-"""Suffix of what tells the engine how to fetch weights from a learner's GPU."""
+PRIMITIVES = 512
+"""Matrix products that oneDNN keeps compiled, 256 KiB each: enough for 64 batch sizes of five shapes. Its own 1024 take
+twice the memory and save no time; with 128 small batches took twice as long."""
 SHUTDOWN_S = 0.5
 """How long the engine's process may take to end by itself."""
 
@@ -47,7 +48,7 @@ class PolicyEngine(Protocol):
         ...
 
     async def stage(self, path: Path) -> None:
-        """Prepare a version while the engine goes on sampling with the one that it has, as far as it can."""
+        """Prepare a version (see `WeightSubscriber.fetch`) while the engine samples on, as far as it can."""
         ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
@@ -74,7 +75,7 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
     }
     if config.device == "cpu":
         environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
         if config.tensor_parallel_size == 1:
             # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
             # and no message between processes in every step.
@@ -102,6 +103,11 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
     }
     if model_family(model) is not None:
         arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
+    if config.max_lora_rank is not None:
+        from vllm.config.lora import MaxLoRARanks
+
+        room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.max_lora_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
     if config.device == "cpu":
         arguments |= {
             "block_size": 32,
@@ -126,6 +132,8 @@ class VllmEngine:
         self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
         self._recompute = config.on_weight_update == "recompute"
         self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
+        self._adapter: Any = None
+        """vLLM's name for the adapter that serves, once one does."""
         self._stage_s: float | None = None
         self._pausing: asyncio.Task[None] | None = None
         self._asked: asyncio.Task[bool] | None = None
@@ -152,6 +160,8 @@ class VllmEngine:
             with_pictures = vision_model.PromptMaker(model)
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.collective_rpc("die_with_parent")
+        if config.max_lora_rank is not None:
+            await llm.collective_rpc("expect_adapters")
         engine = cls(llm, config, with_pictures=with_pictures)
         await engine.warm_up()
         return engine
@@ -178,7 +188,8 @@ class VllmEngine:
             return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
         try:
             prompt = self._prompt(request, f"{self._salt}v{version}")
-            outputs = [out async for out in self.llm.generate(prompt, _parameters(request), request.request_id)]
+            sampling = self.llm.generate(prompt, _parameters(request), request.request_id, lora_request=self._adapter)
+            outputs = [out async for out in sampling]
         except (VLLMClientError, ValueError) as error:
             return Completion(request.request_id, error=str(error))
         except (EngineDeadError, EngineGenerateError) as error:
@@ -200,9 +211,9 @@ class VllmEngine:
 
     async def stage(self, path: Path) -> None:
         """See `PolicyEngine.stage`. A CPU's model is reloaded beside the one that samples, in slices between its steps; any
-        other one is left to `load`."""
+        other one, and an adapter, is left to `load`."""
         began, self._stage_s = time.monotonic(), None
-        if path.suffix != TICKET and await self._call_worker("stage_weights", path=str(path)):
+        if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
             while not await self._call_worker("stage_more"):
                 pass
             self._stage_s = time.monotonic() - began
@@ -212,19 +223,20 @@ class VllmEngine:
         requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        ticket = _ticket(path)
-        if ticket["init"] is not None:
-            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket["init"]))
+        ticket = ticket_of(path)
+        if ticket.init is not None:
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init))
         await self._start_what_waits()
         asked = time.monotonic()
         await self._pause()
         paused = time.monotonic()
-        taking = self._call_worker("take_weights", update_info=ticket["update"])
+        taking = self._call_worker(ticket.method, **ticket.arguments)
         await asyncio.gather(taking, self.llm.update_weight_version(str(version)))
         loaded = time.monotonic()
+        self._adapter = _adapter_request() if ticket.method == TAKE_ADAPTER else None
         await self.llm.resume_generation()
         running = time.monotonic()
-        if ticket["init"] is not None:
+        if ticket.init is not None:
             await self.llm.shutdown_weight_transfer_engine()
         staged_s, self._stage_s = self._stage_s, None
         return LoadTimes(pause_s=running - asked, load_s=loaded - paused if staged_s is None else staged_s)
@@ -270,9 +282,10 @@ class VllmEngine:
         self.llm.shutdown(timeout=SHUTDOWN_S)
 
 
-def _ticket(path: Path) -> dict[str, Any]:
-    """What vLLM's transfer engine is told: the file itself, or what the learner wrote into it (see `weights.pulls`)."""
-    return json.loads(path.read_bytes()) if path.suffix == TICKET else {"init": None, "update": {"path": str(path)}}
+def _adapter_request() -> Any:
+    from services.generation import adapters
+
+    return adapters.request()
 
 
 def _parameters(request: GenerateRequest) -> Any:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+from services.generation.tensor_file import TensorFile
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Error of a probe through a packed matrix, over the largest value: rounding passes, another matrix does not."""
@@ -49,11 +50,11 @@ def _repack_tied_head(model: Any) -> set[str]:
     return {f"{path}.weight" for path in heads}
 
 
-def compare(model: Any, file: safe_open) -> Iterator[None]:
+def compare(model: Any, file: TensorFile) -> Iterator[None]:
     """Raises `LoadError` where the model differs from the file; yields after each parameter. What is split over several
     workers is left out."""
     names = _names_here(model, file)
-    fused = _fused(model)
+    fused = fused_names(model)
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
         prefix = f"{parent}." if parent else ""
@@ -72,17 +73,17 @@ def compare(model: Any, file: safe_open) -> Iterator[None]:
             yield
 
 
-def _names_here(model: Any, file: safe_open) -> dict[str, str]:
+def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
     """The model's names of unfused tensors -> the file's: a model that reads pictures has its parts in other places."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
-        return {name: name for name in file.keys()}  # noqa: SIM118 (not a dict)
+        return {name: name for name in file.names()}
     moved = replace(mapper, orig_to_new_stacked={})
-    names = {moved.map_name(name): name for name in file.keys()}  # noqa: SIM118
+    names = {moved.map_name(name): name for name in file.names()}
     return {here: name for here, name in names.items() if here is not None}
 
 
-def _fused(model: Any) -> dict[str, list[str]]:
+def fused_names(model: Any) -> dict[str, list[str]]:
     """Modules that hold several of the file's, by the last part of their names."""
     fused: dict[str, list[str]] = {}
     for module in model.modules():

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.platforms import current_platform
 
 from services.generation.reloading import compare, finish_reload
+from services.generation.tensor_file import TensorFile
 
 SLICE_S = (0.002, 0.05)
 """Shortest and longest slice; between them, as long as the engine had to itself since the last one: half of its time."""
@@ -90,8 +90,8 @@ class Staging:
         initialize_layerwise_reload(twin)
         yield
         loaded: set[str] = set()
-        with safe_open(path, framework="pt") as file:
-            for names in _by_layer(file.keys()):
+        with TensorFile(path) as file:
+            for names in _by_layer(file.names()):
                 loaded |= set(twin.load_weights((name, file.get_tensor(name)) for name in names))
                 yield
             finish_reload(twin, self._config.model_config, expected, loaded)

@@ -105,7 +105,13 @@ class Tenancy:
         pulls = SyncRedis.from_url(redis_url)
         self._replica_id = replica_id
         self._subscriber = subscriber = RedisWeightSubscriber(
-            redis, tenant.run_id, tenant.weights, tenant.output_dir, pulls=pulls, workers=config.tensor_parallel_size
+            redis,
+            tenant.run_id,
+            tenant.weights,
+            tenant.output_dir,
+            pulls=pulls,
+            workers=config.tensor_parallel_size,
+            adapters=config.max_lora_rank is not None,
         )
         self.tenant = tenant
         self._redis = redis

@@ -6,12 +6,10 @@ Invariant: an update that does not raise has loaded every parameter of the model
 # pyright: basic
 import ctypes
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
@@ -22,8 +20,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+from services.generation.adapters import BASE, leave_vocabulary_out, take_adapter, unwrapped
 from services.generation.reloading import compare, finish_reload
 from services.generation.staging import Staging, can_stage
+from services.generation.tensor_file import TensorFile
 
 PR_SET_PDEATHSIG = 1
 
@@ -61,8 +61,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             LoadError: a parameter got nothing, or something else than the file's values.
         """
         expected = {name for name, _ in self.model.named_parameters()}
-        with safe_open(update_info.path, framework="pt") as file:
-            loaded = self.model.load_weights(_tensors(file))
+        with TensorFile(update_info.path) as file:
+            loaded = self.model.load_weights(file.items())
             finish_reload(self.model, self.model_config, expected, set(loaded))
             for _ in compare(self.model, file):
                 pass
@@ -72,11 +72,6 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing to let go of."""
-
-
-def _tensors(file: safe_open) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in file.keys():  # noqa: SIM118 (not a dict)
-        yield name, file.get_tensor(name)
 
 
 class WorkerExtension:
@@ -110,6 +105,18 @@ class WorkerExtension:
         self.start_weight_update()
         self.update_weights(update_info)
         self.finish_weight_update()
+
+    def expect_adapters(self) -> None:
+        """Called once, before anything is sampled."""
+        leave_vocabulary_out(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
+
+    def take_adapter(self, folder: str) -> None:
+        """Serve a version that is an adapter, after its base if that lies beside it. Raises `LoadError`."""
+        base = Path(folder, BASE)
+        if base.exists():
+            with unwrapped(self.model_runner.get_model()):
+                self.take_weights({"path": str(base)})
+        take_adapter(self.model_runner, Path(folder))
 
     def die_with_parent(self) -> None:
         """Have the kernel end this process when the replica that started it dies, however it dies."""

@@ -13,8 +13,10 @@ from typing import Any
 
 from envs.prompting import fill_template
 from services.chat.capture import Captured
+from services.chat.functions import load_function_template
 from services.chat.parsers import load_parser
 from services.chat.template import ChatTemplate, load_chat_template
+from services.errors import RolloutError
 from services.gateway.server import Gateway
 from services.gateway.session import Bounds, EpisodeSession, RefusedError
 from services.rollout.agent_task import AgentTask
@@ -46,9 +48,19 @@ class AgentDesk:
 
 
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
-    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentDesk`."""
-    parser_for = None if tool_call_parser is None else partial(load_parser, tool_call_parser)
-    return load_chat_template(model_folder, parser_for)
+    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentDesk`.
+
+    tool_call_parser: None takes what reads the calls of tools that the template writes, if anything does.
+    """
+    if tool_call_parser is not None:
+        return load_chat_template(model_folder, partial(load_parser, tool_call_parser))
+    plain = load_chat_template(model_folder)
+    if plain.tools is not None:
+        return plain
+    try:
+        return load_function_template(model_folder)
+    except RolloutError:
+        return plain  # an agent that uses no tools plays with it all the same
 
 
 def desk_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentDesk | None:

@@ -23,7 +23,7 @@ from services.buffer.rollout import AsyncRolloutBuffer
 from services.errors import RetryableError
 from services.generation.client import ServeGenerationClient
 from services.keys import RunKeys
-from services.rollout.chat import load_chat_format
+from services.rollout.calling import load_playing_format
 from services.rollout.collector import calm_collector
 from services.rollout.config import WorkerSettings
 from services.rollout.service import EnvWorker, WorkerEnd
@@ -49,15 +49,20 @@ class EnvWorkerActor:
         self._settings = WorkerSettings.model_validate(settings, strict=False)
         self._name = worker_name(self._settings.run_id, index)
         configure_logging(self._name, self._settings.output_dir / "logs")
-        self._chat = load_chat_format(self._settings.model_folder)
+        self._chat = load_playing_format(self._settings.model_folder)
         if self._chat.rewrites:
             log.info("each turn that history is rewritten after becomes a segment of its own: %s", self._chat.rewrites)
         self._worker: EnvWorker | None = None
         self._working = asyncio.get_running_loop().create_task(self._work())
 
-    async def alive(self) -> dict[str, Any]:
-        """Answers while the loop runs: name, process id, whether it works already, and episodes in hand."""
+    async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
+        """Answers while the loop runs: name, process id, whether it works already, and episodes in hand.
+
+        num_workers: that the run has now, among whom some things are shared out.
+        """
         worker = self._worker
+        if worker and num_workers:
+            worker.share_with(num_workers)
         playing = worker.num_playing if worker else 0
         return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
 

@@ -7,6 +7,7 @@ conversation. That holds for append-only templates; whether one is, and keeps th
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
@@ -14,12 +15,15 @@ from tokenizers import Tokenizer
 from services.chat.template import ChatTemplate, load_chat_template
 from services.chat.tokenizer import load_tokenizer
 from services.errors import RolloutError
-from services.rollout.sight import Sight
+from services.rollout.sight import Reader, Sight
 from services.vision import PictureReader
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, whether the generation prompt follows) -> text."""
+
+FunctionTemplate = Callable[[str | None], ChatTemplate]
+"""tool_call_parser -> what renders conversations with calls of functions and reads them back."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
 """Stand for contents while the template is taken apart; no template and no text holds them."""
@@ -44,20 +48,24 @@ class ChatFormat:
         render: Render,
         tokenizer: Tokenizer,
         extra_stop_ids: Sequence[int] = (),
-        folder: Path | None = None,
+        reader: Callable[[], Reader] | None = None,
         template: Callable[[], ChatTemplate] | None = None,
+        calling: FunctionTemplate | None = None,
     ) -> None:
         """Take the template apart and check it.
 
-        extra_stop_ids: tokens that end an answer beside the one that the template puts there; folder: of the model, for
-        pictures; template: makes what renders whole conversations, for a template that rewrites history; None refuses one.
+        extra_stop_ids: tokens that end an answer beside the one that the template puts there; reader: makes what reads
+        pictures, None where nothing does; template: makes what renders whole conversations, for a template that rewrites
+        history; None refuses one. calling: makes what renders conversations with calls of functions; None has none.
 
         Raises:
             RolloutError: the template does not end an answer by a special token, or can't be used otherwise.
         """
         self._tokenizer = tokenizer
         self._render = render
-        self._folder = folder
+        self._reader = reader
+        self._loading = Lock()
+        self._calling = None if calling is None else lru_cache(calling)
         self._trims = _trims(render)
         self._first = {False: _take_apart_first(render, None)}
         if _takes_system(render):
@@ -87,9 +95,20 @@ class ChatFormat:
         Raises:
             RolloutError: the model reads none, or its template writes none.
         """
-        if self._folder is None:
+        if self._reader is None:
             raise RolloutError("pictures are read as a model folder says, and none is known")
-        return Sight(_picture_of(self._render), PictureReader(self._folder))
+        return Sight(_picture_of(self._render), self._reader())
+
+    def calling(self, tool_call_parser: str | None) -> ChatTemplate:
+        """What renders conversations in which an env's functions are called; from any thread, loaded once.
+
+        Raises:
+            RolloutError: see `services.chat.functions.load_function_template`.
+        """
+        if self._calling is None:
+            raise RolloutError("this chat format offers no functions")
+        with self._loading:
+            return self._calling(tool_call_parser)
 
     def first_prompt(self, system: str, observation: str) -> tuple[int, ...]:
         """Tokens before the first answer; an empty `system` leaves the system message out.
@@ -147,8 +166,8 @@ class ChatFormat:
         return first
 
 
-def load_chat_format(folder: Path) -> ChatFormat:
-    """The chat format of a Hugging Face folder.
+def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> ChatFormat:
+    """The chat format of a Hugging Face folder; with functions, see `services.rollout.calling`.
 
     Raises:
         RolloutError: there is no tokenizer or no chat template in it, or the template can't be used.
@@ -163,8 +182,18 @@ def load_chat_format(folder: Path) -> ChatFormat:
     def render(messages: Sequence[Message], prompt: bool) -> str:
         return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
 
+    def reader() -> Reader:
+        return PictureReader(folder)
+
     eos = tokenizer.eos_token_id
-    return ChatFormat(render, backend, () if eos is None else (int(eos),), folder, lambda: load_chat_template(folder))
+    return ChatFormat(
+        render,
+        backend,
+        () if eos is None else (int(eos),),
+        reader,
+        template=lambda: load_chat_template(folder),
+        calling=calling,
+    )
 
 
 def _turns(contents: Sequence[str], system: str | None = None) -> list[Message]:

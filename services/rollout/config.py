@@ -26,7 +26,7 @@ class AgentRunner(Config):
     """Answers that one episode may ask the policy for."""
     tool_call_parser: str | None = None
     """vLLM's parser of the form in which the model calls tools (`llama4_pythonic`, `mistral`, ...); None reads the JSON that
-    the chat template is found to write."""
+    the chat template is found to write, else takes the parser that reads what it writes."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "AgentRunner":
@@ -58,6 +58,9 @@ class CustomEnv(Config):
     """Turns that `{history}` tells, of `StepEnvManager`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the env's constructor."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of the form in which the chat template writes calls, for an env that offers `functions`; None finds it
+    by what the template writes. (Calls of an agent's own tools are read by `agent_runner.tool_call_parser`.)"""
     agent_runner: AgentRunner | None = None
     """Who plays; None lets the policy answer each observation itself. `max_steps` then bounds the env's steps, and
     `max_tokens_per_step` each answer of the policy."""
@@ -65,8 +68,8 @@ class CustomEnv(Config):
     """Where reset and step run. `inline`: on the worker's loop, for envs that answer in microseconds; `thread`: for envs
     that wait; `process`: a child of its own, killed when it hangs."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
-    """Calls of reset and step that are under way at a time in the whole run, shared out evenly to `rollout.num_workers` (one
-    each at least); None: no bound."""
+    """Calls of reset and step that are under way at a time in the whole run, shared out evenly to the workers that the run
+    has, also when their number changes (one each at least); None: no bound."""
     memory_gib: float = Field(default=4.0, gt=0)
     """Of an env with `execution: process`: one that asks for more gets a MemoryError, and its episode fails."""
     reset_timeout_s: float = Field(default=60.0, gt=0)

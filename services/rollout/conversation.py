@@ -3,16 +3,20 @@
 Invariants: what is recorded is what was sent and sampled, token by token; each sampled token is recorded once.
 """
 
+import asyncio
 import math
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from envs.tools.functions import Call, read_results, write_calls
 from services.chat.capture import Reward, capture
-from services.chat.messages import ChatMessage
+from services.chat.functions import takes_results
+from services.chat.messages import ChatMessage, Tools
 from services.chat.template import ChatTemplate, UnusableError
 from services.chat.tree import Prompt, TokenTree
+from services.errors import RolloutError
 from services.rollout.chat import ChatFormat
 from services.rollout.config import CustomEnv
 from services.rollout.failures import EpisodeError
@@ -25,6 +29,8 @@ class Message(NamedTuple):
     words: str
     png: bytes = b""
     num_pictures: int = 0
+    observation: str = ""
+    """What the env said, without what the tag's template puts around it."""
 
 
 Sent = tuple[tuple[int, ...], tuple[Picture, ...]]
@@ -49,8 +55,12 @@ class Recorded(Protocol):
         """
         ...
 
-    def hear(self, completion: Completion) -> None:
-        """The policy's answer. Raises EpisodeError where logprobs or versions do not belong to its tokens one by one."""
+    def hear(self, completion: Completion) -> str:
+        """The policy's answer; what the env is told of it.
+
+        Raises:
+            EpisodeError: logprobs or versions do not belong to its tokens one by one.
+        """
         ...
 
     def rate(self, reward: float, state_hash: str) -> None:
@@ -88,7 +98,7 @@ class OneSequence:
         self._tokens.extend(ids)
         return tuple(self._tokens), tuple(self._pictures)
 
-    def hear(self, completion: Completion) -> None:
+    def hear(self, completion: Completion) -> str:
         """See `Recorded.hear`."""
         start, count = len(self._tokens), len(completion.token_ids)
         check_completion(completion)
@@ -101,6 +111,7 @@ class OneSequence:
             else:
                 self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
         self._turns.append(Turn(0, start, start + count, 0.0))
+        return self._chat.answer(completion.token_ids)
 
     def rate(self, reward: float, state_hash: str) -> None:
         """See `Recorded.rate`."""
@@ -133,9 +144,9 @@ class StepByStep:
         self._steps.append(OneSequence(self._chat, self._system))
         return self._steps[-1].ask(message)
 
-    def hear(self, completion: Completion) -> None:
+    def hear(self, completion: Completion) -> str:
         """See `Recorded.hear`."""
-        self._steps[-1].hear(completion)
+        return self._steps[-1].hear(completion)
 
     def rate(self, reward: float, state_hash: str) -> None:
         """See `Recorded.rate`."""
@@ -145,16 +156,20 @@ class StepByStep:
         """See `Recorded.record`: a segment for each turn."""
         steps = [step.record() for step in self._steps]
         answered = [step for step in steps if step.turns] or steps[:1]
-        turns = [replace(turn, segment=n) for n, step in enumerate(answered) for turn in step.turns]
+        turns = [turn._replace(segment=n) for n, step in enumerate(answered) for turn in step.turns]
         return Record(tuple(turns), tuple(segment for step in answered for segment in step.segments))
 
 
 @dataclass
 class RewrittenHistory:
-    """Prompts as the template writes the whole conversation each time; what it leaves as it was goes on as one sequence."""
+    """Prompts as the template writes the whole conversation each time; what it leaves as it was goes on as one sequence.
+
+    functions: that the template offers, in OpenAI's form. An answer that calls some is followed by what came of each.
+    """
 
     template: ChatTemplate
     system: str
+    functions: Tools = ()
     messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
     _states: list[str] = field(default_factory=list[str])
     _rewards: list[Reward] = field(default_factory=list[Reward])
@@ -162,29 +177,48 @@ class RewrittenHistory:
 
     def __post_init__(self) -> None:
         self._tree = TokenTree(self.template)
+        self._result_role = "tool" if self.functions and takes_results(self.template) else "user"
         if self.system:
             self.messages.append(ChatMessage("system", self.system))
 
     def ask(self, message: Message) -> Sent:
         """See `Recorded.ask`: all before it as the template writes it now."""
         if message.num_pictures:
-            raise EpisodeError("bad_conversation", "a template that rewrites history shows no pictures")
-        self.messages.append(ChatMessage("user", message.words))
+            raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")
+        calls = self.messages[-1].tool_calls if self.messages else ()
+        if calls:
+            results = read_results(message.observation, len(calls))
+            told = zip(calls, results, strict=True)
+            self.messages += [ChatMessage(self._result_role, text, tool_call_id=call.call_id) for call, text in told]
+        else:
+            self.messages.append(ChatMessage("user", message.words))
         try:
-            self._prompt = self._tree.plan_chat(self.messages)
+            self._prompt = self._tree.plan_chat(self.messages, self.functions)
         except UnusableError as error:
             raise EpisodeError("bad_conversation", str(error)) from error
         return self._prompt.tokens, ()
 
-    def hear(self, completion: Completion) -> None:
-        """See `Recorded.hear`."""
+    def hear(self, completion: Completion) -> str:
+        """See `Recorded.hear`: its words, and its calls in one form for all templates."""
         assert self._prompt is not None, "ask() comes first"
         check_completion(completion)
-        said = ChatMessage("assistant", self.template.text_of(completion.token_ids))
+        said = self._said(self.template.text_of(completion.token_ids))
         number = self._tree.record(self._prompt, said, completion, len(completion.token_ids))
         self._tree.nodes[number].delivered = True
         self.messages.append(said)
         self._states.append("")
+        return write_calls(said.content, [Call(call.name, call.parsed()) for call in said.tool_calls])
+
+    def _said(self, text: str) -> ChatMessage:
+        """Calls that the template can't write again, as several of one answer in some, stay words."""
+        said = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
+        if not said.tool_calls:
+            return said
+        try:
+            self.template.render([*self.messages, said], self.functions, prompt=False)
+        except UnusableError:
+            return ChatMessage("assistant", text)
+        return said
 
     def rate(self, reward: float, state_hash: str) -> None:
         """See `Recorded.rate`."""
@@ -195,11 +229,23 @@ class RewrittenHistory:
         """See `Recorded.record`."""
         captured = capture(self._tree, self._rewards)
         states = zip(captured.turns, self._states, strict=True)
-        return Record(tuple(replace(turn, state_hash=state) for turn, state in states), captured.segments)
+        return Record(tuple(turn._replace(state_hash=state) for turn, state in states), captured.segments)
 
 
-def conversation(chat: ChatFormat, env: CustomEnv, system: str) -> Recorded:
-    """How the episodes of a tag are recorded, by its manager and by what the chat template does with history."""
+async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> Recorded:
+    """How the episodes of a tag are recorded, by its manager, by what the chat template does with history, and by whether
+    the env offers functions.
+
+    Raises:
+        EpisodeError: the template can't offer them.
+    """
+    if functions:
+        try:
+            # the first time vLLM may be imported: seconds in which others' turns go on
+            template = await asyncio.to_thread(chat.calling, env.tool_call_parser)
+            return RewrittenHistory(template, system, functions)
+        except RolloutError as error:
+            raise EpisodeError("bad_conversation", str(error)) from error
     if env.env_manager_cls != "TrajEnvManager":
         return StepByStep(chat, system)
     return OneSequence(chat, system) if chat.rewriting is None else RewrittenHistory(chat.rewriting, system)

@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import CapacityLimiter
+
 from envs.registry import held_out_config
 from services.rollout.config import CustomEnv
 from services.rollout.execution import EnvRunner, EnvSpec, EnvTraits, InlineEnv, ThreadEnv
@@ -38,11 +40,15 @@ class EnvPool:
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
         self._idle: defaultdict[Key, list[Lent]] = defaultdict(list)
-        self._turnstiles = {
-            tag: asyncio.Semaphore(max(1, env.max_env_step_concurrent // num_workers))
-            for tag, env in custom_envs.items()
-            if env.max_env_step_concurrent is not None
-        }
+        bounds = {tag: env.max_env_step_concurrent for tag, env in custom_envs.items()}
+        self._bounds = {tag: bound for tag, bound in bounds.items() if bound is not None}
+        self._limiters = {tag: CapacityLimiter(bound) for tag, bound in self._bounds.items()}
+        self.share_with(num_workers)
+
+    def share_with(self, num_workers: int) -> None:
+        """So many workers share what a tag may have under way, from the next call on."""
+        for tag, bound in self._bounds.items():
+            self._limiters[tag].total_tokens = max(1, bound // num_workers)
 
     @property
     def num_hung(self) -> int:
@@ -56,7 +62,7 @@ class EnvPool:
 
     def turnstile(self, tag: str) -> AbstractAsyncContextManager[Any]:
         """Entered for each call of reset and step: lets this worker's share of `max_env_step_concurrent` through."""
-        return self._turnstiles.get(tag) or nullcontext()
+        return self._limiters.get(tag) or nullcontext()
 
     async def take(self, tag: str, kind: EpisodeKind) -> Lent:
         """An env to play; evaluation's is on its held-out split.

@@ -64,12 +64,13 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     """
     began, rules = time.monotonic(), plan.env
     system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
-    told, metrics, text = conversation(chat, rules, system), EpisodeMetrics(traits.metrics_agg_mode), [system]
+    told = await conversation(chat, rules, system, tuple(traits.functions))
+    metrics, text = EpisodeMetrics(traits.metrics_agg_mode), [system]
     past = Past(rules)
     observation = await env.reset(plan.seed)
     while True:
         step = len(past) + 1
-        message = await _message(rules, env, past.shown(observation), past.window(), step, chat)
+        message = await _message(rules, env, past, observation, chat)
         prompt, pictures = told.ask(message)
         room = plan.sequence_length - len(prompt)
         if room < 1:
@@ -77,8 +78,7 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
             break
         most = min(rules.max_tokens_per_step, plan.sampling.max_new_tokens, room)
         completion = await (sample(prompt, most, pictures) if pictures else sample(prompt, most))
-        told.hear(completion)
-        answer = chat.answer(completion.token_ids)
+        answer = told.hear(completion)
         anchor = blake2b(observation.encode() + message.png, digest_size=8).hexdigest()
         result = await env.step(answer)
         told.rate(result.reward, anchor)
@@ -107,21 +107,20 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     )
 
 
-async def _message(
-    rules: CustomEnv, env: PlayableEnv, observation: str, history: str, step: int, chat: ChatFormat
-) -> Message:
+async def _message(rules: CustomEnv, env: PlayableEnv, past: Past, observation: str, chat: ChatFormat) -> Message:
     """What the policy is told in a turn."""
+    step = len(past) + 1
     words = fill_template(
         rules.agent_template,
-        observation=observation,
+        observation=past.shown(observation),
         step=step,
         actions_left=rules.max_steps - step + 1,
-        history=history,
+        history=past.window(),
         image=chat.sight.mark if rules.shows_pictures else IMAGE,
     )
     if not rules.shows_pictures:
-        return Message(words)
-    return Message(words, await env.picture(), rules.agent_template.count(IMAGE))
+        return Message(words, observation=observation)
+    return Message(words, await env.picture(), rules.agent_template.count(IMAGE), observation)
 
 
 def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | None:

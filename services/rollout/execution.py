@@ -6,7 +6,7 @@ which are trusted to answer at once); an env that failed or hung is never played
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -42,6 +42,8 @@ class EnvTraits(NamedTuple):
 
     system_prompt: str
     metrics_agg_mode: dict[str, str]
+    functions: Sequence[Mapping[str, Any]] = ()
+    """That the policy may call (`envs.tools.functions`), in OpenAI's form."""
 
 
 class StepResult(NamedTuple):
@@ -87,7 +89,8 @@ def traits_of(env: TextEnv) -> EnvTraits:
     """What the env's attributes say; an env without `system_prompt` has an empty one."""
     inner = env.unwrapped
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
-    return EnvTraits(str(getattr(inner, "system_prompt", "")), dict(modes))
+    functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
+    return EnvTraits(str(getattr(inner, "system_prompt", "")), dict(modes), tuple(dict(each) for each in functions))
 
 
 def do_reset(env: TextEnv, seed: int) -> str:

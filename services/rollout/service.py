@@ -131,6 +131,10 @@ class EnvWorker:
         finally:
             await self._wind_up(chores)
 
+    def share_with(self, num_workers: int) -> None:
+        """The run has so many workers now, this one among them."""
+        self._envs.share_with(num_workers)
+
     def drain(self) -> None:
         """Claim nothing more; what is being played is finished."""
         self._drained = True

@@ -1,10 +1,20 @@
 """Pictures in prompts: the placeholder that the template writes for one becomes as many tokens as the model makes of it."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.rollout.failures import EpisodeError
 from services.schema import Picture
-from services.vision import PictureReader
+
+
+class Reader(Protocol):
+    """How many tokens pictures take (`services.vision.PictureReader`)."""
+
+    image_token_id: int
+
+    def count(self, png: bytes, /) -> int:
+        """Tokens that stand for a picture. Raises ValueError if it can't be read."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +23,7 @@ class Sight:
 
     mark: str
     """How a message writes a picture."""
-    reader: PictureReader
+    reader: Reader
 
     def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
         """Write out the placeholders of a prompt, each for the same picture; their places count from its start.

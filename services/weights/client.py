@@ -52,7 +52,7 @@ class WeightSubscriber(Protocol):
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
         """A local safetensors file with the version's bytes, its digest checked; it stays until the context ends, even if
-        the version is collected meanwhile.
+        the version is collected meanwhile. For an adapter, a folder as PEFT writes it (see `AdapterTransport.fetch`).
 
         Raises:
             WeightsError: the bytes are gone or damaged.

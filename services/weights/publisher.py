@@ -21,7 +21,7 @@ from services.errors import FencedError, WeightsError
 from services.keys import RunKeys
 from services.schema import Manifest, TensorSpec
 from services.weights.config import WeightsConfig
-from services.weights.transports import Stored, Transport, make_transport
+from services.weights.transports import AdapterSettings, Stored, Transport, make_transport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +32,22 @@ PUBLISH = files("services.weights").joinpath("publish.lua").read_text(encoding="
 class RedisWeightPublisher:
     """`WeightPublisher` over Redis and a transport."""
 
-    def __init__(self, redis: Redis, run_id: str, config: WeightsConfig, epoch: int, output_dir: Path) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        config: WeightsConfig,
+        epoch: int,
+        output_dir: Path,
+        adapter: AdapterSettings | None = None,
+    ) -> None:
+        """adapter: of what is published, if it is one and its base; None for merged weights."""
         self._redis = redis
         self._run_id = run_id
         self._keys = RunKeys(run_id)
         self._keep_versions = config.keep_versions
         self._epoch = epoch
-        self._transport: Transport = make_transport(config, run_id, output_dir, redis=redis)
+        self._transport: Transport = make_transport(config, run_id, output_dir, redis=redis, adapter=adapter)
         self._script = redis.register_script(PUBLISH)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._announcing: Future[None] | None = None

@@ -42,11 +42,15 @@ class RedisWeightSubscriber:
         *,
         pulls: SyncRedis | None = None,
         workers: int = 1,
+        adapters: bool = False,
     ) -> None:
-        """pulls: a connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica."""
+        """pulls: a connection that may block, for `ipc` and `nccl`. workers: GPUs of this replica. adapters: whether
+        these are what is published."""
         self._redis: Any = redis
         self._keys = RunKeys(run_id)
-        self._transport: Transport = make_transport(config, run_id, output_dir, redis=pulls, workers=workers)
+        self._transport: Transport = make_transport(
+            config, run_id, output_dir, redis=pulls, workers=workers, adapter={} if adapters else None
+        )
 
     async def newest(self) -> Manifest | None:
         """See `WeightSubscriber.newest`."""
@@ -87,8 +91,10 @@ class RedisWeightSubscriber:
         path = await asyncio.to_thread(context.__enter__)
         try:
             yield path
-        finally:
-            await asyncio.to_thread(context.__exit__, None, None, None)
+        except BaseException as error:
+            await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
+            raise
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from redis import Redis
     from torch import Tensor
 
-WHOLE, DIFFERENCE = ".safetensors", ".difference"
+WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
 Write = Callable[[Path], tuple[str, int]]
 """Writes a file whole or not at all; returns digest and size."""
+AdapterSettings = Mapping[str, object]
+"""What PEFT writes into `adapter_config.json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class Transport(Protocol):
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        """A local file until the context ends: the bytes as safetensors, digest checked, or for a GPU's memory the ticket
-        that the engine loads them with. Raises `WeightsError`."""
+        """Until the context ends a local file: the bytes as safetensors, digest checked, or for a GPU's memory the ticket
+        that the engine loads them with; for an adapter the folder that it lies in. Raises `WeightsError`."""
         ...
 
     def readable(self, manifest: Manifest) -> bool:
@@ -112,7 +114,9 @@ def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
 def belongs_to(owner: str, name: str) -> bool:
     """Whether a file of this name holds weights of the run (of this one, not of one whose name starts alike)."""
     return bool(
-        re.fullmatch(rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference)(\.part)?", name)
+        re.fullmatch(
+            rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference|adapter)(\.part)?", name
+        )
     )
 
 
@@ -154,11 +158,13 @@ class HostCopies:
         return copies
 
 
-def write_safetensors(path: Path, tensors: "dict[str, Tensor]") -> tuple[str, int]:
+def write_safetensors(
+    path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None
+) -> tuple[str, int]:
     """Write a safetensors file whole or not at all; returns digest and size."""
     from safetensors.torch import save_file
 
-    return _written(path, lambda part: save_file(tensors, part))
+    return _written(path, lambda part: save_file(tensors, part, metadata))
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
@@ -236,24 +242,32 @@ class SharedMemoryTransport:
 
 
 def make_transport(
-    config: WeightsConfig, run_id: str, output_dir: Path, *, redis: "Redis | None" = None, workers: int = 1
+    config: WeightsConfig,
+    run_id: str,
+    output_dir: Path,
+    *,
+    redis: "Redis | None" = None,
+    workers: int = 1,
+    adapter: AdapterSettings | None = None,
 ) -> Transport:
     """The transport that a run's configuration names.
 
-    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica.
+    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica. adapter: of what travels in
+    place of merged weights, empty where it is fetched; None for merged weights.
 
     Raises:
         WeightsError: it can't work here.
     """
     match config.transport:
         case "shm":
-            return _with_anchors(SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype), config)
+            shared = SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype)
+            return _around(shared, config, adapter)
         case "fs":
             from services.weights.filesystem import FilesystemTransport
 
             url = config.url or str(output_dir.resolve() / "weights")
             owner = owner_of(run_id, output_dir)
-            return _with_anchors(FilesystemTransport(owner, url, dtype=config.dtype), config)
+            return _around(FilesystemTransport(owner, url, dtype=config.dtype), config, adapter)
         case "ipc" | "nccl":
             import torch
 
@@ -266,9 +280,12 @@ def make_transport(
             return DeviceTransport(config.transport, run_id, redis, workers=workers)
 
 
-def _with_anchors(transport: FileTransport, config: WeightsConfig) -> Transport:
+def _around(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:
+    from services.weights.adapters import AdapterTransport
     from services.weights.delta import DeltaTransport
 
+    if adapter is not None:
+        return AdapterTransport(transport, adapter)
     return DeltaTransport(transport, config.anchor_every) if config.anchor_every > 1 else transport
 
 

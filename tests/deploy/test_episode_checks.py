@@ -77,6 +77,7 @@ def test_what_step_wise_episodes_and_agents_can_not_do_is_refused(overrides: lis
     assert says in problems("quickstart.yaml", *overrides).get(path, "")
 
 
-def test_episodes_with_pictures_are_played_in_a_run_alone():
-    with pytest.raises(ConfigError, match="`offbeat train` alone"):
-        load_config(CONFIGS / "frozen_lake_vision.yaml")
+def test_a_foreign_agent_is_shown_no_pictures_without_the_mesh_either():
+    assert load_config(CONFIGS / "frozen_lake_vision.yaml").custom_envs["FrozenLake"].shows_pictures
+    with pytest.raises(ConfigError, match="told text alone"):
+        load_config(CONFIGS / "frozen_lake_vision.yaml", [f"+{TAG}.agent_runner={{path: 'deploy.agents.walker:play'}}"])

@@ -25,6 +25,7 @@ from deploy.problems import ConfigError
 from services.control.components import Health
 from services.keys import ENDING, RunKeys
 from tests.waiting import wait_until_sync
+from trainer.watchdog import HUNG
 
 QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
 FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
@@ -63,15 +64,18 @@ def test_nobody_has_started_a_learner_yet(redis: Redis):
     assert not read_status(redis, "r").started
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_the_exit_code_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int):
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(0, "exit code 0"), (3, "exit code 3"), (HUNG, "its main thread hung: logs/learner.log tells where")],
+)
+def test_how_a_learner_ended_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int, told: str):
     host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", f"raise SystemExit({code})"])
     host.start()
     assert read_status(redis, "r").alive
     wait_until_sync(lambda: ended(redis))
     status = read_status(redis, "r")
     assert (status.alive, status.exit_code, status.stopping) == (False, code, False)
-    assert status.how_it_ended == f"exit code {code}"
+    assert status.how_it_ended == told
 
 
 def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: Redis, redis_url: str, tmp_path: Path):

@@ -88,6 +88,7 @@ def test_another_runs_own_application_is_left_to_the_claim_to_refuse():
         ("tiny.hidden_size=128", "hidden_size of config.json differ"),
         ("sequence_length=1024", "context of 512 tokens is below"),
         ("actor_infer.on_weight_update=recompute", "on_weight_update is keep"),
+        ("actor_infer.max_lora_rank=8", "max_lora_rank is None, the run's is 8"),
         ("weights.transport=nccl", "takes weights by shm, the run sends them by nccl"),
     ],
 )

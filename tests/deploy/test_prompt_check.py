@@ -6,9 +6,18 @@ import pytest
 
 from deploy.checks import check_run
 from deploy.loading import compose_tree, validate_tree
+from envs.frozen_lake import WORDS, FrozenLakeEnv
 from tests.pretrained import FORGETTING, write_llama
+from tests.services.gateway.conftest import HERMES
 
 QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
+
+
+class Offering(FrozenLakeEnv):
+    """A lake with a map that can be looked at."""
+
+    words = WORDS
+    functions = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
 
 
 def problems(folder: Path, *overrides: str) -> dict[str, str]:
@@ -41,6 +50,36 @@ def test_a_template_that_rewrites_earlier_turns_can_be_trained_and_not_warmed_up
     write_llama(tmp_path, FORGETTING)
     assert "the chat template is not append-only" in problems(tmp_path)["warm_start"]
     assert problems(tmp_path, "warm_start=null") == {}
+
+
+def with_tools(folder: Path | str, *overrides: str) -> dict[str, str]:
+    env = "{env_type: frozen_lake, tools: [{tool_id: search, corpus: c.txt}], function_calling: template}"
+    tag = f"+custom_envs.Tools={{env_type: tools, env_config: {env}}}"
+    tags = ("train_env_manager.tags=[Tools]", "val_env_manager.tags=[Tools]")
+    changes = ("~custom_envs.FrozenLake", tag, *tags, "warm_start=null", "sequence_length=900", *overrides)
+    return problems(Path(folder), *changes)
+
+
+def test_functions_that_the_template_can_not_offer_are_refused_before_a_start(llama: Path):
+    parser = "custom_envs.Tools.tool_call_parser"
+    assert "does not tell the policy of functions" in with_tools(llama)[parser]
+    tiny = problems(Path("tiny"), f"custom_envs.FrozenLake.env_type={__name__}:Offering", "warm_start=null")
+    assert "tells of no functions" in tiny["custom_envs.FrozenLake.tool_call_parser"]
+    without = problems(llama, "+custom_envs.FrozenLake.tool_call_parser=hermes")
+    assert "frozen_lake offers no functions" in without["custom_envs.FrozenLake.tool_call_parser"]
+
+
+def test_functions_that_the_template_offers_are_counted_and_can_not_be_combined_with_everything(tmp_path: Path):
+    write_llama(tmp_path, HERMES)
+    tag = "custom_envs.Tools"
+    assert with_tools(tmp_path) == {}
+    assert "leave no room" in with_tools(tmp_path, "sequence_length=100")["sequence_length"]
+    step_wise = with_tools(tmp_path, f"+{tag}.env_manager_cls=StepEnvManager")
+    assert "take TrajEnvManager" in step_wise[f"{tag}.env_manager_cls"]
+    agent = with_tools(tmp_path, f"+{tag}.agent_runner={{path: 'deploy.agents.walker:play'}}")
+    assert "tools of its own" in agent[f"{tag}.agent_runner"]
+    other = with_tools(tmp_path, f"+{tag}.tool_call_parser=hermez")
+    assert "did you mean 'hermes'" in other[f"{tag}.tool_call_parser"]
 
 
 def test_a_model_without_a_template_is_refused(llama: Path, tmp_path: Path):

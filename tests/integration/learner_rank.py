@@ -18,7 +18,7 @@ from trainer.engines.fsdp2 import FSDP2Engine
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
 from trainer.models.packing import PackedInput
 from trainer.models.policy import Sampled, load_policy
-from trainer.step_losses import logprobs_and_values, values_of
+from trainer.step_losses import all_of, values_of
 
 SMOOTH = TrainingArgs(adam_epsilon=1e-3)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""
@@ -68,7 +68,7 @@ def head_learned(engine: TrainEngine[Sampled]) -> dict[str, Tensor]:
         both = Hyperparameters(1e-2, 0.1, head_learning_rate=1e-1)
         engine.train(batch, lambda i, said: miss(i, said) - said.logprobs.sum() / 6, both)
     weights = {name: tensor.clone() for name, tensor in engine.tensors()}
-    return weights | {"said": torch.cat(engine.infer(batch, logprobs_and_values), -1)}
+    return weights | {"said": torch.cat(engine.infer(batch, all_of), -1)}
 
 
 def main(model: Path, out: Path, names: list[str]) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from services.generation.config import GenerationConfig
 from services.generation.engine import engine_arguments, engine_environment
+from services.generation.tensor_file import TensorFile
 
 
 class OneDiffers:
@@ -25,8 +25,8 @@ class OneDiffers:
     def __init__(self, file: Any, name: str) -> None:
         self._file, self._name = file, name
 
-    def keys(self) -> list[str]:
-        return self._file.keys()
+    def names(self) -> list[str]:
+        return list(self._file.names())
 
     def get_tensor(self, name: str) -> torch.Tensor:
         tensor = self._file.get_tensor(name)
@@ -55,7 +55,7 @@ def unnoticed(model: Any, file: Any) -> list[str]:
 
     found: list[str] = []
     with torch.no_grad():
-        for name in file.keys():  # noqa: SIM118 (not a dict)
+        for name in file.names():
             try:
                 for _ in compare(model, OneDiffers(file, name)):  # pyright: ignore[reportArgumentType]
                     pass
@@ -76,8 +76,8 @@ def look(folder: Path) -> dict[str, Any]:
     while not staging.go_on():
         pass
     staging.exchange()
-    with safe_open(path, framework="pt") as file:
-        return {"tensors": len(file.keys()), "unnoticed": unnoticed(model, file)}
+    with TensorFile(path) as file:
+        return {"tensors": len(list(file.names())), "unnoticed": unnoticed(model, file)}
 
 
 def main(folders: list[Path]) -> None:

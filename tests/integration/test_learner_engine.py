@@ -109,6 +109,27 @@ def test_a_step_is_torch_adamw_on_the_clipped_gradient(engine: EngineFactory, fo
     assert_same(weights_of(ours), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_each_key_of_the_optimizer_changes_what_is_learned(engine: EngineFactory, stage: int) -> None:
+    def learned(decay: float = 0.1, **changes: float) -> Tensor:
+        ours = engine(stage, training=SMOOTH.model_copy(update=changes))
+        for _ in range(2):
+            ours.train(fixed_batch(), nll, Hyperparameters(learning_rate=1e-2, weight_decay=decay))
+        return torch.cat([weight.flatten() for weight in weights_of(ours).values()])
+
+    plain = learned()
+    assert torch.equal(plain, learned())
+    changes = (
+        {"adam_beta1": 0.5},
+        {"adam_beta2": 0.5},
+        {"adam_epsilon": 1e-2},
+        {"max_grad_norm": 0.05},
+        {"decay": 0.0},
+    )
+    for change in changes:
+        assert (learned(**change) - plain).abs().max() > 1e-5, change
+
+
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (3, "float32"), (0, "bfloat16")])
 def test_a_loss_that_is_not_finite_changes_nothing(engine: EngineFactory, stage: int, dtype: str) -> None:
     policy, undisturbed = engine(stage, dtype), engine(stage, dtype)

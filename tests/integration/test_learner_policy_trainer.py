@@ -150,6 +150,12 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_pa
     found = weights(trainer)
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
     assert changed == {name for name in found if "_proj.weight" in name}
+    apart = {name: tensor.clone() for name, tensor in trainer._policy.tensors(merged=False)}
+    assert_equal({name: apart[name] for name in start}, start)
+    for name in changed:
+        path = f"base_model.model.{name}".removesuffix(".weight")
+        product = apart[f"{path}.lora_B.weight"] @ apart[f"{path}.lora_A.weight"]
+        torch.testing.assert_close(found[name], start[name] + 2.0 * product, rtol=0, atol=1e-6)
 
 
 def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
 """The learner as a process over a real Redis: what it leaves when it ends, is killed, stopped or replaced."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,17 +12,37 @@ from typing import Any, cast
 import pytest
 import torch
 from redis import Redis
+from rich.console import Console
 
+from deploy.audit_command import audit_run
+from services.buffer.address import refusal
 from services.keys import RunKeys
 from services.lease import LearnerLease
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
+from tests.services.buffer import tls_redis
 from tests.waiting import wait_until_sync
+from trainer.watchdog import HUNG
 
 
 @pytest.fixture(scope="module")
-def undisturbed(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def secured(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a Redis behind TLS and a password; of a plain one where nothing makes certificates."""
+    if shutil.which("openssl") is None:
+        yield redis_server
+        return
+    folder = tmp_path_factory.mktemp("secured")
+    made = tls_redis.certificates(folder)
+    serve = tls_redis.real_tls_redis if tls_redis.server_with_tls() else tls_redis.proxied_tls_redis
+    with serve(folder, made) as port:
+        url = f"rediss://:{tls_redis.QUOTED}@127.0.0.1:{port}/0?ssl_ca_certs={made.authority}"
+        wait_until_sync(lambda: not refusal(url))
+        yield url
+
+
+@pytest.fixture(scope="module")
+def undisturbed(secured: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that nobody disturbs."""
-    with a_run(redis_server, tmp_path_factory.mktemp("undisturbed"), "undisturbed") as run:
+    with a_run(secured, tmp_path_factory.mktemp("undisturbed"), "undisturbed") as run:
         assert run.start().wait(timeout=240) == 0
         yield run
 
@@ -45,6 +66,24 @@ def test_a_run_trains_every_step_and_says_so(undisturbed: Run) -> None:
         ("after", "greedy", 6),
     }
     assert undisturbed.phase() == "finished"
+
+
+def test_a_run_is_audited_over_tls_and_its_password_stays_out_of_its_folder(
+    undisturbed: Run, secured: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = undisturbed.config.output_dir
+    (folder / "config.yaml").write_text(undisturbed.config.model_dump_json())
+    assert audit_run(str(folder), console=Console(width=200), redis_url=secured) == 0
+    told = capfd.readouterr().out
+    assert "PROVEN" in told
+    assert "does not answer" not in told
+    wrong = secured.replace(tls_redis.QUOTED, "wrong")
+    if wrong != secured:
+        assert audit_run(str(folder), console=Console(width=200), redis_url=wrong) == 0
+        assert "its Redis does not answer" in capfd.readouterr().out
+    for path in (each for each in folder.rglob("*") if each.is_file()):
+        assert tls_redis.PASSWORD.encode() not in (content := path.read_bytes()), path
+        assert tls_redis.QUOTED.encode() not in content, path
 
 
 def test_the_run_folder_holds_what_people_look_for(undisturbed: Run) -> None:
@@ -121,6 +160,20 @@ def test_a_learner_that_lost_its_lease_stops_with_its_own_code(redis_server: str
             learner.send_signal(signal.SIGCONT)
             assert learner.wait(timeout=120) == 3
         assert "offbeat learner: run fenced: " in run.complaint()
+
+
+def test_a_learner_whose_main_thread_hangs_ends_and_its_successor_trains_all(
+    redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease is renewed all the while: nobody else would miss it."""
+    monkeypatch.setitem(ENVIRONMENT, "HANGS_ONCE", str(tmp_path / "hung"))
+    hangs = ("zero_variance=mask", "group_filter_cls=tests.integration.hanging_filter:HangsOnce", "eval_steps=0")
+    with a_run(redis_server, tmp_path, "hangs", (*hangs, "actor_train.backend_timeout=0.1", "max_steps=3")) as run:
+        assert run.start().wait(timeout=240) == HUNG
+        assert "hanging_filter.py" in (run.config.output_dir / "logs" / "learner.log").read_text(), "it tells where"
+        assert run.counters().trained < 6
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        assert run.counters().trained == 6
 
 
 def test_a_checkpoint_that_can_not_be_used_is_refused_with_one_line(redis_server: str, tmp_path: Path) -> None:

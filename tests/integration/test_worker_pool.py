@@ -68,7 +68,7 @@ async def test_a_worker_that_hangs_or_whose_node_has_died_is_started_anew_where_
     monkeypatch.setattr(workers, "HUNG_S", 8.0)
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "exp_name=pool", "rollout.num_workers=1"])
     prepare_folder(config)
-    run = Reconciling(WorkerPool(config, redis_url, tmp_path / "policy"))
+    run = Reconciling(WorkerPool(config, redis_url))
     node = join(cluster)
     await wait_until(run.ready, WAIT_S)
     first = pid_of("pool")

@@ -42,7 +42,7 @@ def _member(number: int, index: int) -> Trajectory:
     turns = 1 + (index + number) % 3
     steps = [(2, 1 + (index + 2 * k) % 4, rewards[k] + (0.1 * index if k == turns - 1 else 0.0)) for k in range(turns)]
     made = trajectory(index, steps, base=150 * number + 30 * index, tag=f"tag{number % 2}", versions=(1, 4, 3))
-    states = [replace(turn, state_hash=f"s{min(k, 1)}") for k, turn in enumerate(made.turns)]
+    states = [turn._replace(state_hash=f"s{min(k, 1)}") for k, turn in enumerate(made.turns)]
     stop = StopReason.MAX_LENGTH if index == 2 else StopReason.TERMINATED
     return replace(
         made, turns=tuple(states), stop_reason=stop, metrics={"action_is_valid": 1 - 0.25 * index, "odd": 0.5}
@@ -89,6 +89,7 @@ def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
         "kl_coef": config.init_kl_coef,
         "old_logprobs": old if config.old_logprobs == "recompute" else None,
         "ref_logprobs": batch.behavior_logprobs + by_token(batch, 0.5, 2.0) if config.needs_reference else None,
+        "divergences": by_token(batch, 0.3, 7.0) if config.kl_in_reward_is_full else None,
         "teacher_logprobs": teacher_logprobs(batch, config) if config.teacher else None,
         "values": by_token(batch, 0.4, 3.0) if config.adv_estimator == "gae" else None,
         "version": VERSION,
@@ -103,7 +104,7 @@ def outcome(config: AlgorithmConfig, groups: list[Group] | None = None) -> Outco
     targets = prepare(batch, config, **inputs_of(batch, config))
     logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
     entropy = (1.0 + by_token(batch, 0.5, 4.0)).requires_grad_()
-    distance = (logprobs - batch.behavior_logprobs).square() if config.kl_is_full else None
+    distance = (logprobs - batch.behavior_logprobs).square() if config.kl_in_loss_is_full else None
     loss, gauges = policy_loss(config, logprobs, entropy, targets, divergence=distance)
     gradient, of_entropy = torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)
     of_critic = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from trainer.engines.groups import adopt, forget, parameter_groups
-from trainer.models.adapters import whole_weights
+from trainer.models.adapters import weights_apart, whole_weights
 from trainer.models.packing import PackedInput
 from trainer.models.value_head import HEAD
 
@@ -53,9 +53,9 @@ class PlainEngine:
             return [read(output) for output in outputs]
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of the model, adapters merged."""
-        for whole in whole_weights(self.module):
+    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.tensors`."""
+        for whole in whole_weights(self.module) if merged else weights_apart(self.module, "model."):
             if not whole.name.startswith(HEAD):
                 yield whole.name.removeprefix("model."), whole.tensor()
 

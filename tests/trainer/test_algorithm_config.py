@@ -67,13 +67,15 @@ def test_a_strategy_of_frozen_models_that_is_not_built_is_refused_with_what_to_t
 
 SHARDED = {"reference": {"strategy_args": {"strategy_name": "deepspeed_infer"}}}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.1}
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({}, "nobody asks a reference"),
-        ({**KL, "kl_loss_type": "full"}, "output embedding"),
+        ({**KL, "kl_loss_type": "full"}, "kl_loss_type full"),
+        ({**KL_REWARD, "kl_penalty": "full", "old_logprobs": "recompute"}, "kl_penalty full"),
         ({**KL, "ref_model_sync_steps": 2}, "does not move"),
         ({**KL, "actor_train": {"model_args": {"lora_target": "all-linear"}}}, "without its adapters"),
     ],

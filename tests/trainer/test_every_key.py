@@ -125,7 +125,8 @@ EFFECTS: dict[str, list[Change]] = {
     "kl_loss_type": [(KL_LOSS, {"kl_loss_type": name}) for name in ("k2", "abs", "full")],
     "add_token_level_kl": [({}, KL_REWARD)],
     "init_kl_coef": [(KL_REWARD, {"init_kl_coef": 0.1})],
-    "kl_penalty": [(KL_REWARD, {"kl_penalty": name}) for name in ("k2", "k3", "abs")],
+    "kl_penalty": [(KL_REWARD, {"kl_penalty": name}) for name in ("k2", "k3", "abs")]
+    + [(KL_REWARD | RECOMPUTE, {"kl_penalty": "full"})],
     "value_clip": [(GAE, {"value_clip": 0.05})],
     "use_opd": [(TEACHERS, {"use_opd": True}), (TEACHERS | GAE, {"use_opd": True})],
     "teacher": [({"use_opd": True} | TEACHERS, teachers(one={}, two={}))],

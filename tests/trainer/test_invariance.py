@@ -1,12 +1,16 @@
-"""What must not matter does not: how a batch is cut and packed, and the order in which its episodes come."""
+"""What must not matter does not: how a batch is cut, packed and padded, and the order in which its episodes come."""
 
 import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from services.schema import Trajectory
 from services.telemetry import merge_all
 from tests.trainer.outcome import by_token, inputs_of, outcome, rich_groups
 from trainer.algorithm_config import AlgorithmConfig
@@ -32,6 +36,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "turn ratio": {"ratio_type": "turn", "dual_clip": 2.0, "loss_agg_mode": "seq-mean-token-sum"},
     "rloo": {"adv_estimator": "rloo", "ratio_type": "sequence-product", "loss_agg_mode": "seq-mean-token-mean"},
     "reinforce++": {"adv_estimator": "reinforce_plus_plus", "add_token_level_kl": True, "init_kl_coef": 0.1},
+    "whole kl in the reward": {
+        "adv_estimator": "reinforce_plus_plus",
+        "add_token_level_kl": True,
+        "init_kl_coef": 0.1,
+        "kl_penalty": "full",
+        "old_logprobs": "recompute",
+    },
     "reinforce++ baseline": {"adv_estimator": "reinforce_plus_plus_baseline", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "lite ppo": {"reward_normalization": RewardNormalization(norm_mean_type="group", norm_std_type="batch")},
     "running": {"reward_normalization": RewardNormalization(norm_mean_type="running", norm_std_type="running")},
@@ -102,10 +113,31 @@ def test_the_order_of_groups_and_episodes_changes_nothing(name: str):
     assert float(two.loss) == pytest.approx(float(one.loss), rel=1e-4, abs=1e-6)
 
 
+def padded(one: Trajectory, count: int) -> Trajectory:
+    """With so many tokens behind it that nobody sampled."""
+    *before, last = one.segments
+    longer = replace(
+        last,
+        tokens=np.concatenate([last.tokens, np.full(count, 7, last.tokens.dtype)]),
+        loss_mask=np.concatenate([last.loss_mask, np.zeros(count, last.loss_mask.dtype)]),
+        logprobs=np.concatenate([last.logprobs, np.zeros(count, last.logprobs.dtype)]),
+    )
+    return replace(one, segments=(*before, longer))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=5, deadline=None)
+@given(counts=st.lists(st.integers(0, 9), min_size=30, max_size=30))
+def test_padding_changes_nothing(name: str, counts: list[int]):
+    config, draw = AlgorithmConfig(**CONFIGS[name]), iter(counts)
+    groups = [replace(g, trajectories=tuple(padded(t, next(draw)) for t in g.trajectories)) for g in rich_groups()]
+    assert outcome(config, groups).numbers().tolist() == pytest.approx(outcome(config).numbers().tolist(), rel=1e-5)
+
+
 COMPARING = [
     name
-    for name, settings in CONFIGS.items()
-    if AlgorithmConfig(**settings).compares_siblings and not AlgorithmConfig(**settings).add_token_level_kl
+    for name, keys in CONFIGS.items()
+    if AlgorithmConfig(**keys).compares_siblings and not AlgorithmConfig(**keys).add_token_level_kl
 ]
 
 
@@ -119,8 +151,8 @@ def test_groups_without_signal_are_those_that_have_no_advantage_by_themselves(na
 
 
 def test_nothing_at_all_has_a_loss_of_zero_that_can_be_differentiated():
-    for settings in CONFIGS.values():
-        config, batch = AlgorithmConfig(**settings), pack([])
+    for keys in CONFIGS.values():
+        config, batch = AlgorithmConfig(**keys), pack([])
         targets = prepare(batch, config, **inputs_of(batch, config))
         nothing = torch.zeros(0, requires_grad=True)
         loss, gauges = policy_loss(config, nothing, torch.zeros(0), targets)

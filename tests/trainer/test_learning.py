@@ -110,7 +110,7 @@ def greedy_episode(policy: PackedPolicy, sibling: Trajectory) -> Trajectory:
         with torch.no_grad():
             logits = policy.model(row[None], attention_mask=None, packing=packing, use_cache=False).logits[0]
         row = torch.cat([row, logits[-1].argmax()[None]])
-        turns.append(replace(turn, reward=0.5 * float(row[-1] == (word + 1) % WORDS)))
+        turns.append(turn._replace(reward=0.5 * float(row[-1] == (word + 1) % WORDS)))
     return replace(sibling, index=MEMBERS, turns=tuple(turns), baseline=True)
 
 

@@ -86,6 +86,49 @@ def test_the_gauges_of_weights_say_their_mean_and_how_many_were_cut():
     assert got.gauges["actor/correction_clipfrac"] == pytest.approx(float((ratio > 1.1).float().mean()))
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_gauges_of_every_granularity_are_shares_of_tokens_by_the_advantages_sign(unit: str):
+    bound = MismatchFilter(agg_type=unit, ratio_low=0.9, ratio_high=1.15)
+    weight = ImportanceWeight(weight_type=unit, lower_bound=0.9, upper_bound=1.1)
+    correction = TrainInferCorrection(filters=(bound,), is_weight=weight)
+    got = outcome(AlgorithmConfig(old_logprobs="recompute", train_infer_correction=correction))
+    dropped, cut, weights = 0, 0, 0.0
+    by_sign = {1: [0, 0], -1: [0, 0]}
+    for places in units_of(got.batch, unit):
+        gap = (got.targets.old_logprobs - got.targets.behavior_logprobs)[places].double()
+        ratio = math.exp(float(gap.sum() if unit == "sequence" else gap.mean()))
+        gone = not 0.9 <= ratio <= 1.15
+        dropped += gone * len(places)
+        cut += (not 0.9 <= ratio <= 1.1) * len(places)
+        weights += min(max(ratio, 0.9), 1.1) * len(places)
+        for sign, counts in by_sign.items():
+            its = int((got.targets.advantages[places] * sign > 0).sum())
+            counts[0] += gone * its
+            counts[1] += its
+    count = got.batch.num_sampled
+    assert 0 < dropped < count
+    expected = {
+        "actor/maskfrac": dropped / count,
+        "actor/maskfrac_up": by_sign[1][0] / by_sign[1][1],
+        "actor/maskfrac_down": by_sign[-1][0] / by_sign[-1][1],
+        "actor/correction_weight": weights / count,
+        "actor/correction_clipfrac": cut / count,
+    }
+    assert {name: got.gauges[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_m2po_drops_is_counted():
+    got = outcome(
+        AlgorithmConfig(old_logprobs="recompute", train_infer_correction=TrainInferCorrection(m2_threshold=0.01))
+    )
+    square = (got.targets.old_logprobs - got.targets.behavior_logprobs).double().square()
+    kept = square.sort().values
+    while float(kept.mean()) > 0.01:
+        kept = kept[:-1]
+    assert 0 < len(kept) < len(square)
+    assert got.gauges["actor/maskfrac"] == pytest.approx(1 - len(kept) / len(square))
+
+
 def test_the_proximal_policy_is_guessed_from_versions():
     got = outcome(AlgorithmConfig(old_logprobs="loglinear"))
     age = 4 - got.batch.versions

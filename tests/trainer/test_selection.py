@@ -96,6 +96,10 @@ def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: st
         ({"adv_estimator": "reinforce", "use_kl_loss": True}, "kl_loss_coef"),
         ({"adv_estimator": "reinforce", "add_token_level_kl": True}, "init_kl_coef"),
         (
+            {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "kl_penalty": "full"},
+            "kl_penalty",
+        ),
+        (
             {"adv_estimator": "reinforce", "difficulty_mask": True, "difficulty_low_threshold": 1.0},
             "difficulty_low_threshold",
         ),

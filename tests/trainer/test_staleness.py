@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from services.settings import Change, Settings
 from services.telemetry import Partial
 from tests.fakes import FakeLearnerBuffer, make_group
-from tests.trainer.test_loop import World, learner_config
+from tests.trainer.loop.world import World, learner_config
 from trainer.learner_checks import staleness_complaints
 from trainer.staleness import StalenessController, Window, judge, moved
 from trainer.staleness_config import StalenessControllerConfig

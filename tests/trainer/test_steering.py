@@ -10,7 +10,7 @@ import torch
 from services.buffer.client import Boundary
 from services.settings import Change
 from tests.fakes import make_group
-from tests.trainer.test_loop import World
+from tests.trainer.loop.world import World
 from tests.trainer.trajectories import group, trajectory
 from trainer.batch import microbatches, pack
 from trainer.models.logprobs import token_logprobs

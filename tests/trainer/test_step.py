@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +177,43 @@ def test_the_penalty_over_the_whole_vocabulary_does_so_too_however_the_batch_is_
     (free, _), (held, whole), (_, cut) = after(1e-6, 1000), after(10.0, 1000), after(10.0, 20)
     assert held < free / 2
     torch.testing.assert_close(whole, cut, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [20, 1000])
+def test_the_whole_kl_in_the_reward_is_the_sum_over_the_vocabulary_at_the_steps_start(
+    folder: Path, budget: int
+) -> None:
+    kl = {"add_token_level_kl": True, "init_kl_coef": 0.5, "kl_penalty": "full", "old_logprobs": "recompute"}
+    own = {"adv_estimator": "reinforce", "gamma": 0.0, "reward_normalization": {"method": "identity"}}
+    settings = config(**kl, **own, actor_train=training(max_tokens_per_microbatch=budget))
+    batches, engine, _ = trainer(folder, settings, reference=True)
+    told = [batches.train(GROUPS, step)["actor/kl_in_reward"].value for step in range(3)]
+    assert told[0] == pytest.approx(0.0, abs=1e-6)
+    assert told[2] > told[1] > 0
+    seen = batches.look(GROUPS, 3)
+    assert seen is not None
+    assert isinstance(engine.module, PackedPolicy)
+    start = load_policy(folder, ModelArgs(), seed=1)
+    episodes = [trajectory for group in GROUPS for trajectory in group.trajectories]
+    divergences = torch.cat([full_kl_by_hand(engine.module, start, each) for each in episodes]).float()
+    assert divergences.max() > 1e-3
+    torch.testing.assert_close(
+        seen.targets.advantages, seen.batch.turn_reward - 0.5 * divergences, rtol=1e-4, atol=1e-6
+    )
+
+
+def full_kl_by_hand(policy: PackedPolicy, reference: PackedPolicy, trajectory: Trajectory) -> Tensor:
+    """[sampled tokens] float64"""
+    (segment,) = trajectory.segments
+    tokens = torch.from_numpy(segment.tokens).long()
+    before = torch.from_numpy(segment.loss_mask).nonzero()[:, 0] - 1
+    said: list[Tensor] = []
+    for model in (policy, reference):
+        twin = deepcopy(model.model).double()
+        logits = twin(tokens[None], attention_mask=None, packing=_alone(len(tokens)), use_cache=False).logits[0]
+        said.append(logits[before].detach().log_softmax(-1))
+    p, q = said
+    return (p.exp() * (p - q)).sum(-1)
 
 
 def test_a_reference_that_is_refreshed_moves_to_the_policy(folder: Path) -> None:

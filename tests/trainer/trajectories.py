@@ -49,7 +49,7 @@ def cut_into_segments(whole: Trajectory) -> Trajectory:
         mask[turn.start :] = True
         spans = tuple(span for span in segment.versions if span.start >= turn.start and span.end <= turn.end)
         logprobs = np.where(mask, segment.logprobs[: turn.end], 0).astype(np.float32)
-        turns.append(replace(turn, segment=len(segments)))
+        turns.append(turn._replace(segment=len(segments)))
         segments.append(Segment(segment.tokens[: turn.end], mask, logprobs, spans))
     return replace(whole, segments=tuple(segments), turns=tuple(turns))
 

@@ -68,9 +68,12 @@ class TrainEngine(Protocol[Output_co]):
         """
         ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the Hugging Face model once, whole, by its name; use each before asking for the next. A value
-        head is none of them."""
+        head is none of them.
+
+        merged: with adapters in the weights that they change; otherwise they come apart, by the names of PEFT's files.
+        """
         ...
 
     def reset_optimizer(self) -> None:

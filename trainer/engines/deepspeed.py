@@ -22,7 +22,7 @@ from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from trainer.engines.groups import adopt, forget, parameter_groups
 from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
-from trainer.models.adapters import whole_weights
+from trainer.models.adapters import weights_apart, whole_weights
 from trainer.models.packing import PackedInput
 from trainer.models.value_head import HEAD
 
@@ -92,10 +92,11 @@ class DeepSpeedEngine(OnRanks):
         self._engine.eval()
         return self.outputs(self._engine, batch, read)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""
+        module = self._engine.module
         gathered = _deepspeed().zero.GatheredParameters if self._engine.zero_optimization_stage() == 3 else None
-        for whole in whole_weights(self._engine.module):
+        for whole in whole_weights(module) if merged else weights_apart(module, WRAPPER):
             if whole.name.startswith(HEAD):
                 continue
             with gathered(whole.parts) if gathered else nullcontext():

@@ -91,8 +91,9 @@ class FSDP2Engine(OnRanks):
         self._module.eval()
         return self.outputs(self._module, batch, read)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.tensors`; one weight is gathered at a time."""
+    def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.tensors`; one weight is gathered at a time. There are no adapters."""
+        del merged
         for name, parameter in self._module.named_parameters():
             if name.startswith(HEAD):
                 continue

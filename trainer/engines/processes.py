@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -26,6 +26,8 @@ class Ranks:
     local_rank: int
     world_size: int
     device: torch.device
+    word: dist.ProcessGroup | None = None
+    """The group in which rank 0 tells the others what comes; they may wait long for it, and for nothing else."""
 
 
 def ranks_of_environment(device: str) -> Ranks:
@@ -37,22 +39,18 @@ def ranks_of_environment(device: str) -> Ranks:
 _ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
-class _Word:
-    """The group in which rank 0 tells the others what comes; they may wait long for it, and for nothing else."""
-
-    group: dist.ProcessGroup | None = None
-
-
 def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
-    """Rank 0's message, on every rank."""
+    """Rank 0's message, on every rank. Raises RuntimeError if these ranks joined no `process_group`."""
     if ranks.world_size == 1:
         return message
+    if ranks.word is None:
+        raise RuntimeError("these ranks have joined no process group")
     length = torch.tensor([len(message)])
-    dist.broadcast(length, src=0, group=_Word.group)
+    dist.broadcast(length, src=0, group=ranks.word)
     body = torch.zeros(int(length), dtype=torch.uint8)
     if ranks.rank == 0:
         body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    dist.broadcast(body, src=0, group=_Word.group)
+    dist.broadcast(body, src=0, group=ranks.word)
     return body.numpy().tobytes()
 
 
@@ -71,10 +69,10 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[None]:
+def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
     """Join the peers for the time of the context; what this process starts afterwards finds the environment as it was.
 
-    timeout_min: see `ActorTrainConfig.backend_timeout`.
+    timeout_min: see `ActorTrainConfig.backend_timeout`. Gives the ranks as those that can hear each other.
     """
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
@@ -86,9 +84,9 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[None]:
     else:
         patience = timedelta(minutes=timeout_min)
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=patience)
-        _Word.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
+        ranks = replace(ranks, word=cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE)))
     try:
-        yield
+        yield ranks
     finally:
         _leave()
         for name, value in before.items():
@@ -100,7 +98,6 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[None]:
 
 def _leave() -> None:
     """DeepSpeed, where it was used, keeps groups of its own, and must let go of them itself."""
-    _Word.group = None
     used = cast(Any, sys.modules.get("deepspeed"))
     if used is not None and used.comm.is_initialized():
         used.comm.destroy_process_group()

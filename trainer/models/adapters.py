@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, through PEFT, and the weights that come of them.
 
-Invariants: a fresh adapter changes nothing; only adapters are trained; what leaves the learner is W + alpha/rank B A under
-the layer's Hugging Face name, so that engines and checkpoints know nothing of adapters.
+Invariants: a fresh adapter changes nothing; only adapters are trained; checkpoints hold W + alpha/rank B A under the layer's
+Hugging Face name, and engines get the same, or the base once and adapters from then on.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +17,9 @@ from trainer.config import ModelArgs
 ADAPTER = "default"
 BASE = ".base_layer."
 """What PEFT puts into the names of a layer's own weights."""
+FACTORS = (".lora_A.", ".lora_B.")
+PREFIX = "base_model.model."
+"""What it puts in front of the names of an adapter's tensors in a file."""
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
@@ -28,9 +31,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import Linear
 
-    target = args.lora_target or ""
-    names: str | list[str] = target if target == "all-linear" else [name.strip() for name in target.split(",")]
-    alpha = 2 * args.lora_rank if args.lora_alpha is None else args.lora_alpha
+    names, alpha = args.lora_targets, args.adapter_alpha
     config = LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=names)  # pyright: ignore[reportArgumentType]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -39,8 +40,8 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     for name, layer in _layers(model).items():
         if not isinstance(layer, Linear) or id(layer.base_layer.weight) in shared:
             raise ValueError(
-                f"lora_target {target!r} names {name}, which is no linear layer with a weight of its own: name others, or "
-                "take all-linear"
+                f"lora_target {args.lora_target!r} names {name}, which is no linear layer with a weight of its own: name "
+                "others, or take all-linear"
             )
 
 
@@ -76,8 +77,21 @@ def whole_weights(module: nn.Module) -> Iterator[Whole]:
             yield _merged(f"{owner}.{rest}", layers[owner])
         elif base:
             yield Whole(f"{owner}.{rest}", [parameter], parameter.detach)
-        elif ".lora_A." not in name and ".lora_B." not in name:
+        elif not any(factor in name for factor in FACTORS):
             yield Whole(name, [parameter], parameter.detach)
+
+
+def weights_apart(module: nn.Module, wrapper: str) -> Iterator[Whole]:
+    """The base's weights as they were before there were adapters, and each adapter's factors under PEFT's names in a file.
+
+    wrapper: what the module puts in front of Hugging Face's names.
+    """
+    for name, parameter in module.named_parameters():
+        if any(factor in name for factor in FACTORS):
+            outside = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
+        else:
+            outside = name.replace(BASE, ".")
+        yield Whole(outside, [parameter], parameter.detach)
 
 
 def _merged(name: str, layer: Any) -> Whole:

@@ -97,7 +97,7 @@ class PackedPolicy(nn.Module):
         logits = self.model(x.tokens[None], logits_to_keep=x.predictors[:1], **packed_kwargs(x.packing)).logits[0]
         if not torch.allclose(rows[:1] @ head.weight.T, logits, rtol=1e-2, atol=1e-2):
             raise ValueError(
-                f"kl_loss_type: full can't read the logits of {type(self.model).__name__}, which are more than its last "
+                f"a full KL can't read the logits of {type(self.model).__name__}, which are more than its last "
                 "hidden states times its output embedding: take k3"
             )
         return Anchor(rows, head.weight.detach())

@@ -22,7 +22,7 @@ from deploy.bench.peer.venv import TRL_VENV
 from deploy.config import RunConfig
 
 TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""The same success: the highest of these that every run of a setting reaches."""
+"""The same success: the highest of these that both sides reach with a seed."""
 SUCCESSES = "successes.json"
 DONE = "done"
 
@@ -119,15 +119,23 @@ def _setting(bench: PeerBench, options: Options, setting: Setting) -> dict[str, 
 
 
 def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
-    """Medians over seeds, ratios of the sides, and each run."""
-    target = common_target([each for by_seed in runs.values() for each in by_seed.values()])
-    sides = {side: _side(by_seed, batch, target) for side, by_seed in runs.items()}
-    result: dict[str, Any] = {"batch": batch, "target_success": target, "sides": sides}
+    """Medians over seeds, ratios of the sides, and each run.
+
+    How much sooner a side is at the same success is asked seed by seed, because what is reached differs from seed to
+    seed; the median of these ratios is given.
+    """
+    seeds = {seed for by_seed in runs.values() for seed in by_seed}
+    targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}
+    sides = {side: _side(by_seed, batch, targets) for side, by_seed in runs.items()}
+    result: dict[str, Any] = {"batch": batch, "sides": sides}
     if OFFBEAT in sides and TRL in sides:
         ours, theirs = sides[OFFBEAT], sides[TRL]
         result["rate_ratio"] = ours["trajectories_per_s"] / theirs["trajectories_per_s"]
-        if target is not None and ours["seconds_to_target"] and theirs["seconds_to_target"]:
-            result["speedup_to_target"] = theirs["seconds_to_target"] / ours["seconds_to_target"]
+        times = [
+            (o["seconds_to_target"], t["seconds_to_target"]) for o, t in zip(ours["runs"], theirs["runs"], strict=True)
+        ]
+        if known := [theirs_s / ours_s for ours_s, theirs_s in times if ours_s and theirs_s]:
+            result["speedup_to_target"] = statistics.median(known)
     return result
 
 
@@ -136,14 +144,12 @@ def common_target(runs: Sequence[SideRun]) -> float | None:
     return next((t for t in TARGETS if runs and all(each.seconds_to(t) is not None for each in runs)), None)
 
 
-def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict[str, Any]:
-    seconds = [] if target is None else [each.seconds_to(target) or 0.0 for each in by_seed.values()]
+def _side(by_seed: dict[int, SideRun], batch: int, targets: dict[int, float | None]) -> dict[str, Any]:
     return {
         "trajectories_per_s": statistics.median(each.rate(batch) for each in by_seed.values()),
         "step_s": statistics.median(each.step_s() for each in by_seed.values()),
         "step_cpu_s": _median(each.step_cpu_s() for each in by_seed.values()),
         "startup_s": statistics.median(each.startup_s for each in by_seed.values()),
-        "seconds_to_target": statistics.median(seconds) if seconds else None,
         "runs": [
             {
                 "seed": seed,
@@ -152,7 +158,8 @@ def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict
                 "step_cpu_s": each.step_cpu_s(),
                 "step_cpu_s_by_kind": each.step_cpu_s_by_kind(),
                 "startup_s": each.startup_s,
-                "seconds_to_target": None if target is None else each.seconds_to(target),
+                "target_success": targets[seed],
+                "seconds_to_target": _seconds_to(each, targets[seed]),
                 "steps": [asdict(step) for step in each.steps],
                 "curve": [{"step": s.step, "seconds": s.seconds, "success": s.success} for s in each.snapshots],
             }
@@ -161,14 +168,16 @@ def _side(by_seed: dict[int, SideRun], batch: int, target: float | None) -> dict
     }
 
 
+def _seconds_to(run: SideRun, target: float | None) -> float | None:
+    return None if target is None else run.seconds_to(target)
+
+
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 
 def _show(found: dict[str, Any]) -> None:
-    target = found["target_success"]
-    reached = "s to the same success" if target is None else f"s to {target:g}"
     rows = [
         [
             side,
@@ -176,19 +185,27 @@ def _show(found: dict[str, Any]) -> None:
             run["trajectories_per_s"],
             run["step_s"],
             run["step_cpu_s"],
-            run["seconds_to_target"],
+            _reached(run),
             _final(run),
         ]
         for side, of in found["sides"].items()
         for run in of["runs"]
     ]
     rows += [
-        [side, "median", of["trajectories_per_s"], of["step_s"], of["step_cpu_s"], of["seconds_to_target"], None]
+        [side, "median", of["trajectories_per_s"], of["step_s"], of["step_cpu_s"], None, None]
         for side, of in found["sides"].items()
     ]
     if "rate_ratio" in found:
         rows.append(["offbeat / trl", "", found["rate_ratio"], None, None, found.get("speedup_to_target"), None])
-    columns = ("side", "seed", "trained trajectories/s", "s/step", "CPU s/step", reached, "success at the end")
+    columns = (
+        "side",
+        "seed",
+        "trained trajectories/s",
+        "s/step",
+        "CPU s/step",
+        "s to the same success",
+        "success at the end",
+    )
     show(f"({found['setting']}) {found['title']}", columns, rows)
     for side, of in found["sides"].items():
         for run in of["runs"]:
@@ -196,6 +213,10 @@ def _show(found: dict[str, Any]) -> None:
                 f"{kind} {seconds:.2f}" for kind, seconds in run["step_cpu_s_by_kind"].items() if seconds >= 0.01
             )
             console().print(f"CPU s/step of {side}, seed {run['seed']}: {spent or 'not seen'}", markup=False)
+
+
+def _reached(run: dict[str, Any]) -> str | None:
+    return None if run["seconds_to_target"] is None else f"{run['seconds_to_target']:.1f} to {run['target_success']:g}"
 
 
 def _final(run: dict[str, Any]) -> float | None:

@@ -39,6 +39,19 @@ def test_a_person_plays_and_sees_observation_reward_and_why_it_ended():
     assert "<|im_start|>" not in done.output
 
 
+def test_a_person_is_offered_functions_and_calls_one(tmp_path: Path):
+    (tmp_path / "c.txt").write_text("red tea is in the first house\nmilk is in the second house\n")
+    tools = f"tools=[{{tool_id: search, corpus: {tmp_path / 'c.txt'}, top_k: 1}}]"
+    call = '<tool_call> {"name": "search", "arguments": {"query": "milk"}} </tool_call>'
+    done = offbeat(
+        "play", "tools", "env_type=frozen_lake", "function_calling=template", tools, typed=f"{call}\nRight\n"
+    )
+    assert done.exit_code == 0, done.output
+    assert "<tool_response>\n[1] milk is in the second house\n</tool_response>" in done.output
+    assert 'function   {"name": "search", ' in done.output
+    assert "tool_use_counter 1  tool_success_counter 1" in done.output
+
+
 def test_whoever_leaves_early_is_let_go():
     done = offbeat("play", "frozen_lake", "--seed", 1, typed="Right\n")
     assert (done.exit_code, "left before the end" in done.output) == (0, True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from envs import registry
+from envs.tools.functions import Call, read_results, write_calls
 from tests.waiting import wait_until_sync
 
 pytest.importorskip("mcp")
@@ -47,6 +48,25 @@ def test_functions_are_told_and_called_as_chat_templates_do(shop: Any):
     observation, reward, terminated, _, info = shop.step(call("price", item="tea", count=2))
     assert (observation, reward, terminated) == ("<tool_response>\n2 tea: 6\n</tool_response>", 0.5, False)
     assert (info["tool_use_counter"], info["tool_success_counter"]) == (1, 1)
+
+
+def test_a_servers_functions_are_offered_for_the_template_to_tell_and_call(shop: Any):
+    env = env_with(STDIO, function_calling="template", tool_success_reward=0.5)
+    try:
+        price = next(each["function"] for each in env.functions if each["function"]["name"] == "price")
+        assert price["parameters"]["properties"]["count"]["type"] == "integer"
+        assert "<tools>" in shop.system_prompt
+        assert "<tools>" not in env.system_prompt
+        calls = [Call("price", {"item": "tea", "count": 2}), Call("broken", {}), Call("steal", {})]
+        observation, reward, terminated, _, info = env.step(write_calls("Let me see.", calls))
+        bought, broken, stolen = read_results(observation, 3)
+        assert (bought, reward, terminated) == ("2 tea: 6", 0.5, False)
+        assert "executing tool broken" in broken
+        assert stolen.startswith("there is no function 'steal'; there is price, broken")
+        assert (info["tool_use_counter"], info["tool_success_counter"]) == (3, 1)
+        assert env.step(call("price", item="tea", count=2).replace("\n", " "))[4]["tool_use_counter"] == 0
+    finally:
+        env.close()
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import pytest
 from services.control.bodies import MAX_BODY_BYTES
 from services.control.client import ControlRefusedError
 from services.control.components import Health, Observation
-from services.control.guard import WRONG_AT_ONCE
-from services.control.rates import Bucket
-from services.control.runs import RunState, Wanted
+from services.control.runs import RunState
 from services.errors import RetryableError
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
-from tests.services.control.api_world import MOST_WORKERS, YAML, ApiWorld, api_world, code
+from tests.services.control.api_world import YAML, ApiWorld, api_world, code
 
 
 @pytest.fixture
@@ -182,88 +180,6 @@ async def test_metrics_are_read_on_from_where_one_stopped(api: ApiWorld):
     assert (await api.client.metrics("a", after=rest.next)).next == rest.next
 
 
-@pytest.mark.parametrize(("now", "wanted"), [(False, "stopped"), (True, "killed")])
-async def test_stopping_says_what_is_wanted(api: ApiWorld, now: bool, wanted: str):
-    await api.start("a")
-    assert (await api.client.stop("a", now=now)).wanted == wanted
-    assert api.wakes == 2
-
-
-async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiWorld):
-    await api.start("a", RunState.FINISHED)
-    assert (await api.client.stop("a")).wanted is Wanted.RUNNING
-
-
-async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
-    await api.start("a")
-    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
-    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
-    assert (await api.client.resume("a")).wanted is Wanted.RUNNING
-    await api.client.stop("a")
-    for command in (api.client.pause, api.client.resume):
-        with pytest.raises(ControlRefusedError, match="'a' is ending") as caught:
-            await command("a")
-        assert (caught.value.status, caught.value.error.error.code) == (409, "run_state")
-
-
-async def test_settings_change_counts_at_once_the_others_when_the_learner_has_adopted_them(api: ApiWorld):
-    await api.start("a")
-    view = await api.client.change("a", {"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2})
-    assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 1e-3, 1.0)
-    assert [(change.values, change.from_step) for change in view.changes] == [
-        ({"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2.0}, None)
-    ]
-    redis: Any = api.redis
-    await redis.hset(RunKeys("a").adopted, 0, 4)
-    view = await api.client.show("a")
-    assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 3e-4, 2.0)
-    assert view.changes[0].from_step == 4
-    assert api.wakes == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "path", "message", "suggestion"),
-    [
-        ({"learning_rat": 1.0}, "learning_rat", "did you mean `learning_rate`", "learning_rate"),
-        ({"rollout.num_workers": 1}, "rollout.num_workers", "did you mean `num_workers`", "num_workers"),
-        ({"exp_name": "b"}, "exp_name", "can't be changed; these can: num_workers", None),
-        ({"temperature": "hot"}, "temperature", "valid number", None),
-        ({"temperature": 0}, "temperature", "greater than 0", None),
-        ({"num_workers": 1.5}, "num_workers", "valid integer", None),
-        ({"num_workers": True}, "num_workers", "valid integer", None),
-        ({"num_replicas": 0}, "num_replicas", "greater than or equal to 1", None),
-        ({"max_staleness": -1}, "max_staleness", "greater than or equal to 0", None),
-        ({"num_workers": MOST_WORKERS + 1}, "rollout.num_workers", "not enough CPUs", None),
-        ({}, "", "nothing to change: name at least one of num_workers", None),
-    ],
-)
-async def test_a_change_that_cannot_be_names_the_key(
-    api: ApiWorld, body: dict[str, object], path: str, message: str, suggestion: str | None
-):
-    await api.start("a")
-    refused = await api.http.patch("/runs/a", json=body)
-    assert refused.status_code == 422
-    (problem,) = refused.json()["error"]["problems"]
-    assert (problem["path"], problem["suggestion"]) == (path, suggestion)
-    assert message in problem["message"]
-    assert (await api.client.show("a")).changes == []
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-async def test_a_number_that_is_none_is_refused(api: ApiWorld, number: str):
-    await api.start("a")
-    content = f'{{"learning_rate": {number}}}'
-    refused = await api.http.patch("/runs/a", content=content, headers={"Content-Type": "application/json"})
-    assert refused.status_code == 422
-    assert refused.json()["error"]["problems"][0]["path"] == "learning_rate"
-
-
-async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiWorld):
-    await api.start("a", RunState.FAILED)
-    refused = await api.http.patch("/runs/a", json={"temperature": 0.5})
-    assert (refused.status_code, code(refused)) == (409, "run_state")
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("settings", None), ("settings", '{"num_workers": 1}'), ("state", "dreaming"), ("max_steps", "many")],
@@ -321,60 +237,6 @@ async def test_the_client_raises_what_the_service_refused(api: ApiWorld):
     with pytest.raises(ControlRefusedError, match="there is no run 'a'") as caught:
         await api.client.show("a")
     assert caught.value.status == 404
-
-
-async def test_with_a_token_only_who_carries_it_is_answered(redis_url: str):
-    async with api_world(redis_url, token="secret") as api:
-        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
-            refused = await api.http.get("/runs", headers=headers)
-            assert (refused.status_code, code(refused)) == (401, "unauthorized")
-        assert (await api.http.get("/healthz")).status_code == 200
-        assert (await api.client.runs()).runs == []
-
-
-async def test_a_token_that_reads_changes_nothing(redis_url: str):
-    async with api_world(redis_url, token="secret", read_token="look") as api:
-        look = {"Authorization": "Bearer look"}
-        assert (await api.http.get("/runs", headers=look)).status_code == 200
-        for ask in (api.http.post, api.http.patch, api.http.delete):
-            refused = await ask("/runs/a", headers=look)
-            assert (refused.status_code, code(refused)) == (403, "read_only")
-        assert (await api.client.runs()).runs == []
-
-
-async def test_who_guesses_tokens_gets_one_answer_a_second_and_nobody_else_waits(redis_url: str):
-    async with api_world(redis_url, token="secret") as api:
-        wrong = {"Authorization": "Bearer guess"}
-        answers = [(await api.http.get("/runs", headers=wrong)).status_code for _ in range(WRONG_AT_ONCE + 5)]
-        assert answers[:WRONG_AT_ONCE] == [401] * WRONG_AT_ONCE
-        assert 429 in answers
-        assert (await api.client.runs()).runs == []
-
-
-def test_a_bucket_lets_its_burst_through_and_then_its_rate():
-    now = 0.0
-    bucket = Bucket(2.0, 3, clock=lambda: now)
-    assert [bucket.take() for _ in range(3)] == [0.0] * 3
-    assert bucket.take() == 0.5
-    now = 0.5
-    assert [bucket.take(), bucket.take()] == [0.0, 0.5]
-    now = 100.0
-    assert [bucket.take() for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
-
-
-async def test_the_documentation_needs_no_token_but_says_that_calls_do(redis_url: str):
-    async with api_world(redis_url, token="secret") as api:
-        assert (await api.http.get("/docs")).status_code == 200
-        document = (await api.http.get("/openapi.json")).json()
-        assert document["paths"]["/runs"]["get"]["security"] == [{"HTTPBearer": []}]
-
-
-@pytest.mark.parametrize(
-    "headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}, {"Host": "[::"}, {"Origin": "https://["}]
-)
-async def test_without_a_token_a_web_page_cannot_call(api: ApiWorld, headers: dict[str, str]):
-    refused = await api.http.post("/runs", json={"exp_name": "a"}, headers=headers)
-    assert (refused.status_code, code(refused)) == (403, "forbidden")
 
 
 async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from services.chat.template import ChatTemplate
-from services.gateway.server import Gateway
+from services.gateway.server import KEEP_ALIVE_S, Gateway
 from services.gateway.session import EpisodeSession
 from services.schema import Completion
 from tests.services.gateway.conftest import Scripted, session_of
@@ -281,3 +281,10 @@ async def test_a_body_that_is_no_json_is_refused(plain: ChatTemplate):
         for body in (b"{", b"[]", b"\xff"):
             answer = await http.post(f"{client.base_url}chat/completions", content=body, headers=headers)
             assert (answer.status_code, "body" in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_no_client_keeps_a_connection_for_as_long_as_the_server(plain: ChatTemplate):
+    async with served(session_of(Scripted(plain, []))) as clients, httpx.AsyncClient() as http:
+        for pool in (*(client._client for client in clients), http):
+            kept_s = pool._transport._pool._keepalive_expiry  # type: ignore[attr-defined]  # no client says it in public
+            assert kept_s < KEEP_ALIVE_S, "the server may close what the client is about to send on"

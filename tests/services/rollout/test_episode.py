@@ -46,13 +46,19 @@ class Player:
         return self._script(len(self.prompts) - 1, prompt, most)
 
     async def play(
-        self, seed: int = 1, *, sequence_length: int = 512, keep_text: bool = False, **rules: Any
+        self,
+        seed: int = 1,
+        *,
+        sequence_length: int = 512,
+        keep_text: bool = False,
+        max_new_tokens: int = 64,
+        **rules: Any,
     ) -> Trajectory:
         settings = {"env_type": "frozen_lake", "max_steps": 12, "max_tokens_per_step": 4, "execution": "inline"}
         env = CustomEnv(**{**settings, **rules})
         runner = InlineEnv(EnvSpec(env.env_type, env.env_config, 1, 1))
         traits = await runner.start()
-        sampling = Sampling(max_new_tokens=64, stop_token_ids=self._chat.stop_ids)
+        sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=self._chat.stop_ids)
         plan = EpisodePlan(train_episode(5, 2), "Lake", seed, env, sequence_length, sampling, keep_text, "w")
         return await play(plan, runner, traits, self.sample, self._chat)
 

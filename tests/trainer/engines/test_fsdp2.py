@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import assert_same, nll, weights_of
-from tests.trainer.test_loop import learner_config
+from tests.trainer.loop.world import learner_config
 from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
 from trainer.engines.base import Hyperparameters
 from trainer.engines.fsdp2 import FSDP2Engine

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.conftest import free_port
-from trainer.engines.processes import Ranks, process_group
+from trainer.engines.processes import Ranks, broadcast, process_group
 
 OF_TWO = """
 import sys, time
 import torch, torch.distributed as dist
 from trainer.engines.processes import broadcast, process_group, ranks_of_environment
-with process_group(ranks := ranks_of_environment("cpu"), timeout_min=0.05):
+with process_group(ranks_of_environment("cpu"), timeout_min=0.05) as ranks:
     if ranks.rank == 0:
         time.sleep(6)
     assert broadcast(ranks, b"go") == b"go"
@@ -30,6 +30,11 @@ def test_after_a_process_group_the_environment_is_as_it_was(monkeypatch: pytest.
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
     assert os.environ["RANK"] == "3"
     assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_word_to_ranks_that_joined_no_group_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="no process group"):
+        broadcast(Ranks(0, 0, 2, torch.device("cpu")), b"go")
 
 
 def test_one_waits_long_for_the_leaders_word_and_not_for_another_that_hangs() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import TrainingArgs
+from trainer.config import CriticConfig, LearnerConfig, TrainingArgs
 from trainer.engines.schedule import plateau_rate, scheduled_rate
+from trainer.schedule_checks import schedule_complaints
 from trainer.schedule_config import BY_METRIC, KWARGS
 
 
@@ -91,6 +92,55 @@ def test_each_of_transformers_schedules_is_taken_with_its_own_settings_or_refuse
 def test_settings_that_a_schedule_has_not_or_lacks_are_refused(name: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         TrainingArgs.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": settings})
+
+
+def schedule(name: str, settings: dict[str, Any], *, steps: int = 20, **changes: Any) -> LearnerConfig:
+    told = {"learning_rate": 1e-3, "lr_scheduler_type": name, "lr_scheduler_kwargs": settings} | changes
+    return LearnerConfig.model_validate({"max_steps": steps, "actor_train": {"training_args": told}})
+
+
+AT = "actor_train.training_args"
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "says"),
+    [
+        (schedule("cosine_with_min_lr", {"min_lr": 0.1}), "lr_scheduler_kwargs.min_lr", "learning_rate 0.001"),
+        (schedule("cosine_with_min_lr", {"min_lr": -1.0}), "lr_scheduler_kwargs.min_lr", "0 or more"),
+        (schedule("cosine_with_min_lr", {"min_lr_rate": 1.5}), "lr_scheduler_kwargs.min_lr_rate", "between 0 and 1"),
+        (schedule("cosine_with_min_lr", {"min_lr": "0.1"}), "lr_scheduler_kwargs.min_lr", "number"),
+        (schedule("polynomial", {"lr_end": 1e-3}), "lr_scheduler_kwargs.lr_end", "not below"),
+        (schedule("polynomial", {}, learning_rate=1e-7), "lr_scheduler_kwargs.lr_end", "transformers' own"),
+        (schedule("cosine", {"num_cycles": 2}, warmup_steps=20), "warmup_steps", "at most 19"),
+        (schedule("warmup_stable_decay", {"num_decay_steps": 2.5}), "lr_scheduler_kwargs.num_decay_steps", "whole"),
+        (
+            schedule("warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "steep"}),
+            "lr_scheduler_kwargs",
+            "steep",
+        ),
+        (schedule("inverse_sqrt", {"timescale": 0}), "lr_scheduler_kwargs.timescale", "1 or more"),
+    ],
+)
+def test_values_that_a_run_could_not_follow_are_refused_before_it_starts(
+    config: LearnerConfig, path: str, says: str
+) -> None:
+    found = list(schedule_complaints(config))
+    assert [(each.path, says in each.message) for each in found] == [(f"{AT}.{path}", True)], found
+
+
+def test_an_absolute_floor_is_held_against_the_critics_rate_too() -> None:
+    config = schedule("cosine_with_min_lr", {"min_lr": 5e-4})
+    assert not list(schedule_complaints(config))
+    critic = config.model_copy(update={"adv_estimator": "gae", "critic": CriticConfig(learning_rate=1e-4)})
+    (found,) = schedule_complaints(critic)
+    assert "critic.learning_rate 0.0001" in found.message
+
+
+@pytest.mark.parametrize("steps", [14, 1_000_000_000])
+@pytest.mark.parametrize("case", BY_HAND)
+def test_schedules_that_rates_can_follow_are_not_refused(case: str, steps: int) -> None:
+    name, settings, _ = BY_HAND[case]
+    assert not list(schedule_complaints(schedule(name, settings, steps=steps, learning_rate=2.0, warmup_steps=4)))
 
 
 def test_the_plateau_falls_over_its_second_half() -> None:

@@ -68,6 +68,28 @@ def test_only_adapters_change(folder: Path) -> None:
     assert len(changed) == 2 * 2 * 2  # layers, targets, A and B
 
 
+def test_base_and_factors_apart_make_the_published_weights_and_have_the_names_of_a_peft_file(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    start = published(load_policy(folder, ModelArgs(), seed=1))
+    policy, engine = trained(folder, QV)
+    parts = dict(engine.tensors(merged=False))
+    base = {name: tensor for name, tensor in parts.items() if name in start}
+    assert base.keys() == start.keys()
+    assert all(torch.equal(tensor, base[name]) for name, tensor in start.items())
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"])
+    theirs = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), config)
+    assert parts.keys() - base.keys() == get_peft_model_state_dict(theirs).keys()
+    for name, merged in published(policy).items():
+        path = f"base_model.model.{name}".removesuffix(".weight")
+        if f"{path}.lora_A.weight" in parts:
+            product = parts[f"{path}.lora_B.weight"] @ parts[f"{path}.lora_A.weight"]
+            torch.testing.assert_close(merged, base[name] + 5.0 / 3 * product)
+        else:
+            assert torch.equal(merged, base[name])
+
+
 def test_published_weights_are_the_base_and_the_scaled_product(folder: Path) -> None:
     policy, engine = trained(folder, QV)
     state = policy.state_dict()

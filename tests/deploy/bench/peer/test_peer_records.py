@@ -54,6 +54,14 @@ def test_the_sides_are_compared_at_the_highest_success_that_all_reach() -> None:
     assert found["speedup_to_target"] == pytest.approx((40 + 20 * (0.9 - 0.8) / 0.12) / (10 + 5 * (0.9 - 0.8) / 0.16))
 
 
+def test_each_seed_is_compared_at_what_it_reaches() -> None:
+    ours = {1: side(1.0, [0.1, 0.5, 0.9, 0.9, 0.9]), 2: side(1.0, [0.1, 0.2, 0.2, 0.2, 0.2]), 3: side(1.0, [0.0] * 5)}
+    theirs = {1: side(3.0, [0.1, 0.5, 0.9, 0.9, 0.9]), 2: side(5.0, [0.1, 0.2, 0.3, 0.3, 0.3]), 3: side(5.0, [0.9] * 5)}
+    found = compare({"offbeat": ours, "trl": theirs}, 64)
+    assert [run["target_success"] for run in found["sides"]["trl"]["runs"]] == [0.9, 0.2, None]
+    assert found["speedup_to_target"] == pytest.approx((3 + 5) / 2)
+
+
 def test_no_common_success_is_said_to_be_none() -> None:
     assert common_target([side(1.0, [0.0] * 5), side(1.0, [0.9] * 5)]) is None
     assert "speedup_to_target" not in compare(

@@ -1,0 +1,81 @@
+"""Functions that a policy may call, and how calls and their results travel as text between an episode and its env.
+
+An env with the attribute `functions` (in OpenAI's form) offers them by the chat template's own means. Its `step` is given
+the words of an answer with each call as `<tool_call>`, and answers one that has calls with a `<tool_response>` for each, in
+their order.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+OPENING, CLOSING = "<tool_response>\n", "\n</tool_response>"
+BETWEEN = f"{CLOSING}\n{OPENING}"
+
+
+class Function(NamedTuple):
+    """One function."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema."""
+
+    def schema(self) -> dict[str, Any]:
+        """In OpenAI's form, which chat templates read."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    def told(self) -> str:
+        """In one line of JSON."""
+        return json.dumps(self.schema(), ensure_ascii=False)
+
+
+class Call(NamedTuple):
+    """One call of a function."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def write_calls(words: str, calls: Sequence[Call]) -> str:
+    """An answer as an env is given it."""
+    written = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return "\n".join([*([words] if words else []), *written])
+
+
+def read_calls(answer: str) -> list[Call]:
+    """The calls of what `write_calls` wrote; none in an answer that calls nothing."""
+    found: list[Call] = []
+    for text in CALL.findall(answer):
+        try:
+            found.append(read_call(text))
+        except ValueError:
+            continue  # words that look like one
+    return found
+
+
+def read_call(text: str) -> Call:
+    """Name and arguments of a call in JSON. Raises ValueError where it is none."""
+    try:
+        call = json.loads(text)
+        name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the call is not of the form {{'name': ..., 'arguments': {{...}}}}: {error}") from error
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("the call's name must be a text and its arguments an object")
+    return Call(name, cast(dict[str, Any], arguments))
+
+
+def write_results(results: Sequence[str]) -> str:
+    """What came of calls, as an observation."""
+    return OPENING + BETWEEN.join(results) + CLOSING
+
+
+def read_results(observation: str, count: int) -> list[str]:
+    """What came of each of `count` calls; all of it for the first where the observation does not tell them apart."""
+    inner = observation.removeprefix(OPENING).removesuffix(CLOSING)
+    parts = inner.split(BETWEEN) if observation.startswith(OPENING) else [observation]
+    return parts if len(parts) == count else [inner, *[""] * (count - 1)]

@@ -1,0 +1,99 @@
+"""What a person asks of a run: that it stop, pause, go on, or change."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.control.client import ControlRefusedError
+from services.control.runs import RunState, Wanted
+from services.keys import RunKeys
+from tests.services.control.api_world import MOST_WORKERS, ApiWorld, api_world, code
+
+
+@pytest.fixture
+async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
+    async with api_world(redis_url) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("now", "wanted"), [(False, "stopped"), (True, "killed")])
+async def test_stopping_says_what_is_wanted(api: ApiWorld, now: bool, wanted: str):
+    await api.start("a")
+    assert (await api.client.stop("a", now=now)).wanted == wanted
+    assert api.wakes == 2
+
+
+async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiWorld):
+    await api.start("a", RunState.FINISHED)
+    assert (await api.client.stop("a")).wanted is Wanted.RUNNING
+
+
+async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
+    await api.start("a")
+    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
+    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
+    assert (await api.client.resume("a")).wanted is Wanted.RUNNING
+    await api.client.stop("a")
+    for command in (api.client.pause, api.client.resume):
+        with pytest.raises(ControlRefusedError, match="'a' is ending") as caught:
+            await command("a")
+        assert (caught.value.status, caught.value.error.error.code) == (409, "run_state")
+
+
+async def test_settings_change_counts_at_once_the_others_when_the_learner_has_adopted_them(api: ApiWorld):
+    await api.start("a")
+    view = await api.client.change("a", {"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2})
+    assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 1e-3, 1.0)
+    assert [(change.values, change.from_step) for change in view.changes] == [
+        ({"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2.0}, None)
+    ]
+    redis: Any = api.redis
+    await redis.hset(RunKeys("a").adopted, 0, 4)
+    view = await api.client.show("a")
+    assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 3e-4, 2.0)
+    assert view.changes[0].from_step == 4
+    assert api.wakes == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "message", "suggestion"),
+    [
+        ({"learning_rat": 1.0}, "learning_rat", "did you mean `learning_rate`", "learning_rate"),
+        ({"rollout.num_workers": 1}, "rollout.num_workers", "did you mean `num_workers`", "num_workers"),
+        ({"exp_name": "b"}, "exp_name", "can't be changed; these can: num_workers", None),
+        ({"temperature": "hot"}, "temperature", "valid number", None),
+        ({"temperature": 0}, "temperature", "greater than 0", None),
+        ({"num_workers": 1.5}, "num_workers", "valid integer", None),
+        ({"num_workers": True}, "num_workers", "valid integer", None),
+        ({"num_replicas": 0}, "num_replicas", "greater than or equal to 1", None),
+        ({"max_staleness": -1}, "max_staleness", "greater than or equal to 0", None),
+        ({"num_workers": MOST_WORKERS + 1}, "rollout.num_workers", "not enough CPUs", None),
+        ({}, "", "nothing to change: name at least one of num_workers", None),
+    ],
+)
+async def test_a_change_that_cannot_be_names_the_key(
+    api: ApiWorld, body: dict[str, object], path: str, message: str, suggestion: str | None
+):
+    await api.start("a")
+    refused = await api.http.patch("/runs/a", json=body)
+    assert refused.status_code == 422
+    (problem,) = refused.json()["error"]["problems"]
+    assert (problem["path"], problem["suggestion"]) == (path, suggestion)
+    assert message in problem["message"]
+    assert (await api.client.show("a")).changes == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_a_number_that_is_none_is_refused(api: ApiWorld, number: str):
+    await api.start("a")
+    content = f'{{"learning_rate": {number}}}'
+    refused = await api.http.patch("/runs/a", content=content, headers={"Content-Type": "application/json"})
+    assert refused.status_code == 422
+    assert refused.json()["error"]["problems"][0]["path"] == "learning_rate"
+
+
+async def test_settings_of_a_run_that_is_over_do_not_change(api: ApiWorld):
+    await api.start("a", RunState.FAILED)
+    refused = await api.http.patch("/runs/a", json={"temperature": 0.5})
+    assert (refused.status_code, code(refused)) == (409, "run_state")
