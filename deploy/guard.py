@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from deploy.processes import adopt_orphans, end_descendants, remove_left_behind, shared_memory_held
+from deploy.processes import adopt_orphans, end_descendants
 
 PR_SET_PDEATHSIG = 1
 
@@ -44,9 +44,7 @@ def guard(parent: int, command: Sequence[str]) -> int:
             if pid == child.pid:
                 return os.waitstatus_to_exitcode(status)
     except _ParentEndedError:
-        held = shared_memory_held()
         end_descendants(0.0)
-        remove_left_behind(held)
         return 1
 
 

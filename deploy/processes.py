@@ -60,17 +60,21 @@ def descendants(besides: Collection[int] = ()) -> list[psutil.Process]:
 def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
     """Ask every descendant to end, and kill who has not after `grace_s`; returns how many had to be killed.
 
-    Python's resource trackers are left to end by themselves first: they remove what killed processes leave in shared memory.
+    What killed processes leave in shared memory is removed: by Python's resource trackers, which are left to end by
+    themselves for a while, and what those do not get to, here.
 
     besides: pids that are spared, with their descendants.
     """
+    held = shared_memory_held()
     for process in descendants(besides):
         _signal(process, kill=False)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
         if not _living(descendants(besides)):
+            remove_left_behind(held)
             return 0
         time.sleep(0.05)
+    held |= shared_memory_held()
     killed = _kill([each for each in _living(descendants(besides)) if not _is_resource_tracker(each)])
     deadline = time.monotonic() + TRACKER_S
     while _living(descendants(besides)) and time.monotonic() < deadline:
@@ -80,6 +84,7 @@ def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
     killed |= _kill(_living(descendants(besides)))
     if left := _living(descendants(besides)):
         logger.error("processes that can't be killed: %s", [process.pid for process in left])
+    remove_left_behind(held)
     return len(killed)
 
 
@@ -93,10 +98,11 @@ def shared_memory_of_nobody() -> set[Path]:
     return _made_by_multiprocessing(psutil.process_iter())[1]
 
 
-def remove_left_behind(held: Iterable[Path]) -> None:
-    """Remove what `shared_memory_held` found before its processes were killed; who was killed could not."""
-    for path in held:
-        path.unlink(missing_ok=True)
+def remove_left_behind(held: Collection[Path]) -> None:
+    """Remove what `shared_memory_held` found before its processes were killed (who was killed could not), and nobody has."""
+    if held:
+        for path in shared_memory_of_nobody().intersection(held):
+            path.unlink(missing_ok=True)
 
 
 def _made_by_multiprocessing(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:

@@ -2,6 +2,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from tests.waiting import wait_until_sync
 
 FAMILY = """
@@ -47,26 +49,35 @@ def test_a_strangers_process_is_never_touched():
 
 
 TRACKED = """
-    import multiprocessing, os, subprocess, sys, time
-    from deploy.processes import end_descendants
+    import os, subprocess, sys
+    from deploy.processes import adopt_orphans, descendants, end_descendants
 
     hold = (
-        "import multiprocessing, sys, time; from multiprocessing import shared_memory; "
-        "memory = shared_memory.SharedMemory(create=True, size=64); print(memory.name, flush=True); "
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+        "import time; from multiprocessing import shared_memory; "
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "memory = shared_memory.SharedMemory(create=True, size=64); print(memory.name, flush=True); time.sleep(100)"
     )
     child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     name = child.stdout.readline().strip()
     assert os.path.exists("/dev/shm/" + name)
-    assert end_descendants(0.2) == 1
+    starved = [each for each in descendants() if "resource_tracker" in str(each.cmdline())][:int(sys.argv[1])]
+    for tracker in starved:
+        adopt_orphans()  # or it would not be ours once its parent is gone
+        tracker.suspend()
+    assert end_descendants(0.2) == 1 + len(starved)
     assert not os.path.exists("/dev/shm/" + name)
     print("done")
 """
 
 
-def test_shared_memory_of_killed_processes_is_removed():
+@pytest.mark.parametrize("starved", [0, 1])
+def test_shared_memory_of_killed_processes_is_removed_by_their_tracker_or_without_it(starved: int):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TRACKED)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(TRACKED), str(starved)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.stdout.endswith("done\n"), done.stderr
 
