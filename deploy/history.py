@@ -3,17 +3,18 @@
 Invariant: a step that a restarted learner repeated counts once, with what it saw the last time.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from heapq import nlargest
+from dataclasses import dataclass, field
 
 from services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
 """Rates are means over so many seconds."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
-"""What is kept of all steps; of the newest everything is. A run of days has a million steps."""
+"""What is kept of all steps; of the newest everything is."""
+NOT_SEEN = float("nan")
 
 
 def command_started(began: float) -> MetricRecord:
@@ -28,11 +29,38 @@ class Step:
     number: int
     time: float
     """Unix time at its end, s."""
-    values: dict[str, Partial]
+    values: dict[str, float]
 
-    def value(self, name: str, default: float = float("nan")) -> float:
-        partial = self.values.get(name)
-        return default if partial is None else partial.value
+    def value(self, name: str, default: float = NOT_SEEN) -> float:
+        return self.values.get(name, default)
+
+
+class Steps:
+    """Every step once, in order. In columns of eight bytes: a run of days has a million steps."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._times = array("d")
+        self._values = {name: array("d") for name in OF_EVERY_STEP}
+
+    def add(self, step: Step) -> None:
+        """Take in the newest step; one that is repeated replaces what stood from there on."""
+        while self._numbers and self._numbers[-1] >= step.number:
+            for column in (self._numbers, self._times, *self._values.values()):
+                column.pop()
+        self._numbers.append(step.number)
+        self._times.append(step.time)
+        for name, column in self._values.items():
+            column.append(step.value(name))
+
+    def newest(self, count: int | None = None) -> list[Step]:
+        """The newest `count`, or all, the oldest of them first."""
+        first = 0 if count is None else max(len(self._numbers) - count, 0)
+        return [self._step(row) for row in range(first, len(self._numbers))]
+
+    def _step(self, row: int) -> Step:
+        seen = ((name, column[row]) for name, column in self._values.items())
+        return Step(self._numbers[row], self._times[row], {name: value for name, value in seen if value == value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +84,9 @@ class RunHistory:
 
     position: str = "0"
     """Id of the last record that was added."""
-    steps: dict[int, Step] = field(default_factory=dict[int, Step])
+    steps: Steps = field(default_factory=Steps)
+    last_step: Step | None = None
+    """The newest, with all of its values."""
     evaluations: dict[tuple[str, str, int], Evaluation] = field(default_factory=dict[tuple[str, str, int], Evaluation])
     totals: dict[str, float] = field(default_factory=dict[str, float])
     """`source/metric` -> sum over all records, of metrics that are sums."""
@@ -113,10 +143,9 @@ class RunHistory:
 
     def _add_learner(self, record: MetricRecord) -> None:
         if record.step is not None:
-            if before := self.steps.get(record.step - 1):
-                kept = {name: before.values[name] for name in OF_EVERY_STEP if name in before.values}
-                self.steps[before.number] = replace(before, values=kept)
-            self.steps[record.step] = Step(record.step, record.time, record.values)
+            values = {name: partial.value for name, partial in record.values.items()}
+            self.last_step = Step(record.step, record.time, values)
+            self.steps.add(self.last_step)
 
     def _add_evaluation(self, record: MetricRecord) -> None:
         values = record.values
@@ -136,15 +165,6 @@ class RunHistory:
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
-
-    @property
-    def last_step(self) -> Step | None:
-        """The newest step."""
-        return self.steps[max(self.steps)] if self.steps else None
-
-    def ordered_steps(self) -> list[Step]:
-        """Every step once, in order."""
-        return [self.steps[number] for number in sorted(self.steps)]
 
     def evaluation(self, kind: str, sampling: str) -> Evaluation | None:
         """The newest evaluation of that kind."""
@@ -170,7 +190,7 @@ class RunHistory:
 
     def seconds_per_step(self, over: int = 20) -> float | None:
         """Mean time of the newest steps."""
-        steps = [self.steps[number] for number in sorted(nlargest(over + 1, self.steps))]
+        steps = self.steps.newest(over + 1)
         if len(steps) < 2:
             return None
         return (steps[-1].time - steps[0].time) / (steps[-1].number - steps[0].number)

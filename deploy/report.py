@@ -78,8 +78,8 @@ def build_report(
     ended_at: float,
 ) -> dict[str, Any]:
     """All figures of a run; None where a run did not come to it. Times are seconds."""
-    steps = history.ordered_steps()
-    trained = [each.values["tokens_trained"].total for each in steps if "tokens_trained" in each.values]
+    steps = history.steps.newest()
+    trained = [each.values["tokens_trained"] for each in steps if "tokens_trained" in each.values]
     before, after = history.evaluation("before", "sampled"), history.evaluation("after", "sampled")
     staleness = [each.value("staleness_max") for each in steps if "staleness_max" in each.values]
     return {
@@ -98,7 +98,7 @@ def build_report(
         "phases_s": phases(history, ended_at),
         "startup_s": {name: round(seconds, 2) for name, seconds in startup_s.items()},
         "steps": steps[-1].number if steps else 0,
-        "trajectories": int(sum(each.values["trajectories"].total for each in steps if "trajectories" in each.values)),
+        "trajectories": int(sum(each.values["trajectories"] for each in steps if "trajectories" in each.values)),
         "tokens_generated": int(history.total("generation/tokens")),
         "tokens_trained": int(sum(trained)),
         "weight_updates": int(history.total("generation/weight_updates")),
@@ -145,7 +145,7 @@ def _finite(value: float) -> float | None:
 
 def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
     """How the time divides: until training began, training, and what came after the last step."""
-    steps = history.ordered_steps()
+    steps = history.steps.newest()
     if not steps:
         return {}
     began = [each.time for each in history.evaluations.values() if each.kind == "before"]
@@ -159,7 +159,7 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
 
 def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
     """Draw `learning_curve.png`; success where the envs report it, else reward."""
-    steps = history.ordered_steps()
+    steps = history.steps.newest()
     metric = "success" if any("success" in step.values for step in steps) else "reward"
     draw_learning_curve(
         path,

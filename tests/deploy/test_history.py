@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 
 from deploy.history import RATE_S, RunHistory, command_started
 from services.telemetry import MetricRecord, Partial, mean
@@ -22,8 +23,7 @@ def evaluation(when: str, at: int, success: float, sampling: str = "sampled", ti
 
 def test_a_repeated_step_counts_once_with_what_it_saw_last():
     history = grown(step(1, 1.0), step(2, 2.0, success=0.1), step(2, 4.0, success=0.9), step(3, 5.0))
-    assert [each.number for each in history.ordered_steps()] == [1, 2, 3]
-    assert history.steps[2].value("success") == 0.9
+    assert [(each.number, each.value("success")) for each in history.steps.newest()] == [(1, 0.5), (2, 0.9), (3, 0.5)]
     assert history.position == "4-0"
 
 
@@ -84,4 +84,27 @@ def test_a_pause_between_two_commands_does_not_count_as_time_of_the_run():
 
 
 def test_a_metric_that_nobody_measured_is_nan():
-    assert math.isnan(grown(step(1, 1.0)).steps[1].value("nothing"))
+    history = grown(step(1, 1.0))
+    assert history.last_step
+    for each in (history.last_step, *history.steps.newest()):
+        assert math.isnan(each.value("reward"))
+        assert "reward" not in each.values
+
+
+def test_a_learner_that_goes_back_takes_the_steps_after_it_with_it():
+    history = grown(step(1, 1.0), step(2, 2.0), step(3, 3.0), step(2, 9.0))
+    assert [(each.number, each.time) for each in history.steps.newest()] == [(1, 1.0), (2, 9.0)]
+    assert history.last_step
+    assert history.last_step.number == 2
+    assert [each.number for each in history.steps.newest(1)] == [2]
+    assert RunHistory().steps.newest(5) == []
+
+
+def test_a_step_of_a_long_run_takes_a_few_numbers_of_memory():
+    history = grown(*(step(number, float(number)) for number in range(1, 1001)))
+    tracemalloc.start()
+    try:
+        history.add((f"{number}-0", step(number, float(number))) for number in range(1001, 11_001))
+        assert tracemalloc.get_traced_memory()[0] < 10_000 * 80
+    finally:
+        tracemalloc.stop()
