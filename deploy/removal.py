@@ -21,6 +21,7 @@ WRITTEN = (
     "report.json",
     "start",
     "tensorboard",
+    "trackers",
     "weights",
     ".claim",
 )

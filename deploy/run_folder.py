@@ -1,7 +1,7 @@
 """A run's folder: who uses it now, and what becomes of an earlier run in it.
 
-Layout: `config.yaml`, `report.json`, `checkpoints/`, `tensorboard/`, `logs/`, `redis/` (the embedded server's AOF),
-`policy/` (the tiny policy's files), `episodes/`, `learning_curve.png`, `endpoints.json` while it runs.
+Layout: `config.yaml`, `report.json`, `checkpoints/`, `tensorboard/`, `trackers/`, `logs/`, `redis/` (the embedded server's
+AOF), `policy/` (the tiny policy's files), `episodes/`, `learning_curve.png`, `endpoints.json` while it runs.
 
 Invariant: at most one command runs a run in a folder.
 """

@@ -51,6 +51,7 @@ from services.keys import RunKeys
 from services.rollout.patience import patiently
 from services.telemetry import RedisMetrics
 from services.weights.transports import cleanup
+from trainer.trackers.registry import STOP_S, has_processes
 
 logger = logging.getLogger(__name__)
 
@@ -259,6 +260,7 @@ class LocalMesh:
                 await RunStore(async_redis).want(self._config.exp_name, Wanted.STOPPED)
             await asyncio.to_thread(ask_to_stop, self._redis, self._config.exp_name, now=False)
             grace_s = await asyncio.to_thread(_learner_grace_s, self._redis, self._config.exp_name)
+            grace_s += STOP_S if has_processes(self._config.track_with) else 0.0
             deadline = time.monotonic() + grace_s
             while time.monotonic() < deadline:
                 status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)

@@ -1,7 +1,7 @@
 """What the learner can be told; the keys that ROLL has keep ROLL's names and stand at the root of a run's YAML."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -222,10 +222,32 @@ class LearnerConfig(AlgorithmConfig):
     staleness_controller: StalenessControllerConfig | None = None
     """Sets `max_staleness` and `train_env_manager.num_env_groups` while the run goes on; None leaves them alone."""
     replay: ReplayConfig = ReplayConfig()
-    track_with: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    track_with: tuple[str, ...] = ("tensorboard",)
+    """Who gets the metrics besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, `stdout`, or a
+    class of one's own as `module:Class` (docs/tracking.md). A name alone stands for a list of one."""
+    tracker_kwargs: dict[str, dict[str, JsonValue]] = Field(default_factory=dict[str, dict[str, JsonValue]])
+    """What trackers are told, each under its name: `{wandb: {project: agents}}`."""
     actor_train: ActorTrainConfig = ActorTrainConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @field_validator("track_with", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        """A list becomes a tuple here: behind a validator JSON's lists are taken for Python's, which strictness refuses."""
+        if isinstance(value, list):
+            return tuple(cast(list[object], value))
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("tracker_kwargs", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        """Raises ValueError for ROLL's form, in which all keys are of one tracker."""
+        if isinstance(value, dict):
+            for key, told in cast(dict[object, object], value).items():
+                if told is not None and not isinstance(told, dict):
+                    raise ValueError(f"stands under the tracker's name here: tracker_kwargs.NAME.{key}")
+        return cast(object, value)
 
     @property
     def has_value_head(self) -> bool:

@@ -6,6 +6,7 @@ from trainer.algorithm_checks import Complaint
 from trainer.algorithm_config import AGAINST_BEHAVIOR
 from trainer.config import LearnerConfig
 from trainer.schedule_checks import schedule_complaints
+from trainer.trackers.checks import tracker_complaints
 
 WITHOUT_RATIO = ("vanilla", "gpg", "kimi15")
 """Losses whose gradient takes each token as if the present policy had sampled it."""
@@ -39,6 +40,7 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
     yield from schedule_complaints(config)
     yield from _reference_complaints(config)
     yield from _replay_complaints(config)
+    yield from tracker_complaints(config)
 
 
 def _reference_complaints(config: LearnerConfig) -> Iterator[Complaint]:

@@ -37,7 +37,8 @@ from trainer.recording import BatchStore, RecordingTrainer
 from trainer.reporting import RedisBoard, Reporter
 from trainer.run import LearnerRun, ends, read_run
 from trainer.signals import stopping_on_signals
-from trainer.trackers import TrackerThread
+from trainer.trackers.processes import TrackerProcesses, orders_of
+from trainer.trackers.thread import TrackerThread
 from trainer.view import LearnerView, SilentView
 from trainer.watchdog import Watchdog, watched
 
@@ -85,7 +86,8 @@ class LearnerProcess:
         hung_s = 60 * run.config.actor_train.backend_timeout + (OTHERS_FIRST_S if num_processes > 1 else 0.0)
         self._watchdog = Watchdog(hung_s)
         board = RedisBoard(redis, run.run_id)
-        self._reporter = Reporter(RedisMetrics(redis, run.run_id), board, self._view, self._watchdog.sign)
+        self._metrics = RedisMetrics(redis, run.run_id)
+        self._reporter = Reporter(self._metrics, board, self._view, self._watchdog.sign)
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._peers = Peers()
@@ -181,12 +183,14 @@ class LearnerProcess:
             elif not self._begin(trainer, learner, buffer.counters().trained):
                 return Ended(interrupted=self._stop.is_set())
             self._reporter.stage(self._laps.seconds)
-            names = run.config.track_with
+            names, kwargs = run.config.track_with, run.config.tracker_kwargs
             with (
-                TrackerThread(self._redis, run.run_id, run.output_dir, names, resumed_step),
+                TrackerProcesses(orders_of(run, resumed_step), self._view.say, self._metrics) as trackers,
+                TrackerThread(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
             ):
                 finished = learner.run()
+                trackers.ending = "finished" if finished else "stopped"
                 if not finished:
                     self._reporter.phase("stopped")
             return Ended(finished, self._stop.is_set(), learner.step, learner.saved_at)
@@ -245,7 +249,7 @@ class LearnerProcess:
             publisher=publisher,
             buffer=buffer,
             checkpoints=CheckpointStore(run.checkpoints, run.config.max_ckpt_to_keep),
-            sink=RedisMetrics(self._redis, run.run_id),
+            sink=self._metrics,
             log=RedisEvaluationLog(self._redis, run.run_id),
             reporter=self._reporter,
             stopped=self._is_over,

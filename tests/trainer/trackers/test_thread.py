@@ -8,7 +8,8 @@ from redis import Redis
 
 from services.telemetry import MetricRecord, Partial, RedisMetrics, mean
 from tests.waiting import wait_until_sync
-from trainer.trackers import MetricsFile, TrackerThread
+from trainer.trackers.metrics_file import MetricsFile
+from trainer.trackers.thread import TrackerThread
 
 
 def record(step: int, value: float) -> MetricRecord:

@@ -1,0 +1,61 @@
+"""SwanLab: online, the experiment of a resumed learner goes on under its id.
+
+SwanLab keeps one value per name and step, the first: of gauges that other services send between two steps, one is seen.
+"""
+
+from importlib import import_module
+from typing import Any, Literal
+
+from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+
+STATE: dict[Ending, str] = {"finished": "success", "stopped": "aborted", "died": "crashed"}
+
+
+class SwanLab(Tracker):
+    """`swanlab.init` takes what is told here by the same name; the API key comes from SWANLAB_API_KEY or `swanlab login`."""
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        *,
+        project: str = "offbeat",
+        workspace: str | None = None,
+        experiment_name: str | None = None,
+        description: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: list[str] | None = None,
+        public: bool | None = None,
+        mode: Literal["online", "local", "offline", "disabled"] | None = None,
+    ) -> None:
+        """experiment_name: `exp_name` if left out."""
+        swanlab: Any = import_module("swanlab")
+
+        self._run: Any = swanlab.init(
+            project=project,
+            workspace=workspace,
+            name=experiment_name or run.name,
+            description=description,
+            group=group,
+            job_type=job_type,
+            tags=tags,
+            public=public,
+            mode=mode,
+            log_dir=str(run.folder),
+            id=run.key,
+            resume="allow",
+            config=dict(run.config),
+        )
+        try:
+            self.place = str(self._run.url)
+        except ValueError:  # not online
+            self.place = str(run.folder)
+
+    def write(self, row: Row) -> None:
+        """See `Tracker`."""
+        if row.values:
+            self._run.log(dict(row.values), step=row.step)
+
+    def close(self, ending: Ending) -> None:
+        """See `Tracker`."""
+        self._run.finish(state=STATE[ending], error="the learner died" if ending == "died" else None)

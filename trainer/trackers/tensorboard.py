@@ -1,0 +1,38 @@
+"""TensorBoard: scalars over the learner's step; steps that a resumed learner repeats replace the earlier ones."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+
+
+class TensorBoard(Tracker):
+    """One event file per life of the learner."""
+
+    def __init__(self, run: TrackedRun, *, log_dir: Path | None = None) -> None:
+        """log_dir: where the files go instead of `tensorboard/` in the run's folder."""
+        # tensorboard's own writer: torch.utils.tensorboard would import much more
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries = cast(Any, event_pb2), cast(Any, summary_pb2)
+        self._writer: Any = EventFileWriter(str(log_dir or run.folder))
+        if run.resumed_step > 0:
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._events.Event(step=run.resumed_step + 1, session_log=start))
+
+    def write(self, row: Row) -> None:
+        """See `Tracker`."""
+        make = self._summaries.Summary
+        values = [make.Value(tag=tag, simple_value=value) for tag, value in row.values.items()]
+        if values:
+            self._writer.add_event(self._events.Event(wall_time=row.time, step=row.step, summary=make(value=values)))
+
+    def flush(self) -> None:
+        """See `Tracker`."""
+        self._writer.flush()
+
+    def close(self, ending: Ending) -> None:
+        """See `Tracker`."""
+        del ending
+        self._writer.close()

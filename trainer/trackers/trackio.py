@@ -1,0 +1,60 @@
+"""Trackio: on this machine, on a server of one's own, or in a Space of Hugging Face; a resumed learner's run goes on.
+
+Trackio knows runs by name: `exp_name` with the first letters of the run's key.
+"""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+
+
+class Trackio(Tracker):
+    """`trackio.init` takes what is told here by the same name."""
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        *,
+        project: str = "offbeat",
+        name: str | None = None,
+        group: str | None = None,
+        space_id: str | None = None,
+        dataset_id: str | None = None,
+        bucket_id: str | None = None,
+        server_url: str | None = None,
+        private: bool | None = None,
+        auto_log_gpu: bool | None = None,
+        gpu_log_interval: float = 10.0,
+    ) -> None:
+        if space_id is not None:
+            os.environ.pop("HF_HUB_OFFLINE", None)  # the learner sets it, for its models
+        trackio: Any = import_module("trackio")
+
+        self._run: Any = trackio.init(
+            project=project,
+            name=f"{name or run.name}-{run.key[:6]}",
+            group=group,
+            space_id=space_id,
+            dataset_id=dataset_id,
+            bucket_id=bucket_id,
+            server_url=server_url,
+            private=private,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=auto_log_gpu,
+            gpu_log_interval=gpu_log_interval,
+        )
+        self.place = f"{space_id or server_url or 'trackio show'}, project {project}, run {self._run.name}"
+
+    def write(self, row: Row) -> None:
+        """See `Tracker`."""
+        if row.values:
+            self._run.log(dict(row.values), step=row.step)
+
+    def close(self, ending: Ending) -> None:
+        """See `Tracker`."""
+        del ending
+        self._run.finish()
