@@ -46,6 +46,21 @@ class TrackerThread(Follower):
         super().__init__("trackers")
 
     def _follow(self) -> None:
+        told = ""
+        while True:
+            try:
+                self._write_down()
+                return
+            except OSError as error:  # the disk is full, say: what the file lacks is in the stream
+                if told != str(error):
+                    logger.warning("metrics can't be written now: %s", error)
+                told = str(error)
+            if self._stop.wait(RETRY_S):
+                return
+            self._resumed_step = self._step
+
+    def _write_down(self) -> None:
+        """From where the file ends until the learner does. Raises OSError."""
         file = MetricsFile(self._output_dir / METRICS_FILE)
         trackers = {name: self._made(name) for name in self._names}
         position = file.position

@@ -5,7 +5,6 @@ Skipped where the package is not installed: `uv pip install 'offbeat[wandb,mlflo
 
 import json
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,18 @@ from trainer.trackers.tracker import Ending
 
 CONFIG = {"max_steps": 6, "actor_train": {"training_args": {"learning_rate": 0.001}}}
 FIRST = (step(1, 0.25), evaluation(0), GAUGE, step(2, 0.25), step(3, 0.25))
-SECOND = (step(3, 9.0), step(4, 0.5), evaluation(2, "greedy"), MetricRecord("learner", {"odd @ %": mean([1.0])}, step=5))
+SECOND = (
+    step(3, 9.0),
+    step(4, 0.5),
+    evaluation(2, "greedy"),
+    MetricRecord("learner", {"odd @ %": mean([1.0])}, step=5),
+)
 STEPS = [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5)]
 
 
-def live(folder: Path, name: str, ending: Ending, *records: MetricRecord, changed: dict[str, Any], **kwargs: Any) -> None:
+def live(
+    folder: Path, name: str, ending: Ending, *records: MetricRecord, changed: dict[str, Any], **kwargs: Any
+) -> None:
     """One life of a learner that tracks."""
     append(folder, *records)
     kept = folder / "trackers" / f"{name}.json"
