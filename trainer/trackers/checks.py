@@ -5,7 +5,7 @@ from difflib import get_close_matches
 
 from trainer.algorithm_checks import Complaint
 from trainer.config import LearnerConfig
-from trainer.trackers.registry import TRACKERS, TrackerError, arguments, find_tracker
+from trainer.trackers.registry import TRACKERS, TrackerError, argument_errors, find_tracker
 
 
 def tracker_complaints(config: LearnerConfig) -> Iterator[Complaint]:
@@ -21,9 +21,7 @@ def tracker_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             meant = f"; did you mean {near[0]}?" if near and name not in TRACKERS else ""
             yield Complaint(f"track_with.{position}", f"{error}{meant}")
             continue
-        try:
-            arguments(tracker, config.tracker_kwargs.get(name, {}))
-        except TrackerError as error:
+        for error in argument_errors(tracker, config.tracker_kwargs.get(name, {})):
             yield Complaint(".".join(filter(None, ("tracker_kwargs", name, error.key))), str(error))
     for name in config.tracker_kwargs:
         if name not in config.track_with:

@@ -6,7 +6,7 @@ Invariant: looking one up imports neither the library behind it nor torch.
 import inspect
 import json
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -76,20 +76,32 @@ def arguments(tracker: type[Tracker], told: Mapping[str, JsonValue]) -> dict[str
     """What `__init__` is called with besides the run: keys checked, values of the types that it names.
 
     Raises:
-        TrackerError: an unknown or missing key, or a value of a wrong type.
+        TrackerError: the first of `argument_errors`.
     """
+    for error in argument_errors(tracker, told):
+        raise error
+    types = typing.get_type_hints(tracker.__init__)
+    return {key: _typed(key, value, types.get(key, Any)) for key, value in told.items()}
+
+
+def argument_errors(tracker: type[Tracker], told: Mapping[str, JsonValue]) -> Iterator[TrackerError]:
+    """Unknown and missing keys, and values of a wrong type."""
     known = list(inspect.signature(tracker).parameters.values())[1:]
     open_ended = any(each.kind is each.VAR_KEYWORD for each in known)
     named = {each.name: each for each in known if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
-    for key in told:
+    types = typing.get_type_hints(tracker.__init__)
+    for key, value in told.items():
         if key not in named and not open_ended:
             takes = f"it takes {', '.join(named)}" if named else "it takes none"
-            raise TrackerError(f"no such argument: {takes}{SECRETS if key in SECRET_KEYS else ''}", key)
+            yield TrackerError(f"no such argument: {takes}{SECRETS if key in SECRET_KEYS else ''}", key)
+            continue
+        try:
+            _typed(key, value, types.get(key, Any))
+        except TrackerError as error:
+            yield error
     for key, each in named.items():
         if each.default is each.empty and key not in told:
-            raise TrackerError("required, and missing", key)
-    types = typing.get_type_hints(tracker.__init__)
-    return {key: _typed(key, value, types.get(key, Any)) for key, value in told.items()}
+            yield TrackerError("required, and missing", key)
 
 
 SECRET_KEYS = ("api_key", "login_kwargs", "key")

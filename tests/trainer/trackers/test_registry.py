@@ -59,6 +59,12 @@ def test_what_a_tracker_can_t_be_told_is_refused_by_its_key(names: Any, kwargs: 
     assert says in message
 
 
+@pytest.mark.usefixtures("all_installed")
+def test_all_that_is_wrong_is_told_at_once():
+    found = complaints(["wanbd", "mlflow"], mlflow={"uri": "x", "tags": 1})
+    assert [path for path, _ in found] == ["track_with.0", "tracker_kwargs.mlflow.uri", "tracker_kwargs.mlflow.tags"]
+
+
 @pytest.mark.parametrize("name", registry.EXTRAS)
 def test_a_package_that_is_missing_is_refused_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "find_spec", lambda _name: None)
