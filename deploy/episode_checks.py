@@ -47,10 +47,6 @@ def _vision_problems(config: RunConfig) -> Iterator[Problem]:
             )
         if env.agent_runner:
             yield Problem(f"{key}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
-        if config.warm_start is not None and config.warm_start.tag == tag:
-            yield Problem(
-                "warm_start.tag", f"demonstrations hold no pictures, and {tag} shows some: leave warm_start out"
-            )
     if sees:
         yield from _training_problems(config)
 

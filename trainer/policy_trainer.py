@@ -20,6 +20,7 @@ from services.rollout.chat import load_chat_format
 from services.schema import Group
 from trainer.algorithms.aggregation import Silent
 from trainer.config import ModelArgs
+from trainer.demonstrations import demonstrator
 from trainer.engines.base import TrainEngine
 from trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
 from trainer.engines.frozen import FrozenModel, Judge, WithoutAdapters
@@ -30,7 +31,7 @@ from trainer.models.tokens import check_same_tokens
 from trainer.reference_config import InferStrategyArgs
 from trainer.run import LearnerRun
 from trainer.step import BatchTrainer, Gauges, Models, Seen
-from trainer.warm_start import Progress, demonstrator, warm_start
+from trainer.warm_start import Progress, warm_start
 
 logger = logging.getLogger(__name__)
 
@@ -107,16 +108,13 @@ class PolicyTrainer:
         warm = self._config.warm_start
         if warm is not None:
             engine = self._whole()
-            loss = warm_start(
-                engine,
+            demonstrate = demonstrator(
                 warm,
-                demonstrator(warm, self._config.custom_envs[warm.tag]),
+                self._config.custom_envs[warm.tag],
                 load_chat_format(self._run.model_folder),
-                seed=self._config.seed,
                 max_tokens=self._config.sequence_length,
-                progress=progress,
-                stopped=stopped,
             )
+            loss = warm_start(engine, warm, demonstrate, seed=self._config.seed, progress=progress, stopped=stopped)
             if loss is None:
                 return False
             if self._has_companions or self._adapts:

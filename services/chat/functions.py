@@ -8,8 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from services.chat.messages import CallParser, ChatMessage, ToolCall, Tools, one_form
+from services.chat.messages import CallParser, ChatMessage, ToolCall
 from services.chat.parsers import load_parser
+from services.chat.probe import ANOTHER, ASKED, CALL, OFFERED, PROBE, takes_results
 from services.chat.template import ChatTemplate, UnusableError, load_chat_template
 from services.errors import RolloutError
 
@@ -40,24 +41,6 @@ CANDIDATES = (
     ("[", "pythonic"),
 )
 """What stands in a call, and the parser of vLLM that may read it; the first that does is taken."""
-OFFERED = "offbeat_probe"
-PROBE: Tools = (
-    {
-        "type": "function",
-        "function": {
-            "name": OFFERED,
-            "description": "What is there.",
-            "parameters": {
-                "type": "object",
-                "properties": {"item": {"type": "string"}, "count": {"type": "integer"}},
-                "required": ["item", "count"],
-            },
-        },
-    },
-)
-CALL = ToolCall(OFFERED, one_form({"item": "a cup of tea", "count": 2}), "probe0001")
-ANOTHER = ToolCall(OFFERED, one_form({"item": "milk", "count": 3}), "probe0002")
-ASKED = ChatMessage("user", "offbeatasked")
 
 
 def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
@@ -120,16 +103,6 @@ def _reads_several(template: ChatTemplate) -> bool:
     except RolloutError:
         return True
     return _read(template, written) == (CALL, ANOTHER)
-
-
-def takes_results(template: ChatTemplate) -> bool:
-    """Whether the template writes a message of the role `tool`."""
-    result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
-    try:
-        whole = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)
-    except UnusableError:
-        return False
-    return "offbeatresult" in whole
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from envs.tools.functions import Call, read_results, write_calls
 from services.chat.capture import Reward, capture
-from services.chat.functions import takes_results
 from services.chat.messages import ChatMessage, Tools
+from services.chat.probe import takes_results
 from services.chat.template import ChatTemplate, UnusableError
 from services.chat.tree import Prompt, TokenTree
 from services.errors import RolloutError

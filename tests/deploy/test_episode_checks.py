@@ -37,11 +37,7 @@ def test_a_tiny_policy_can_be_trained_on_pictures():
         (["+actor_train.strategy_args.zero_stage=3"], "actor_train.strategy_args.zero_stage", "take 2"),
         (["+actor_infer.tensor_parallel_size=2"], "actor_infer.tensor_parallel_size", "take 1"),
         (["+use_kl_loss=true", "+kl_loss_coef=0.1", "+kl_loss_type=full"], "kl_loss_type", "take k3"),
-        (
-            ["+warm_start={demos: 'envs.frozen_lake.demos:careful_wandering', tag: FrozenLake}"],
-            "warm_start.tag",
-            "hold no pictures",
-        ),
+        (["warm_start.demos=envs.frozen_lake.demos:blind_wandering"], "warm_start.demos", "careful_wandering"),
         (
             [f"+{TAG}.agent_runner.path=deploy.agents.walker:play"],
             f"{TAG}.agent_runner",

@@ -11,9 +11,17 @@ from services.rollout.chat import ChatFormat, load_chat_format
 from services.rollout.config import CustomEnv
 from tests.trainer.plain_engine import PlainEngine
 from trainer.config import ModelArgs, TinyPolicyConfig, WarmStartConfig
+from trainer.demonstrations import (
+    Message,
+    demonstrator,
+    find_demos,
+    pack_demonstrations,
+    tokenize,
+    told_episodes,
+)
 from trainer.models.policy import load_policy
 from trainer.policies.tiny import write_tiny_policy
-from trainer.warm_start import demonstrator, pack_demonstrations, tokenize, warm_start
+from trainer.warm_start import warm_start
 
 ENV = CustomEnv(env_type="frozen_lake", max_steps=4, env_config={"size": 4, "p": 0.7})
 WARM = WarmStartConfig(demos="envs.frozen_lake.demos:careful_wandering", tag="lake", steps=6, episodes_per_step=2)
@@ -37,40 +45,40 @@ def engine(folder: Path) -> PlainEngine:
 
 def run(
     engine: PlainEngine, chat: ChatFormat, *, seed: int = 1, max_tokens: int = 512, config: WarmStartConfig = WARM
-) -> float | None:
-    return warm_start(
-        engine,
-        config,
-        demonstrator(config, ENV),
-        chat,
-        seed=seed,
-        max_tokens=max_tokens,
-        progress=lambda *_: None,
-    )
+) -> float:
+    demonstrate = demonstrator(config, ENV, chat, max_tokens=max_tokens)
+    loss = warm_start(engine, config, demonstrate, seed=seed, progress=lambda *_: None)
+    assert loss is not None
+    return loss
+
+
+def conversations(env: CustomEnv, count: int = 1) -> list[list[Message]]:
+    play, rng = told_episodes(find_demos(WARM), env), np.random.default_rng(0)
+    return [messages for _ in range(count) for messages in play(rng)]
 
 
 def test_a_demonstration_is_tokenised_as_the_template_renders_it(folder: Path, chat: ChatFormat) -> None:
     from transformers import AutoTokenizer
 
-    (messages,) = demonstrator(WARM, ENV)(np.random.default_rng(0))
+    (messages,) = conversations(ENV)
     demo = tokenize(chat, messages)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     whole = tokenizer.apply_chat_template(messages, return_dict=False)
     assert demo.tokens.tolist() == whole[: len(demo.tokens)]
     assert tokenizer.decode(whole[len(demo.tokens) :]).strip() == ""
     first = tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
-    assert len(demo.tokens) - demo.learned == len(first)
+    assert demo.learned.tolist() == list(range(len(first), len(demo.tokens)))
 
 
 def test_the_loss_covers_everything_behind_the_first_prompt(chat: ChatFormat) -> None:
-    play = demonstrator(WARM, ENV)
-    rng = np.random.default_rng(0)
-    demos = [tokenize(chat, messages) for _ in range(3) for messages in play(rng)]
+    told = conversations(ENV, 3)
+    demos = [tokenize(chat, messages) for messages in told]
     x = pack_demonstrations(demos)
     start = 0
     expected: list[int] = []
-    for demo in demos:
-        expected += range(start + len(demo.tokens) - demo.learned, start + len(demo.tokens))
+    for demo, (system, first, *_) in zip(demos, told, strict=True):
+        prompt = chat.first_prompt(system["content"], first["content"])
+        expected += range(start + len(prompt), start + len(demo.tokens))
         start += len(demo.tokens)
     assert x.positions.tolist() == expected
 
@@ -79,14 +87,14 @@ def test_a_demonstration_keeps_to_the_tags_turns_and_words() -> None:
     env = ENV.model_copy(
         update={"max_steps": 2, "agent_system_template": "Avoid O", "agent_template": "G {observation}"}
     )
-    (messages,) = demonstrator(WARM, env)(np.random.default_rng(0))
+    (messages,) = conversations(env)
     assert messages[0] == {"role": "system", "content": "Avoid O"}
     assert messages[1]["content"].startswith("G ")
     assert sum(message["role"] == "assistant" for message in messages) <= 2
 
 
 def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None:
-    (whole,) = demonstrator(WARM, ENV)(np.random.default_rng(0))
+    (whole,) = conversations(ENV)
     seen, said = [m["content"] for m in whole[1::2]], [m["content"] for m in whole[2::2]]
     stepwise = ENV.model_copy(
         update={
@@ -95,7 +103,7 @@ def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None
             "agent_template": "{history}|{step}|{actions_left}|{observation}",
         }
     )
-    steps = demonstrator(WARM, stepwise)(np.random.default_rng(0))
+    steps = conversations(stepwise)
     assert len(steps) == len(seen) > 1
     for i, (head, user, answer) in enumerate(steps):
         told = f"{seen[i - 1]}\n{said[i - 1]}" if i else ""
@@ -105,9 +113,9 @@ def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None
 
 
 def test_a_tag_that_shows_all_that_was_said_as_one_observation_is_shown_it_so() -> None:
-    (whole,) = demonstrator(WARM, ENV)(np.random.default_rng(0))
+    (whole,) = conversations(ENV)
     concat = ENV.model_copy(update={"env_manager_cls": "StepConcatEnvManager"})
-    steps = demonstrator(WARM, concat)(np.random.default_rng(0))
+    steps = conversations(concat)
     assert [messages[1]["content"] for messages in steps] == [
         "\n".join(m["content"] for m in whole[1 : 2 + 2 * i]) for i in range(len(steps))
     ]
@@ -116,8 +124,8 @@ def test_a_tag_that_shows_all_that_was_said_as_one_observation_is_shown_it_so() 
 def test_the_policy_learns_the_demonstrations(folder: Path, chat: ChatFormat) -> None:
     learner = engine(folder)
     longer = WARM.model_copy(update={"steps": 60})
-    assert run(learner, chat, config=WARM.model_copy(update={"steps": 1}), seed=2) > 2.0  # pyright: ignore[reportOperatorIssue]
-    assert run(learner, chat, config=longer) < 1.2  # pyright: ignore[reportOperatorIssue]
+    assert run(learner, chat, config=WARM.model_copy(update={"steps": 1}), seed=2) > 2.0
+    assert run(learner, chat, config=longer) < 1.2
     assert learner.resets == 2
 
 
@@ -143,10 +151,8 @@ def test_a_stop_ends_it_between_two_steps(folder: Path, chat: ChatFormat) -> Non
     result = warm_start(
         learner,
         WARM,
-        demonstrator(WARM, ENV),
-        chat,
+        demonstrator(WARM, ENV, chat, max_tokens=512),
         seed=1,
-        max_tokens=512,
         progress=lambda *_: None,
         stopped=lambda: len(learner.rates) == 2,
     )
@@ -162,4 +168,4 @@ def test_roles_out_of_order_are_refused(chat: ChatFormat, roles: list[str]) -> N
 
 def test_demos_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="no function"):
-        demonstrator(WARM.model_copy(update={"demos": "envs.frozen_lake.demos:nothing"}), ENV)
+        find_demos(WARM.model_copy(update={"demos": "envs.frozen_lake.demos:nothing"}))

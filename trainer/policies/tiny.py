@@ -170,6 +170,9 @@ def _picture_config(vision: TinyVisionConfig) -> dict[str, object]:
         "merge_size": MERGE,
         "temporal_patch_size": 2,
         "size": {"shortest_edge": side**2, "longest_edge": LARGEST_SIDE**2},
+        # White is nothing: envs draw on light ground, which would otherwise be most of what each patch says
+        "image_mean": [1.0, 1.0, 1.0],
+        "image_std": [0.5, 0.5, 0.5],
     }
 
 
