@@ -43,7 +43,7 @@ def test_a_tiny_policy_can_be_trained_on_pictures():
             f"{TAG}.agent_runner",
             "text alone",
         ),
-        (["sequence_length=12"], "sequence_length", "the first prompt of FrozenLake"),
+        (["sequence_length=12", "tiny.vision.patch_size=16"], "sequence_length", "the first prompt of FrozenLake"),
     ],
 )
 def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str], path: str, says: str):

@@ -20,7 +20,8 @@ from trainer.recording import BatchStore, RecordingTrainer
 from trainer.retraining import find_route, retrain
 from trainer.run import LearnerRun, LearnerRunConfig
 
-QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
 CRITIC = ("adv_estimator=gae", "reward_normalization.method=identity", "zero_variance=train")
 REFERENCE = ("add_token_level_kl=true", "init_kl_coef=0.1", "target_kl=0.01")
 RUNNING = ("reward_normalization={method: null, norm_mean_type: running, norm_std_type: running}",)
@@ -34,9 +35,9 @@ def ranks() -> Iterator[Ranks]:
         yield alone
 
 
-def run_of(folder: Path, overrides: Sequence[str]) -> LearnerRun:
+def run_of(folder: Path, overrides: Sequence[str], file: Path = QUICKSTART) -> LearnerRun:
     small = ["tiny.num_hidden_layers=1", "warm_start.steps=3", "save_steps=2", "max_steps=6"]
-    config = load_run(QUICKSTART, [f"output_dir={folder}", *small, *overrides])
+    config = load_run(file, [f"output_dir={folder}", *small, *overrides])
     preparation.prepare_folder(config)
     return LearnerRun("run", "now", folder, LearnerRunConfig.model_validate_json(config.model_dump_json()))
 
@@ -165,6 +166,20 @@ def test_a_policy_of_ones_own_is_taken_as_it_is(tmp_path: Path, ranks: Ranks) ->
     made.save(folder)
     run = run_of(tmp_path / "next", (f"pretrain={folder}", "warm_start=null"))
     assert_equal(weights(begun(run, ranks)), weights(made))
+
+
+def test_a_warm_start_on_pictures_trains_the_tower_and_is_the_seeds_alone(tmp_path: Path, ranks: Ranks) -> None:
+    file = CONFIGS / "frozen_lake_vision.yaml"
+    steps = ("warm_start.steps=2", "warm_start.episodes_per_step=2")
+    one, again, cold = (
+        weights(begun(run_of(tmp_path / name, overrides, file), ranks))
+        for name, overrides in (("one", steps), ("again", steps), ("cold", ("warm_start=null",)))
+    )
+    assert_equal(one, again)
+    towers = [name for name in one if ".visual." in name]
+    assert len(towers) > 10
+    still = [name for name in towers if torch.equal(one[name], cold[name])]
+    assert not still
 
 
 def test_the_warm_start_and_the_seed_fix_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:

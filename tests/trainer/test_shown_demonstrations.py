@@ -145,7 +145,7 @@ class Lamp(gymnasium.Env[str, str]):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", float(action == ("Down", "Up")[self.lit]), True, False, {}
 
-    def render(self) -> npt.NDArray[np.uint8]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def render(self) -> npt.NDArray[np.uint8]:
         return np.full((32, 32, 3), 255 * self.lit, dtype=np.uint8)
 
 
