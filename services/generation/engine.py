@@ -102,7 +102,8 @@ def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int
         "worker_extension_cls": WORKER_EXTENSION,
     }
     if model_family(model) is not None:
-        arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
+        # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do
+        arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
     if config.max_lora_rank is not None:
         from vllm.config.lora import MaxLoRARanks
 
