@@ -7,7 +7,7 @@ from deploy.run_folder import FolderInUseError, locked
 
 
 def run_in(folder: Path) -> Path:
-    for name in ("checkpoints/step-000001", "logs", "tensorboard"):
+    for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb"):
         (folder / name).mkdir(parents=True)
     for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json"):
         (folder / name).write_text("{}")

@@ -1,4 +1,5 @@
-"""No key of an algorithm is silent: each changes what is trained, or is refused where it would not."""
+"""No key of an algorithm, a model, the replay or the staleness controller is silent: each changes what is trained or
+done, or is refused where it would not."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from services.schema import Group
 from tests.fakes import make_group
 from tests.trainer.outcome import outcome
 from tests.trainer.plain_engine import PlainEngine
+from tests.trainer.test_families import ragged
+from tests.trainer.test_replay import numbers, replayed
+from tests.trainer.test_staleness import Seen, asked
 from trainer.algorithm_config import AlgorithmConfig
 from trainer.config import CriticConfig, LearnerConfig, ModelArgs, TinyPolicyConfig
 from trainer.correction_config import ImportanceWeight, MismatchFilter, TrainInferCorrection
@@ -18,7 +22,9 @@ from trainer.distillation_config import TeacherConfig
 from trainer.engines.processes import Ranks
 from trainer.models.policy import load_critic, load_policy
 from trainer.policies.tiny import write_tiny_policy
+from trainer.replay_config import ReplayConfig
 from trainer.reward_config import RewardNormalization, RewardShaping
+from trainer.staleness_config import StalenessControllerConfig
 from trainer.step import BatchTrainer, Models
 
 HERE = f"{__name__}:OddGroups"
@@ -220,6 +226,50 @@ OF_THE_CRITIC: dict[str, Change] = {
 }
 
 
+LORA: dict[str, Any] = {"lora_target": "q_proj,v_proj"}
+OF_THE_MODEL: dict[str, Change] = {
+    "dtype": ({}, {"dtype": "bfloat16"}),
+    "attn_implementation": ({}, {"attn_implementation": "eager"}),
+    "shared_prefix": ({}, {"shared_prefix": True}),
+    "disable_gradient_checkpointing": ({}, {"disable_gradient_checkpointing": False}),
+    "lora_target": ({}, LORA),
+    "lora_rank": (LORA | {"lora_alpha": 8.0}, {"lora_rank": 4}),
+    "lora_alpha": (LORA, {"lora_alpha": 4.0}),
+}
+"""What is computed, with what, and which weights are trained."""
+
+TWICE: dict[str, Any] = {"samples_per_insert": 2.0}
+PRIORITIZED = TWICE | {"sampler": "prioritized"}
+OF_THE_REPLAY: dict[str, list[Change]] = {
+    "samples_per_insert": [({}, TWICE), (TWICE, {"samples_per_insert": 1.5})],
+    "max_times_sampled": [({"samples_per_insert": 3.0}, {"max_times_sampled": 3})],
+    "max_size": [(TWICE, {"max_size": 5})],
+    "max_staleness": [(TWICE, {"max_staleness": 1.0})],
+    "sampler": [(TWICE, {"sampler": name}) for name in ("fifo", "lifo", "prioritized")],
+    "priority_exponent": [(PRIORITIZED, {"priority_exponent": 2.0})],
+    "importance_sampling_exponent": [(PRIORITIZED, {"importance_sampling_exponent": 1.0})],
+}
+
+WELL = Seen(mismatch_kl=0.0, ess=1.0, wait_s=0.0, playing=24)
+TOO_OLD, WAITS = WELL._replace(mismatch_kl=1.0), WELL._replace(wait_s=0.5)
+HELD_UP, IDLE = WAITS._replace(playing=12), WELL._replace(playing=12)
+OF_THE_CONTROLLER: dict[str, tuple[Seen, Any]] = {
+    "interval": (TOO_OLD, 2),
+    "patience": (TOO_OLD, 1),
+    "min_staleness": (TOO_OLD, 1.5),
+    "max_staleness": (HELD_UP, 2.5),
+    "staleness_step": (TOO_OLD, 0.5),
+    "min_env_groups": (IDLE, 20),
+    "max_env_groups": (WAITS, 40),
+    "max_mismatch_kl": (WELL._replace(mismatch_kl=0.06), 0.1),
+    "min_ess": (WELL._replace(ess=0.6), 0.5),
+    "max_learner_idle": (HELD_UP, 0.6),
+    "max_rollout_idle": (HELD_UP, 0.6),
+    "hysteresis": (HELD_UP._replace(mismatch_kl=0.04), 0.0),
+}
+"""What steps measure, and a value that makes the controller do something else than without it."""
+
+
 class OddGroups:
     def __call__(self, group: Group) -> bool:
         return group.number % 2 == 1
@@ -248,6 +298,46 @@ def test_a_key_of_the_critic_changes_what_is_trained(critic: dict[str, Any], mor
     assert not torch.allclose(before, after, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("args", "more"), OF_THE_MODEL.values(), ids=OF_THE_MODEL)
+def test_a_key_of_the_model_changes_what_is_computed_or_trained(
+    args: dict[str, Any], more: dict[str, Any], tmp_path: Path
+):
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    assert made(tmp_path, args) != made(tmp_path, args | more)
+
+
+def made(folder: Path, args: dict[str, Any]) -> dict[str, Any]:
+    """The policy that `model_args` make, and the tokens that a step computes."""
+    training = {"training_args": {"max_tokens_per_microbatch": 1000}, "model_args": args}
+    config = LearnerConfig.model_validate({"actor_train": training})
+    policy = load_policy(folder, config.actor_train.model_args, seed=1)
+    model: Any = policy.model
+    batches = BatchTrainer(config, Models(PlainEngine(policy)), Ranks(0, 0, 1, torch.device("cpu")))
+    gauges = batches.train(ragged(), 0)
+    return {
+        "trained": {name: each.shape for name, each in policy.named_parameters() if each.requires_grad},
+        "dtype": model.dtype,
+        "attention": model.config._attn_implementation,
+        "checkpointing": model.is_gradient_checkpointing,
+        "scales": [each.scaling for each in model.modules() if hasattr(each, "scaling") and hasattr(each, "lora_A")],
+        "tokens": {name: each.value for name, each in gauges.items() if name.startswith("tokens/")},
+    }
+
+
+@pytest.mark.parametrize(
+    ("told", "more"),
+    [pytest.param(*change, id=f"{key}-{n}") for key, all_ in OF_THE_REPLAY.items() for n, change in enumerate(all_)],
+)
+def test_a_key_of_the_replay_changes_which_groups_join_or_what_they_weigh(told: dict[str, Any], more: dict[str, Any]):
+    before, after = (replayed(12, staleness=6, **each) for each in (told, told | more))
+    assert [(numbers(each), each.weights) for each in before] != [(numbers(each), each.weights) for each in after]
+
+
+@pytest.mark.parametrize(("key", "seen", "value"), [(key, *case) for key, case in OF_THE_CONTROLLER.items()])
+def test_a_key_of_the_staleness_controller_changes_what_it_asks_for(key: str, seen: Seen, value: Any):
+    assert asked(seen) != asked(seen, **{key: value})
+
+
 def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
     """The policy, and what says its values, after two steps."""
     training = {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000}}
@@ -269,6 +359,9 @@ def test_every_key_has_an_effect_that_is_shown():
     tables = {"reward_normalization", "reward_shaping", "train_infer_correction"}
     assert keys == set(EFFECTS) | IN_THE_STEP | tables
     assert set(CriticConfig.model_fields) == {key for _, change in OF_THE_CRITIC.values() for key in change}
+    assert set(ModelArgs.model_fields) == set(OF_THE_MODEL)
+    assert set(ReplayConfig.model_fields) == set(OF_THE_REPLAY)
+    assert set(StalenessControllerConfig.model_fields) == set(OF_THE_CONTROLLER)
     nested = {
         f"{table.__name__}.{name}"
         for table in (RewardNormalization, RewardShaping, TrainInferCorrection, ImportanceWeight, MismatchFilter)

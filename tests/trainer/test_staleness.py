@@ -1,7 +1,7 @@
 """The controller of staleness: what it makes of what it sees, when it acts, what it remembers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from pydantic import ValidationError
@@ -100,6 +100,31 @@ def play(made: StalenessController, steps: range, *, kl: float, wait_s: float = 
         made.trained()
         gauges = {"actor/mismatch_kl": Partial("mean", kl, 1.0), "actor/ess": Partial("last", 1.0)}
         made.observe(gauges, {"wait": wait_s, "step": 1.0}, SETTINGS)
+
+
+class Seen(NamedTuple):
+    """What every step of a run measures."""
+
+    mismatch_kl: float
+    ess: float
+    wait_s: float
+    """Of a step of 1 s."""
+    playing: int
+
+
+def asked(seen: Seen, **told: Any) -> list[tuple[int, dict[str, float]]]:
+    """What the controller asks for in 30 steps that all measure the same, of a run that obeys."""
+    buffer, settings = Suggested(playing=seen.playing), SETTINGS
+    made = StalenessController(controller(**told), buffer, groups_per_step=8, num_env_groups=24)
+    for step in range(30):
+        known = len(buffer.asked)
+        made.decide(step, settings)
+        for _, values, _ in buffer.asked[known:]:
+            settings = settings.changed(values)
+        made.trained()
+        gauges = {"actor/mismatch_kl": Partial("mean", seen.mismatch_kl, 1.0), "actor/ess": Partial("last", seen.ess)}
+        made.observe(gauges, {"wait": seen.wait_s, "step": 1.0}, settings)
+    return [(step, values) for step, values, _ in buffer.asked]
 
 
 @pytest.mark.parametrize(

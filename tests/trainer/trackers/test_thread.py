@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis import Redis
 
 from services.telemetry import MetricRecord, Partial, RedisMetrics, mean
 from tests.waiting import wait_until_sync
-from trainer.trackers import MetricsFile, TrackerThread
+from trainer.trackers.metrics_file import MetricsFile
+from trainer.trackers.thread import TrackerThread
 
 
 def record(step: int, value: float) -> MetricRecord:
@@ -67,3 +69,39 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     assert again.position == "1-0"
     again.close()
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_records_wait_in_the_stream_while_the_file_can_t_be_written(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "metrics.jsonl"
+    in_the_way.mkdir()
+    with Redis.from_url(redis_url) as redis, TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+        RedisMetrics(redis, "run").append(record(1, 0.25))
+        wait_until_sync(lambda: "can't be written now" in caplog.text)
+        in_the_way.rmdir()
+        wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
+
+
+def test_standard_output_gets_steps_and_evaluations_and_no_gauges(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Redis.from_url(redis_url) as redis:
+        sink = RedisMetrics(redis, "run")
+        with TrackerThread(redis, "run", tmp_path, ["stdout"], 0):
+            sink.append(record(1, 0.25))
+            sink.append(MetricRecord("generation", {"running": mean([3.0])}))
+            sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["step"], line["metrics"]) for line in told] == [
+        (1, {"learner/reward": 0.25}),
+        (1, {"eval/greedy/success": 0.5}),
+    ]
+
+
+def test_tensorboard_s_files_lie_where_they_are_wanted(redis_url: str, tmp_path: Path) -> None:
+    kwargs = {"tensorboard": {"log_dir": str(tmp_path / "elsewhere" / "tensorboard")}}
+    with Redis.from_url(redis_url) as redis, TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0, kwargs):
+        RedisMetrics(redis, "run").append(record(1, 0.25))
+    assert scalars(tmp_path / "elsewhere", "learner/reward") == [(1, 0.25)]

@@ -1,0 +1,21 @@
+"""`python -m tests.trainer.trackers.stand_in ORDER`: stands in for a learner that tracks, until it is killed."""
+
+import json
+import sys
+import time
+
+from services.telemetry import MetricRecord
+from trainer.trackers.process import Order
+from trainer.trackers.processes import TrackerProcesses
+
+
+class NoSink:
+    """Keeps nothing."""
+
+    def append(self, record: MetricRecord) -> None:
+        """See `MetricsSink`."""
+
+
+if __name__ == "__main__":
+    with TrackerProcesses([Order(**json.loads(sys.argv[1]))], print, NoSink()):
+        time.sleep(600.0)

@@ -1,0 +1,87 @@
+"""Trackers that can't be had are refused before a start, by the key, with what would be right."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.config import LearnerConfig
+from trainer.trackers import registry
+from trainer.trackers.checks import tracker_complaints
+
+NOTEBOOK = "tests.trainer.trackers.notebook:Notebook"
+
+
+def complaints(names: Any, **kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+    config = LearnerConfig(track_with=tuple(names), tracker_kwargs=kwargs)
+    return [(path, message) for path, message in tracker_complaints(config)]
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda _name: True)
+
+
+def test_one_name_stands_for_a_list_and_roll_s_form_of_arguments_is_told_where_they_stand():
+    assert LearnerConfig.model_validate_json('{"track_with": "wandb"}').track_with == ("wandb",)
+    assert LearnerConfig.model_validate_json('{"track_with": ["wandb", "mlflow"]}').track_with == ("wandb", "mlflow")
+    with pytest.raises(ValidationError, match=r"tracker_kwargs.NAME.project"):
+        LearnerConfig.model_validate_json('{"track_with": "wandb", "tracker_kwargs": {"project": "agents"}}')
+
+
+@pytest.mark.parametrize(
+    ("names", "kwargs", "path", "says"),
+    [
+        (["wanbd"], {}, "track_with.0", "did you mean wandb"),
+        (["tensorboard", "tensorboard"], {}, "track_with.1", "twice"),
+        (["nowhere.at_all:Tracker"], {}, "track_with.0", "can't import 'nowhere.at_all'"),
+        (["tests.trainer.trackers.notebook:Gone"], {}, "track_with.0", "inherits from trainer.trackers.tracker.Tracker"),
+        (["tests.trainer.trackers.notebook:NoTracker"], {}, "track_with.0", "inherits"),
+        (["tests.trainer.trackers.notebook:Half"], {}, "track_with.0", "does not define write"),
+        (["wandb"], {"wandb": {"projct": "x"}}, "tracker_kwargs.wandb.projct", "it takes project, entity"),
+        (["wandb"], {"wandb": {"api_key": "x"}}, "tracker_kwargs.wandb.api_key", "environment of the learner"),
+        (["wandb"], {"wandb": {"mode": "of"}}, "tracker_kwargs.wandb.mode", "'offline'"),
+        (["mlflow"], {"mlflow": {"tags": {"a": 1}}}, "tracker_kwargs.mlflow.tags", "string"),
+        (["swanlab"], {"swanlab": {"tags": "a"}}, "tracker_kwargs.swanlab.tags", "array"),
+        (["trackio"], {"trackio": {"private": 1}}, "tracker_kwargs.trackio.private", "boolean"),
+        (["stdout"], {"stdout": {"path": "x"}}, "tracker_kwargs.stdout.path", "it takes none"),
+        (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb", "track_with does not name wandb"),
+        ([NOTEBOOK], {}, f"tracker_kwargs.{NOTEBOOK}.path", "required"),
+        ([NOTEBOOK], {NOTEBOOK: {"path": 3}}, f"tracker_kwargs.{NOTEBOOK}.path", "expected a string, got 3"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("all_installed")
+def test_what_a_tracker_can_t_be_told_is_refused_by_its_key(names: Any, kwargs: Any, path: str, says: str):
+    [(refused, message)] = complaints(names, **kwargs)
+    assert refused == path
+    assert says in message
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_all_that_is_wrong_is_told_at_once():
+    found = complaints(["wanbd", "mlflow"], mlflow={"uri": "x", "tags": 1})
+    assert [path for path, _ in found] == ["track_with.0", "tracker_kwargs.mlflow.uri", "tracker_kwargs.mlflow.tags"]
+
+
+@pytest.mark.parametrize("name", registry.EXTRAS)
+def test_a_package_that_is_missing_is_refused_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "find_spec", lambda _name: None)
+    assert complaints([name]) == [("track_with.0", f"{name} is not installed: uv pip install 'offbeat[{name}]'")]
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_all_that_are_named_in_the_documentation_are_accepted():
+    own = {NOTEBOOK: {"path": "/tmp/x", "refuses": "loss"}}
+    assert not complaints([*registry.TRACKERS, NOTEBOOK], wandb={"project": "a", "tags": ["b"]}, **own)
+
+
+def test_looking_trackers_up_imports_none_of_their_packages():
+    code = (
+        "import sys; from trainer.trackers import registry; registry.find_spec = lambda name: True\n"
+        "for name in registry.TRACKERS: registry.arguments(registry.find_tracker(name), {})\n"
+        f"print([name for name in (*{registry.EXTRAS}, 'tensorboard', 'torch') if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "[]\n"
