@@ -24,7 +24,7 @@ from trainer.trackers.tracker import Ending
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0
+FIRST_RETRY_S, LAST_RETRY_S, MAX_DOUBLINGS = 2.0, 60.0, 16
 FINISH_S = 30.0
 """What trackers get to take the last rows of a run that is trained to its end."""
 COMMAND = (sys.executable, "-m", "trainer.trackers.process")
@@ -81,22 +81,31 @@ class TrackerProcess:
 
     def _keep_going(self) -> None:
         while True:
-            with self._starting:
-                if self._stop.is_set() and self._process is not None:
+            try:
+                if self._lived():
                     return
-                process = self._process = self._spawn()
-                if self._stop.is_set():
-                    _hang_up(process, self._ending)
-            assert process.stdout is not None
-            for line in process.stdout:
-                self._hear(line)
-            if process.wait() == 0:
-                return
-            if not self._trouble:
-                self._has_trouble(f"its process ended ({process.returncode}), logs/{_log_name(self._order.tracker)}")
-            self._failures += 1
+            except OSError as error:  # no memory for a process, or no file for its log
+                self._has_trouble(f"no process: {error}")
+            self._failures = min(self._failures + 1, MAX_DOUBLINGS)
             if self._stop.wait(min(LAST_RETRY_S, self._first_retry_s * 2 ** (self._failures - 1))):
                 return
+
+    def _lived(self) -> bool:
+        """One life of the process; whether no other one is wanted."""
+        with self._starting:
+            if self._stop.is_set() and self._process is not None:
+                return True
+            process = self._process = self._spawn()
+            if self._stop.is_set():
+                _hang_up(process, self._ending)
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._hear(line)
+        if process.wait() == 0:
+            return True
+        if not self._trouble:
+            self._has_trouble(f"its process ended ({process.returncode}), logs/{_log_name(self._order.tracker)}")
+        return False
 
     def _spawn(self) -> "subprocess.Popen[str]":
         log = Path(self._order.output_dir) / "logs" / _log_name(self._order.tracker)

@@ -140,3 +140,13 @@ def test_one_that_never_comes_back_is_not_waited_for_and_what_it_has_not_taken_i
     with tracked(order(tmp_path)):
         wait_until_sync(lambda: notes(tmp_path, "step")[-1:] == [3])
     assert notes(tmp_path, "closed") == ["died"]
+
+
+def test_one_that_can_t_be_started_is_tried_again(tmp_path: Path):
+    (tmp_path / "logs").write_text("in the way")
+    append(tmp_path, step(1))
+    with tracked(order(tmp_path)) as (_, said, _sink):
+        wait_until_sync(lambda: len(said) == 1)
+        (tmp_path / "logs").unlink()
+        wait_until_sync(lambda: notes(tmp_path, "step") == [1])
+    assert "no process: " in said[0]
