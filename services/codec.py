@@ -25,6 +25,8 @@ from services.schema import (
 from services.segments import check_segment, read_segment, segment_body
 from services.wire import MALFORMED, count, finite, pack, read_logprobs, read_spans, read_tokens, refuse, unpack
 
+STOP_REASONS = {reason.value: reason for reason in StopReason}
+
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """Pack one trajectory that `check_trajectory` passes; `decode_trajectory` gives it back bit for bit."""
@@ -65,8 +67,8 @@ def decode_trajectory(blob: bytes) -> Trajectory:
             tag=str(tag),
             seed=int(seed),
             segments=tuple([read_segment(segment) for segment in segments]),
-            turns=tuple([Turn._make((s, a, b, float(r), str(h))) for s, a, b, r, h in turns]),
-            stop_reason=StopReason(stop),
+            turns=tuple([tuple.__new__(Turn, (s, a, b, float(r), str(h))) for s, a, b, r, h in turns]),
+            stop_reason=STOP_REASONS[stop],
             metrics={str(name): float(value) for name, value in metrics.items()},
             worker_id=str(worker_id),
             duration_s=finite(duration_s, "duration"),
@@ -114,16 +116,15 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 def _check_turns(trajectory: Trajectory) -> None:
     lengths = [len(segment.tokens) for segment in trajectory.segments]
-    for turn in trajectory.turns:
-        segment, start, end = turn.segment, turn.start, turn.end
+    for segment, start, end, reward, _ in trajectory.turns:
         if not type(segment) is type(start) is type(end) is int:
             raise TypeError(f"turn of tokens [{start}, {end}) in segment {segment}: not whole numbers")
         if not 0 <= segment < len(lengths):
             raise ValueError(f"turn in segment {segment} of {len(lengths)}")
         if not 0 <= start < end <= lengths[segment]:
             raise ValueError(f"turn of tokens [{start}, {end}) outside its segment")
-        if not math.isfinite(turn.reward):
-            raise ValueError(f"reward {turn.reward}")
+        if not math.isfinite(reward):
+            raise ValueError(f"reward {reward}")
 
 
 def encode_requests(requests: list[GenerateRequest]) -> bytes:

@@ -90,9 +90,9 @@ class AsyncRolloutBuffer:
         versions = trajectory.version_range()
         unit = unit_of(task.kind, task.group_id, task.number)
         own = (unit, task.index, versions[0] if versions else "", blob)
-        result = await self._run.one_of_many("submit", (worker_id,), own)
+        result = await self._run.one_of_many("submit", (worker_id,), own, len(blob))
         self._forget(worker_id, task)
-        return SubmitResult(result.decode())
+        return SubmitResult(result)
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
         """See `RolloutBuffer.fail`. `reason` is a short name (`step_timeout`): groups are counted by it."""
@@ -128,9 +128,9 @@ class AsyncRolloutBuffer:
         )
 
     def _forget(self, worker_id: str, task: EpisodeTask) -> None:
-        mine = self._playing.get(worker_id, {})
-        if mine.get(_token(task)) == task:
-            del mine[_token(task)]
+        mine, token = self._playing.get(worker_id, {}), _token(task)
+        if mine.get(token) == task:
+            del mine[token]
 
     async def _next_ring(self, position: str, timeout_s: float) -> str | None:
         """The newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read at once."""

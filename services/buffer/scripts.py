@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import msgpack
 from redis import Redis
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis as AsyncRedis
 
-from services.errors import BufferError, FencedError, RetryableError
+from services.errors import BufferError, FencedError, MeshError, RetryableError
 from services.keys import RunKeys
 
 Argument = str | bytes | int | float
@@ -27,9 +27,11 @@ FOLDER = Path(__file__).parent
 SHARED = ("prelude", "sweep")
 LONGEST_BLOCK_S = 5.0
 """Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
+UNTRANSLATED = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
+"""What Redis raises that the mesh has a name for."""
 MOST_CALLS = 32
 """That one round trip carries."""
-MOST_BYTES = 1 << 18
+MOST_BYTES = 1 << 19
 """After which it takes no further call, so that Redis works on the first while the next are made ready."""
 MOST_TRIPS = 2
 """Round trips of a process that are under way together: while Redis works on one, the next is made ready."""
@@ -63,14 +65,17 @@ def errors_translated() -> Iterator[None]:
     """
     try:
         yield
-    except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-        raise RetryableError(f"Redis does not answer: {error}") from error
-    except redis_errors.ResponseError as error:
-        # Redis 7 puts ERR before a code of our own, 6 does not.
-        text = str(error).removeprefix("ERR ")
-        if text.startswith("FENCED "):
-            raise FencedError(text.removeprefix("FENCED ")) from error
-        raise BufferError(text) from error
+    except UNTRANSLATED as error:
+        raise _translated(error) from error
+
+
+def _translated(error: Exception) -> MeshError:
+    """One of `UNTRANSLATED` as the mesh calls it."""
+    if not isinstance(error, redis_errors.ResponseError):
+        return RetryableError(f"Redis does not answer: {error}")
+    # Redis 7 puts ERR before a code of our own, 6 does not.
+    text = str(error).removeprefix("ERR ")
+    return FencedError(text.removeprefix("FENCED ")) if text.startswith("FENCED ") else BufferError(text)
 
 
 class BufferKeys:
@@ -123,21 +128,25 @@ class AsyncBufferScripts:
 
     async def __call__(self, name: str, *args: Argument) -> Any:
         """Run a script. Raises as `errors_translated` says."""
-        return await self._answer(_Call(name, args, None, asyncio.get_running_loop().create_future()))
+        return await self._answered(_Call(name, args, None, 0, asyncio.get_running_loop().create_future()))
 
-    async def one_of_many(self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...]) -> Any:
-        """Run a script that takes any number of `own` after what they share and answers each: calls of one name and `shared`
-        that travel together are one. Raises as `errors_translated` says."""
-        return await self._answer(_Call(name, shared, own, asyncio.get_running_loop().create_future()))
+    async def one_of_many(
+        self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...], size: int = 0
+    ) -> Any:
+        """Run a script that takes, after what they share, msgpack of any number of `own`, and returns msgpack of an answer
+        to each: calls of one name and `shared` that travel together are one. Raises as `errors_translated` says.
 
-    async def _answer(self, call: "_Call") -> Any:
+        size: bytes of `own`, where they are many.
+        """
+        return await self._answered(_Call(name, shared, own, size, asyncio.get_running_loop().create_future()))
+
+    def _answered(self, call: "_Call") -> Awaitable[Any]:
         self._waiting.append(call)
         if len(self._senders) < self._trips:
             sender = asyncio.create_task(self._send())
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)  # of one that is cancelled before it begins
-        with errors_translated():
-            return await call.answer
+        return call.answer
 
     async def _send(self) -> None:
         try:
@@ -168,7 +177,7 @@ class AsyncBufferScripts:
             call = self._waiting.popleft()
             if not call.answer.done():  # somebody still waits for it
                 calls.append(call)
-                size += sum(len(part) for part in call.own or () if isinstance(part, bytes))
+                size += call.size
         return calls
 
     async def _replies(self, commands: Sequence["_Command"]) -> list[Any]:
@@ -189,29 +198,35 @@ class AsyncBufferScripts:
             return error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
     name: str
     shared: tuple[Argument, ...]
     own: tuple[Argument, ...] | None
     """None: it joins no other."""
+    size: int
     answer: asyncio.Future[Any]
 
     def joins(self, other: "_Call") -> bool:
         """Whether one command carries both."""
-        mine, others = self.own is not None, other.own is not None
-        return mine and others and (self.name, self.shared) == (other.name, other.shared)
+        if self.own is None or other.own is None:
+            return False
+        return self.name == other.name and self.shared == other.shared
 
     def settle(self, reply: Any) -> None:
         if self.answer.done():
             return
-        if isinstance(reply, Exception):
-            self.answer.set_exception(reply)
-        else:
+        if not isinstance(reply, Exception):
             self.answer.set_result(reply)
+            return
+        error = reply
+        if isinstance(reply, UNTRANSLATED):
+            error = _translated(reply)
+            error.__cause__ = reply
+        self.answer.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Command:
     """What Redis is told at once: a call, or several that join."""
 
@@ -222,14 +237,20 @@ class _Command:
         return self.calls[0].name
 
     @property
-    def arguments(self) -> Iterable[Argument]:
-        return chain(self.calls[0].shared, *(call.own or () for call in self.calls))
+    def arguments(self) -> tuple[Argument, ...]:
+        first = self.calls[0]
+        if first.own is None:
+            return first.shared
+        # One argument, whatever their number: to pack four for each call takes redis-py five times as long.
+        return *first.shared, cast(bytes, msgpack.packb([call.own for call in self.calls], use_bin_type=False))
 
     def settle(self, reply: Any) -> None:
         """Give each call its part."""
         if isinstance(reply, Exception) or self.calls[0].own is None:
-            reply = [reply] * len(self.calls)
-        for call, part in zip(self.calls, cast(list[Any], reply), strict=True):
+            parts = [reply] * len(self.calls)
+        else:
+            parts = cast(list[Any], msgpack.unpackb(reply))
+        for call, part in zip(self.calls, parts, strict=True):
             call.settle(part)
 
 

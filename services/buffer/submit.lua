@@ -1,19 +1,19 @@
 -- Keep finished trajectories; the last one that a group needs moves the group to the stream in the same step.
 --
--- ARGV     1 worker, then four of each trajectory: unit, member, oldest version that sampled a token of it (empty: none), blob
--- Returns  for each accepted | completed | duplicate | late, as `SubmitResult`
+-- ARGV     1 worker, 2 msgpack of {unit, member, oldest version that sampled a token of it (empty: none), blob} ...
+-- Returns  msgpack of accepted | completed | duplicate | late for each, as `SubmitResult`
 -- Invariants  a member is kept once, whoever played it and however often it is sent; a group enters the stream once,
 --          with exactly `size` members, all its baselines among them; siblings that are not needed any more are cancelled;
 --          trajectories that come together are kept as if each had come alone, in their order.
-local worker = ARGV[1]
+local worker, trajectories = ARGV[1], cmsgpack.unpack(ARGV[2])
 local UNIT_FIELDS = {'size', 'members', 'done', 'failed', 'version', 'temperature', 'baselines', 'greedy'}
 local results, rung = {}, {}
 
--- What is known of a unit and of those of its members that came: ARGV[row] is such a member's unit.
+-- What is known of a unit and of those of its members that came, which are `rows` of `trajectories`.
 local function read(unit, rows)
   local fields = {unpack(UNIT_FIELDS)}
   for _, row in ipairs(rows) do
-    local index = ARGV[row + 1]
+    local index = trajectories[row][2]
     for _, kind in ipairs({'o', 'c', 'd', 's'}) do fields[#fields + 1] = kind .. index end
   end
   local values = redis.call('HMGET', meta_key(unit), unpack(fields))
@@ -40,7 +40,8 @@ local function is_complete(known)
 end
 
 local function keep(known, row)
-  local index, oldest, blob, member = ARGV[row + 1], ARGV[row + 2], ARGV[row + 3], known[row]
+  local _, index, oldest, blob = unpack(trajectories[row])
+  local member = known[row]
   if member.submitted or known.kept[index] then return 'duplicate' end
   if not known.size then return redis.call('HEXISTS', blobs_key(known.unit), index) == 1 and 'duplicate' or 'late' end
   if member.given_up or is_spare(known, index) then return 'late' end
@@ -93,21 +94,21 @@ local function write(known)
 end
 
 local units, rows_of, tokens = {}, {}, {}
-for row = 2, #ARGV, 4 do
-  local unit = ARGV[row]
+for row, trajectory in ipairs(trajectories) do
+  local unit, index = unpack(trajectory)
   if not rows_of[unit] then
     rows_of[unit] = {}
     units[#units + 1] = unit
   end
   table.insert(rows_of[unit], row)
-  tokens[#tokens + 1] = unit .. ':' .. ARGV[row + 1]
+  tokens[row] = unit .. ':' .. index
 end
 touch(worker)
 redis.call('HDEL', claims_key(worker), unpack(tokens))
 for _, unit in ipairs(units) do
   local known = read(unit, rows_of[unit])
-  for _, row in ipairs(rows_of[unit]) do results[(row + 2) / 4] = keep(known, row) end
+  for _, row in ipairs(rows_of[unit]) do results[row] = keep(known, row) end
   write(known)
 end
 for event in pairs(rung) do ring(event) end
-return results
+return cmsgpack.pack(results)
