@@ -190,11 +190,13 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     table = Table(
         title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
     )
-    table.add_column("success on held-out tasks")
+    table.add_column("on held-out tasks")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
-    for label, key in (("sampled", "success"), ("greedy", "greedy")):
-        table.add_row(label, _shown(report[f"{key}_before"]), _shown(report[f"{key}_after"]))
+    for measure in ("success", "reward"):
+        for sampling in ("sampled", "greedy"):
+            before, after = (_found(report, kind, sampling, measure) for kind in ("before", "after"))
+            table.add_row(f"{measure}, {sampling}", _shown(before), _shown(after))
     console.print(table)
     if report["baselines"]:
         console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
@@ -206,6 +208,12 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     )
     for label, path in _places(folder):
         console.print(f"  {label:<16} {path}", soft_wrap=True)
+
+
+def _found(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
+    """What the newest such evaluation says."""
+    found = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
+    return found[-1] if found else None
 
 
 def _shown(value: float | None, form: str = ".3f") -> str:

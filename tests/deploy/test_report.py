@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> RunConfig:
 def records() -> list[MetricRecord]:
     def evaluation(when: str, sampling: str, success: list[float], step: int, time: float) -> MetricRecord:
         labels = {"when": when, "sampling": sampling}
-        return MetricRecord("eval", {"success": mean(success), "reward": mean(success)}, step, labels, time)
+        return MetricRecord("eval", {"success": mean(success), "reward": mean(2 * x for x in success)}, step, labels, time)
 
     def step(number: int) -> MetricRecord:
         values = {
@@ -119,7 +119,10 @@ def test_the_folder_holds_the_report_the_curve_and_rendered_episodes(config: Run
     console = Console(record=True, width=200)
     maker.show(console)
     shown = console.export_text()
-    assert "0.750" in shown
+    measured = {cells[1].strip(): cells[2:4] for line in shown.splitlines() if len(cells := line.split("│")) == 5}
+    assert [float(cell) for cell in measured["success, sampled"]] == [0.25, 0.75]
+    assert [float(cell) for cell in measured["reward, sampled"]] == [0.5, 1.5]
+    assert measured["reward, greedy"][1].strip() == "-"
     assert "learning_curve.png" in shown
 
 
