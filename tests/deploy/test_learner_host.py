@@ -69,9 +69,12 @@ def test_nobody_has_started_a_learner_yet(redis: Redis):
     [(0, "exit code 0"), (3, "exit code 3"), (HUNG, "its main thread hung: logs/learner.log tells where")],
 )
 def test_how_a_learner_ended_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int, told: str):
-    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", f"raise SystemExit({code})"])
+    may_end = tmp_path / "may end"
+    ending = f"import os, time\nwhile not os.path.exists({str(may_end)!r}): time.sleep(0.01)\nraise SystemExit({code})"
+    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", ending])
     host.start()
     assert read_status(redis, "r").alive
+    may_end.touch()
     wait_until_sync(lambda: ended(redis))
     status = read_status(redis, "r")
     assert (status.alive, status.exit_code, status.stopping) == (False, code, False)

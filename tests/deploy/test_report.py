@@ -44,7 +44,9 @@ def config(tmp_path: Path) -> RunConfig:
 def records() -> list[MetricRecord]:
     def evaluation(when: str, sampling: str, success: list[float], step: int, time: float) -> MetricRecord:
         labels = {"when": when, "sampling": sampling}
-        return MetricRecord("eval", {"success": mean(success), "reward": mean(2 * x for x in success)}, step, labels, time)
+        return MetricRecord(
+            "eval", {"success": mean(success), "reward": mean(2 * x for x in success)}, step, labels, time
+        )
 
     def step(number: int) -> MetricRecord:
         values = {
