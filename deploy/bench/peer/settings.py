@@ -59,7 +59,6 @@ SETTINGS = {
             "max_staleness=2",  # groups wait for their slowest member: more of them must be in play to feed the learner
             "buffer.order=completion",  # a batch does not wait for the slowest of all that were admitted with it
             "buffer.stale_policy=train",  # what came late was paid for
-            "train_env_manager.group_size_redundancy=1",  # nor a group for its very slowest member
         ),
         env_threads=64,
     ),
