@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import (
@@ -123,6 +124,9 @@ class WorkerExtension:
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
+
+# vLLM's attention in bfloat16 uses AMX where the CPU has it, and does not ask Linux for it, which kills who uses it unasked
+torch.cpu._init_amx()
 
 WeightTransferEngineFactory.register_engine("offbeat_file", FileWeightEngine)
 for _backend, _class in (("offbeat_ipc", "IpcEngine"), ("offbeat_nccl", "NcclEngine")):
