@@ -3,6 +3,7 @@
 Invariant: nothing heavy is imported before a benchmark is asked for, so that `offbeat --help` answers at once.
 """
 
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -12,6 +13,13 @@ from typing import Annotated, Any
 import typer
 
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def end_what_runs_at_ctrl_c() -> None:
+    # `offbeat` lets Ctrl-C end the process at once; processes and shared memory of a benchmark have to go first.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.", show_default=False)

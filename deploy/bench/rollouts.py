@@ -5,9 +5,11 @@ its parent.
 """
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import secrets
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,6 +26,7 @@ from services.generation.config import GenerationConfig
 from services.keys import RunKeys
 from services.rollout.config import WorkerSettings
 
+PR_SET_PDEATHSIG = 1
 LOAD_S = 20.0
 """Longest load of a version."""
 LOG = "rollouts.log"
@@ -134,11 +137,11 @@ class Rollouts:
 
 
 def _main(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+    # Its Redis is gone with the parent, and so is who could end it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     quiet(model.parent / LOG)
     try:
         loops.run(_Host(pipe, policy, model, sequence_length).serve())
-    except EOFError:
-        return  # the parent is gone
     except Exception as error:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
         raise

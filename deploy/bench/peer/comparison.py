@@ -5,7 +5,6 @@ Invariant: a run that lies in the folder is not measured again unless asked for,
 
 import json
 import shutil
-import signal
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -99,7 +98,6 @@ class PeerBench:
 
 def run(options: Options) -> dict[str, Any]:
     """Measure, show and draw; returns what goes into the JSON."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # so that a side that runs is ended too
     settings = [adjusted(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
