@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from deploy.bench.buffer.load import make_load
-from services.codec import check_trajectory, decode_trajectory, encode_trajectory
+from services.codec import decode_trajectory, encode_trajectory
 from services.schema import Trajectory
 
 PAUSE_S = 0.004
@@ -25,7 +25,6 @@ def work(trajectories: Sequence[Trajectory], count: int) -> None:
     """The same for each trajectory."""
     for i in range(count):
         trajectory = trajectories[i % len(trajectories)]
-        check_trajectory(trajectory)
         decode_trajectory(encode_trajectory(trajectory))
 
 

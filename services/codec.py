@@ -22,31 +22,39 @@ from services.schema import (
     Trajectory,
     Turn,
 )
-from services.segments import check_segment, read_segment, segment_body
+from services.segments import read_segment, segment_body
 from services.wire import MALFORMED, count, finite, pack, read_logprobs, read_spans, read_tokens, refuse, unpack
 
 STOP_REASONS = {reason.value: reason for reason in StopReason}
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Pack one trajectory that `check_trajectory` passes; `decode_trajectory` gives it back bit for bit."""
+    """Check and pack one trajectory; `decode_trajectory` gives it back bit for bit.
+
+    Raises:
+        CodecError: it breaks an invariant of `services.schema`.
+    """
     t = trajectory
-    body = [
-        t.group_id,
-        t.index,
-        t.attempt,
-        t.tag,
-        t.seed,
-        [segment_body(segment) for segment in t.segments],
-        t.turns,
-        t.stop_reason.value,
-        t.metrics,
-        t.worker_id,
-        t.duration_s,
-        t.text,
-        t.baseline,
-    ]
-    return pack("trajectory", body)
+    try:
+        body = [
+            t.group_id,
+            count(t.index, "index"),
+            count(t.attempt, "attempt"),
+            t.tag,
+            t.seed,
+            [segment_body(segment) for segment in t.segments],
+            t.turns,
+            StopReason(t.stop_reason).value,
+            {name: float(value) for name, value in t.metrics.items()},
+            t.worker_id,
+            finite(t.duration_s, "duration"),
+            t.text,
+            t.baseline,
+        ]
+        _check_turns(t)
+        return pack("trajectory", body)
+    except MALFORMED as error:
+        refuse("trajectory", error)
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
@@ -72,7 +80,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
             metrics={str(name): float(value) for name, value in metrics.items()},
             worker_id=str(worker_id),
             duration_s=finite(duration_s, "duration"),
-            text=tuple([str(part) for part in text]),
+            text=tuple(map(str, text)),
             baseline=bool(baseline),
         )
         _check_turns(trajectory)
@@ -92,26 +100,6 @@ def decode_trajectories(blob: bytes) -> list[Trajectory]:
     if not isinstance(body, list) or not all(isinstance(part, bytes) for part in body):
         raise CodecError("malformed trajectories message: not a list of blobs")
     return [decode_trajectory(part) for part in body]
-
-
-def check_trajectory(trajectory: Trajectory) -> None:
-    """See that `decode_trajectory` would read what `encode_trajectory` makes of it, without doing either.
-
-    Raises:
-        CodecError: it breaks an invariant of `services.schema`.
-    """
-    try:
-        count(trajectory.index, "index")
-        count(trajectory.attempt, "attempt")
-        finite(trajectory.duration_s, "duration")
-        for value in trajectory.metrics.values():
-            float(value)
-        StopReason(trajectory.stop_reason)
-        for segment in trajectory.segments:
-            check_segment(segment)
-        _check_turns(trajectory)
-    except MALFORMED as error:
-        refuse("trajectory", error)
 
 
 def _check_turns(trajectory: Trajectory) -> None:

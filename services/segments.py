@@ -2,7 +2,7 @@
 
 Version spans say which tokens those are, and so what the loss mask is.
 
-Invariant: what is read keeps the invariants of `services.schema`, and what passes the check is read back bit for bit.
+Invariant: what is read keeps the invariants of `services.schema`, and what is written is read back bit for bit.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,7 @@ from services.wire import (
     NARROW,
     UINT16,
     UINT32,
-    check_logprobs,
     check_spans,
-    check_tokens,
     read_logprobs,
     read_spans,
     read_tokens,
@@ -32,22 +30,51 @@ BOOL = np.dtype(np.bool_)
 
 
 def segment_body(segment: Segment) -> list[Any]:
-    """As messages carry it."""
-    tokens = segment.tokens
-    fit = len(tokens) > 0 and np.maximum.reduce(tokens.view(UINT32)) < 1 << 16
-    return [
-        len(tokens),
-        tokens.astype(UINT16 if fit else INT32, order="C", copy=False).data,
-        _sampled(segment),
-        segment.versions,
-        picture_rows(segment.pictures),
-    ]
+    """As messages carry it: what `read_segment` gives back bit for bit. Raises TypeError or ValueError if it could not."""
+    tokens, length = segment.tokens, len(segment.tokens)
+    _check_arrays(segment)
+    check_spans(segment.versions, length)
+    sampled = _sampled(segment)
+    _check_sampled(segment, sampled)
+    check_pictures(segment.pictures, length)
+    check_unsampled(segment)
+    largest = np.maximum.reduce(tokens.view(UINT32), initial=0)  # a negative id is larger than all others
+    if largest >= 1 << 31:
+        raise ValueError("a negative token id")
+    width = UINT16 if length > 0 and largest < 1 << 16 else INT32
+    data = tokens.astype(width, order="C", copy=False).data
+    return [length, data, sampled, segment.versions, picture_rows(segment.pictures)]
 
 
 def _sampled(segment: Segment) -> bytes:
     """The logprobs of what the policy sampled, as they travel. Bytes are cut in half the time that arrays take."""
     values = segment.logprobs.astype(FLOAT32, copy=False).tobytes()
     return b"".join([values[4 * start : 4 * end] for start, end, _ in segment.versions])
+
+
+def _check_arrays(segment: Segment) -> None:
+    tokens, mask, logprobs = segment.tokens, segment.loss_mask, segment.logprobs
+    if tokens.dtype != INT32 or mask.dtype != BOOL or logprobs.dtype != FLOAT32:
+        raise TypeError(f"arrays of {tokens.dtype}, {mask.dtype} and {logprobs.dtype}")
+    if not tokens.ndim == mask.ndim == logprobs.ndim == 1:
+        raise ValueError(f"arrays of shapes {tokens.shape}, {mask.shape} and {logprobs.shape}")
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"segment of {len(tokens)} tokens")
+    if not len(tokens) == len(mask) == len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens, {len(mask)} of the loss mask and {len(logprobs)} logprobs")
+
+
+def _check_sampled(segment: Segment, sampled: bytes) -> None:
+    """Version spans, loss mask and logprobs speak of the same tokens."""
+    covered = bytearray(len(segment.tokens))
+    for start, end, _ in segment.versions:
+        covered[start:end] = b"\1" * (end - start)
+    if covered != segment.loss_mask.tobytes():
+        raise ValueError("version spans and loss mask differ")
+    logprobs = read_logprobs(sampled)
+    # Counted as bits, which takes a third of the time: a zero with a sign would be lost, too.
+    if np.count_nonzero(segment.logprobs.view(UINT32)) != np.count_nonzero(logprobs.view(UINT32)):
+        raise ValueError("a logprob of a token that the policy did not sample")
 
 
 def read_segment(body: Any) -> Segment:
@@ -76,35 +103,3 @@ def _placed(spans: Sequence[VersionSpan], values: bytes, length: int) -> tuple[B
     if taken != len(values):
         raise ValueError(f"{taken // 4} sampled tokens and {len(values) // 4} logprobs")
     return np.frombuffer(mask, dtype=BOOL), np.frombuffer(logprobs, dtype=FLOAT32)
-
-
-def check_segment(segment: Segment) -> None:
-    """Raises TypeError or ValueError unless `read_segment` would read what `segment_body` makes of it."""
-    tokens, mask, logprobs = segment.tokens, segment.loss_mask, segment.logprobs
-    if tokens.dtype != INT32 or mask.dtype != BOOL or logprobs.dtype != FLOAT32:
-        raise TypeError(f"arrays of {tokens.dtype}, {mask.dtype} and {logprobs.dtype}")
-    if not tokens.ndim == mask.ndim == logprobs.ndim == 1:
-        raise ValueError(f"arrays of shapes {tokens.shape}, {mask.shape} and {logprobs.shape}")
-    if len(tokens) > MAX_TOKENS:
-        raise ValueError(f"segment of {len(tokens)} tokens")
-    if not len(tokens) == len(mask) == len(logprobs):
-        raise ValueError(f"{len(tokens)} tokens, {len(mask)} of the loss mask and {len(logprobs)} logprobs")
-    check_tokens(tokens)
-    check_spans(segment.versions, len(tokens))
-    _check_sampled(segment)
-    check_pictures(segment.pictures, len(tokens))
-    check_unsampled(segment)
-
-
-def _check_sampled(segment: Segment) -> None:
-    """Version spans, loss mask and logprobs speak of the same tokens."""
-    covered = bytearray(len(segment.tokens))
-    for start, end, _ in segment.versions:
-        covered[start:end] = b"\1" * (end - start)
-    if covered != segment.loss_mask.tobytes():
-        raise ValueError("version spans and loss mask differ")
-    sampled = np.frombuffer(_sampled(segment), dtype=FLOAT32)
-    check_logprobs(sampled)
-    # Counted as bits, which takes a third of the time: a zero with a sign would be lost, too.
-    if np.count_nonzero(segment.logprobs.view(UINT32)) != np.count_nonzero(sampled.view(UINT32)):
-        raise ValueError("a logprob of a token that the policy did not sample")

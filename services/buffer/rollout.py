@@ -19,7 +19,7 @@ from services.buffer.scripts import (
     errors_translated,
     group_id_of,
 )
-from services.codec import check_trajectory, encode_trajectory
+from services.codec import encode_trajectory
 from services.errors import BufferError
 from services.schema import EpisodeKind, EpisodeTask, Trajectory
 
@@ -85,7 +85,6 @@ class AsyncRolloutBuffer:
         """
         if (trajectory.group_id, trajectory.index) != (task.group_id, task.index):
             raise BufferError(f"{trajectory.group_id}/{trajectory.index} is no answer to {task.group_id}/{task.index}")
-        check_trajectory(trajectory)
         blob = encode_trajectory(trajectory)
         versions = trajectory.version_range()
         unit = unit_of(task.kind, task.group_id, task.number)

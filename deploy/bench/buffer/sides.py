@@ -20,9 +20,8 @@ from services.buffer.connection import connect_async
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.buffer.watch import configure_buffer
-from services.codec import check_trajectory, decode_trajectory, encode_trajectory
+from services.codec import decode_trajectory, encode_trajectory
 from services.keys import RunKeys
-from services.schema import Trajectory
 
 WORKER = "worker"
 STREAM = "bench-raw"
@@ -133,7 +132,7 @@ async def _append(load: Load, url: str, *, pipelined: bool, codec: bool) -> floa
         for parcel in rows:
             if codec:
                 for fields in parcel:
-                    fields["b"] = _encoded(load.trajectories[fields["n"]][fields["i"]])
+                    fields["b"] = encode_trajectory(load.trajectories[fields["n"]][fields["i"]])
             if len(parcel) == 1:
                 await redis.xadd(STREAM, parcel[0])
                 continue
@@ -143,11 +142,6 @@ async def _append(load: Load, url: str, *, pipelined: bool, codec: bool) -> floa
                 await pipe.execute()
 
     return await _timed(redis, max(1, load.in_hand // (load.group_size if pipelined else 1)), play)
-
-
-def _encoded(trajectory: Trajectory) -> bytes:
-    check_trajectory(trajectory)
-    return encode_trajectory(trajectory)
 
 
 def _parcels(load: Load, size: int) -> Iterator[list[dict[Any, Any]]]:
