@@ -1,6 +1,7 @@
 """Messages as msgpack bytes.
 
-Every blob opens with its kind and schema version, and whatever does not follow the schema raises `CodecError`.
+Every blob opens with its kind and schema version, and whatever does not follow the schema raises `CodecError`. The rows here
+are the messages' own shape; what they carry is `services.schema`.
 """
 
 import math
@@ -8,8 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.errors import CodecError
-from services.pictures import picture_rows, read_pictures
+from services.pictures import PictureRow, picture_rows, read_pictures
 from services.schema import (
     Anchor,
     Completion,
@@ -17,15 +17,37 @@ from services.schema import (
     GenerateRequest,
     Manifest,
     Sampling,
+    Segment,
     StopReason,
     TensorSpec,
     Trajectory,
     Turn,
+    VersionSpan,
 )
-from services.segments import read_segment, segment_body
-from services.wire import MALFORMED, count, finite, pack, read_logprobs, read_spans, read_tokens, refuse, unpack
+from services.segments import SegmentRow, read_segment, segment_row
+from services.wire import MALFORMED, Count, Message, Row, check_spans, count, finite, read_logprobs, read_tokens
 
-STOP_REASONS = {reason.value: reason for reason in StopReason}
+
+class TrajectoryRow(Row):
+    """A trajectory as messages carry it: field for field."""
+
+    group_id: str
+    index: Count
+    attempt: Count
+    tag: str
+    seed: int
+    segments: list[SegmentRow]
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+    metrics: dict[str, float]
+    worker_id: str
+    duration_s: float
+    text: tuple[str, ...]
+    baseline: bool
+
+
+TRAJECTORY = Message("trajectory", TrajectoryRow)
+TRAJECTORIES = Message("trajectories", list[bytes])
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -36,25 +58,25 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     """
     t = trajectory
     try:
-        body = [
+        _check_turns(t.turns, t.segments)
+        row = TrajectoryRow(
             t.group_id,
             count(t.index, "index"),
             count(t.attempt, "attempt"),
             t.tag,
             t.seed,
-            [segment_body(segment) for segment in t.segments],
+            [segment_row(segment) for segment in t.segments],
             t.turns,
-            StopReason(t.stop_reason).value,
+            StopReason(t.stop_reason),
             {name: float(value) for name, value in t.metrics.items()},
             t.worker_id,
             finite(t.duration_s, "duration"),
             t.text,
             t.baseline,
-        ]
-        _check_turns(t)
-        return pack("trajectory", body)
+        )
     except MALFORMED as error:
-        refuse("trajectory", error)
+        TRAJECTORY.refuse(error)
+    return TRAJECTORY.pack(row)
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
@@ -63,48 +85,43 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     Raises:
         CodecError: the blob is truncated, of another schema, or breaks an invariant of `services.schema`.
     """
-    body = unpack("trajectory", blob)
+    row = TRAJECTORY.unpack(blob)
     try:
-        group_id, index, attempt, tag, seed, segments, turns, stop, metrics, worker_id, duration_s, text, baseline = (
-            body
-        )
-        trajectory = Trajectory(
-            group_id=str(group_id),
-            index=count(index, "index"),
-            attempt=count(attempt, "attempt"),
-            tag=str(tag),
-            seed=int(seed),
-            segments=tuple([read_segment(segment) for segment in segments]),
-            turns=tuple([tuple.__new__(Turn, (s, a, b, float(r), str(h))) for s, a, b, r, h in turns]),
-            stop_reason=STOP_REASONS[stop],
-            metrics={str(name): float(value) for name, value in metrics.items()},
-            worker_id=str(worker_id),
-            duration_s=finite(duration_s, "duration"),
-            text=tuple(map(str, text)),
-            baseline=bool(baseline),
-        )
-        _check_turns(trajectory)
+        segments = tuple([read_segment(segment) for segment in row.segments])
+        _check_turns(row.turns, segments)
+        finite(row.duration_s, "duration")
     except MALFORMED as error:
-        refuse("trajectory", error)
-    return trajectory
+        TRAJECTORY.refuse(error)
+    return Trajectory(
+        row.group_id,
+        row.index,
+        row.attempt,
+        row.tag,
+        row.seed,
+        segments,
+        row.turns,
+        row.stop_reason,
+        row.metrics,
+        row.worker_id,
+        row.duration_s,
+        row.text,
+        row.baseline,
+    )
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Pack several, as a file keeps them."""
-    return pack("trajectories", [encode_trajectory(trajectory) for trajectory in trajectories])
+    """Pack several, as a file keeps them. Raises `CodecError` as `encode_trajectory` does."""
+    return TRAJECTORIES.pack([encode_trajectory(trajectory) for trajectory in trajectories])
 
 
 def decode_trajectories(blob: bytes) -> list[Trajectory]:
     """Unpack `encode_trajectories`. Raises `CodecError` as `decode_trajectory` does."""
-    body = unpack("trajectories", blob)
-    if not isinstance(body, list) or not all(isinstance(part, bytes) for part in body):
-        raise CodecError("malformed trajectories message: not a list of blobs")
-    return [decode_trajectory(part) for part in body]
+    return [decode_trajectory(part) for part in TRAJECTORIES.unpack(blob)]
 
 
-def _check_turns(trajectory: Trajectory) -> None:
-    lengths = [len(segment.tokens) for segment in trajectory.segments]
-    for segment, start, end, reward, _ in trajectory.turns:
+def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
+    lengths = [len(segment.tokens) for segment in segments]
+    for segment, start, end, reward, _ in turns:
         if not type(segment) is type(start) is type(end) is int:
             raise TypeError(f"turn of tokens [{start}, {end}) in segment {segment}: not whole numbers")
         if not 0 <= segment < len(lengths):
@@ -115,96 +132,150 @@ def _check_turns(trajectory: Trajectory) -> None:
             raise ValueError(f"reward {reward}")
 
 
-def encode_requests(requests: list[GenerateRequest]) -> bytes:
+class RequestRow(Row):
+    """A turn to sample as messages carry it."""
+
+    request_id: str
+    prompt: bytes
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: Count
+    stop_token_ids: tuple[Count, ...]
+    min_version: Count
+    pictures: list[PictureRow]
+
+
+class CompletionRow(Row):
+    """A sampled turn as messages carry it."""
+
+    request_id: str
+    token_ids: bytes
+    logprobs: bytes
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    error: str
+
+
+REQUESTS = Message("requests", list[RequestRow])
+COMPLETIONS = Message("completions", list[CompletionRow])
+
+
+def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
     """Pack the turns that one call carries."""
     rows = [
-        [
+        RequestRow(
             r.request_id,
             np.asarray(r.prompt, dtype="<i4").tobytes(),
             r.sampling.temperature,
             r.sampling.top_p,
             r.sampling.top_k,
             r.sampling.max_new_tokens,
-            list(r.sampling.stop_token_ids),
+            r.sampling.stop_token_ids,
             r.min_version,
             picture_rows(r.pictures),
-        ]
+        )
         for r in requests
     ]
-    return pack("requests", rows)
+    return REQUESTS.pack(rows)
 
 
 def decode_requests(blob: bytes) -> list[GenerateRequest]:
     """Unpack `encode_requests`. Raises `CodecError` as `decode_trajectory` does."""
+    rows = REQUESTS.unpack(blob)
     try:
-        return [
-            GenerateRequest(
-                request_id=str(request_id),
-                prompt=tuple(read_tokens(prompt).tolist()),
-                sampling=Sampling(
-                    finite(temperature, "temperature"),
-                    finite(top_p, "top_p"),
-                    int(top_k),
-                    count(max_new, "max_new_tokens"),
-                    tuple(count(stop, "stop token") for stop in stops),
-                ),
-                min_version=count(min_version, "min_version"),
-                pictures=read_pictures(pictures, len(prompt) // 4),
-            )
-            for request_id, prompt, temperature, top_p, top_k, max_new, stops, min_version, pictures in unpack(
-                "requests", blob
-            )
-        ]
+        return [_request(row) for row in rows]
     except MALFORMED as error:
-        refuse("requests", error)
+        REQUESTS.refuse(error)
 
 
-def encode_completions(completions: list[Completion]) -> bytes:
+def _request(row: RequestRow) -> GenerateRequest:
+    prompt = tuple(read_tokens(row.prompt).tolist())
+    sampling = Sampling(
+        finite(row.temperature, "temperature"),
+        finite(row.top_p, "top_p"),
+        row.top_k,
+        row.max_new_tokens,
+        row.stop_token_ids,
+    )
+    pictures = read_pictures(row.pictures, len(prompt))
+    return GenerateRequest(row.request_id, prompt, sampling, row.min_version, pictures)
+
+
+def encode_completions(completions: Sequence[Completion]) -> bytes:
     """Pack the completions that one answer carries."""
     rows = [
-        [
+        CompletionRow(
             c.request_id,
             np.asarray(c.token_ids, dtype="<i4").tobytes(),
             np.asarray(c.logprobs, dtype="<f4").tobytes(),
-            [list(span) for span in c.versions],
-            c.finish_reason.value,
+            c.versions,
+            c.finish_reason,
             c.error,
-        ]
+        )
         for c in completions
     ]
-    return pack("completions", rows)
+    return COMPLETIONS.pack(rows)
 
 
 def decode_completions(blob: bytes) -> list[Completion]:
     """Unpack `encode_completions`. Raises `CodecError` as `decode_trajectory` does."""
+    rows = COMPLETIONS.unpack(blob)
     try:
-        out: list[Completion] = []
-        for request_id, tokens, logprobs, versions, finish, error in unpack("completions", blob):
-            token_ids = tuple(read_tokens(tokens).tolist())
-            sampled = tuple(read_logprobs(logprobs).tolist())
-            if len(sampled) != len(token_ids):
-                raise ValueError(f"{len(token_ids)} tokens and {len(sampled)} logprobs")
-            out.append(
-                Completion(
-                    request_id=str(request_id),
-                    token_ids=token_ids,
-                    logprobs=sampled,
-                    versions=read_spans(versions, len(token_ids)),
-                    finish_reason=FinishReason(finish),
-                    error=str(error),
-                )
-            )
+        return [_completion(row) for row in rows]
     except MALFORMED as error:
-        refuse("completions", error)
-    return out
+        COMPLETIONS.refuse(error)
+
+
+def _completion(row: CompletionRow) -> Completion:
+    token_ids = tuple(read_tokens(row.token_ids).tolist())
+    logprobs = tuple(read_logprobs(row.logprobs).tolist())
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} logprobs")
+    check_spans(row.versions, len(token_ids))
+    return Completion(row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error)
+
+
+class TensorRow(Row):
+    """A tensor's specification as messages carry it."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+class AnchorRow(Row):
+    """An anchor as messages carry it."""
+
+    location: str
+    digest: str
+    num_bytes: Count
+
+
+class ManifestRow(Row):
+    """A manifest as messages carry it."""
+
+    run_id: str
+    version: Count
+    step: Count
+    epoch: Count
+    transport: str
+    location: str
+    digest: str
+    num_bytes: Count
+    tensors: list[TensorRow]
+    published_at: float
+    anchor: AnchorRow | None
+
+
+MANIFEST = Message("manifest", ManifestRow)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Pack one weight version's manifest."""
     m = manifest
-    return pack(
-        "manifest",
-        [
+    return MANIFEST.pack(
+        ManifestRow(
             m.run_id,
             m.version,
             m.step,
@@ -213,30 +284,31 @@ def encode_manifest(manifest: Manifest) -> bytes:
             m.location,
             m.digest,
             m.num_bytes,
-            [[t.name, t.dtype, list(t.shape)] for t in m.tensors],
+            [TensorRow(t.name, t.dtype, t.shape) for t in m.tensors],
             m.published_at,
-            [m.anchor.location, m.anchor.digest, m.anchor.num_bytes] if m.anchor else None,
-        ],
+            AnchorRow(m.anchor.location, m.anchor.digest, m.anchor.num_bytes) if m.anchor else None,
+        )
     )
 
 
 def decode_manifest(blob: bytes) -> Manifest:
     """Unpack `encode_manifest`. Raises `CodecError` as `decode_trajectory` does."""
-    body = unpack("manifest", blob)
+    row = MANIFEST.unpack(blob)
     try:
-        run_id, version, step, epoch, transport, location, digest, num_bytes, tensors, published_at, anchor = body
-        return Manifest(
-            run_id=str(run_id),
-            version=count(version, "version"),
-            step=count(step, "step"),
-            epoch=count(epoch, "epoch"),
-            transport=str(transport),
-            location=str(location),
-            digest=str(digest),
-            num_bytes=count(num_bytes, "num_bytes"),
-            tensors=tuple(TensorSpec(str(n), str(d), tuple(count(x, "dimension") for x in s)) for n, d, s in tensors),
-            published_at=finite(published_at, "published_at"),
-            anchor=Anchor(str(anchor[0]), str(anchor[1]), count(anchor[2], "num_bytes")) if anchor else None,
-        )
+        finite(row.published_at, "published_at")
     except MALFORMED as error:
-        refuse("manifest", error)
+        MANIFEST.refuse(error)
+    anchor = row.anchor
+    return Manifest(
+        row.run_id,
+        row.version,
+        row.step,
+        row.epoch,
+        row.transport,
+        row.location,
+        row.digest,
+        row.num_bytes,
+        tuple(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in row.tensors),
+        row.published_at,
+        Anchor(anchor.location, anchor.digest, anchor.num_bytes) if anchor else None,
+    )

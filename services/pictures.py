@@ -5,27 +5,35 @@ Invariants: pictures of one sequence stand in order and apart, inside it, on tok
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from services.schema import Picture, Segment
+from services.wire import Row
 
 MAX_PICTURE = 1 << 20
 """Bytes of one encoded picture; a trajectory of a hundred turns then still fits into Redis."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def picture_rows(pictures: Sequence[Picture]) -> list[list[Any]]:
+class PictureRow(Row):
+    """A picture as messages carry it."""
+
+    start: int
+    count: int
+    png: bytes
+
+
+def picture_rows(pictures: Sequence[Picture]) -> list[PictureRow]:
     """As messages carry them."""
-    return [[picture.start, picture.count, picture.png] for picture in pictures]
+    return [PictureRow(picture.start, picture.count, picture.png) for picture in pictures]
 
 
-def read_pictures(rows: Any, length: int) -> tuple[Picture, ...]:
-    """Unpack `picture_rows` of a sequence of `length` tokens.
+def read_pictures(rows: Sequence[PictureRow], length: int) -> tuple[Picture, ...]:
+    """Undo `picture_rows` of a sequence of `length` tokens.
 
     Raises:
         ValueError, TypeError: they are no pictures, or do not fit the sequence.
     """
-    pictures = tuple(Picture(start, count, png) for start, count, png in rows)
+    pictures = tuple([Picture(row.start, row.count, row.png) for row in rows])
     check_pictures(pictures, length)
     return pictures
 
