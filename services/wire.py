@@ -80,7 +80,7 @@ class Message(Generic[Body]):
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as numpy and PyTorch have them."""
+    """A number of numpy as a plain one."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} can't be sent")
