@@ -9,9 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
+import msgpack
 from redis import Redis
 
 from services.buffer.client import Boundary, Counters, Snapshot
@@ -31,17 +31,6 @@ ENDINGS = (b"stopped", b"killed")
 """What a run's record says is wanted when its learner should end."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A group as it lies in Redis."""
-
-    entry_id: str
-    number: int
-    version: int
-    temperature: float | None
-    members: dict[int, bytes]
-
-
 class RedisLearnerBuffer:
     """`LearnerBuffer` on Redis, for the learner that holds the lease of `epoch`.
 
@@ -57,7 +46,7 @@ class RedisLearnerBuffer:
         self._run = BufferScripts(redis, run_id)
         self._last = "0-0"
         self._by_admission = order == "admission"
-        self._fetched: deque[_Fetched] = deque()
+        self._fetched: deque[list[Any]] = deque()
         """What came with a group that was taken, in stream order."""
         self._ahead: list[tuple[int, Group]] = []
         """Taken out of the stream while groups with lower numbers are being played: a heap by number."""
@@ -81,8 +70,8 @@ class RedisLearnerBuffer:
             position = self._newest_ring() if self._ahead else ""
             reply = self._run("take", self._epoch, self._last, min(max(wanted, 1), MOST_GROUPS))
             if not isinstance(reply, int):
-                self._fetched.extend(self._with_blobs(reply))
                 self._last = reply[-1][0].decode()
+                self._fetched.extend(reply)
                 continue
             if self._ahead and (reply < 0 or self._ahead[0][0] < reply):
                 return heapq.heappop(self._ahead)[1]
@@ -182,25 +171,10 @@ class RedisLearnerBuffer:
         """The ledger, the queues and the workers at one moment."""
         return snapshot_from(self._run("snapshot"))
 
-    def _with_blobs(self, entries: Sequence[list[Any]]) -> list[_Fetched]:
-        """Beside the script: one that hands blobs on copies each of them five times while Redis does nothing else."""
-        with errors_translated(), self._redis.pipeline(transaction=False) as pipe:
-            for _, number, *_ in entries:
-                pipe.hgetall(self._keys.blobs(number))
-            found = cast(list[dict[bytes, bytes]], pipe.execute())
-        return [
-            _Fetched(
-                entry_id.decode(),
-                number,
-                version,
-                float(temperature) if temperature else None,
-                {int(index): blob for index, blob in blobs.items()},
-            )
-            for (entry_id, number, version, temperature), blobs in zip(entries, found, strict=True)
-        ]
-
-    def _read(self, fetched: _Fetched) -> Group | None:
-        number, members = fetched.number, fetched.members
+    def _read(self, row: Sequence[Any]) -> Group | None:
+        entry_id, number, version, temperature, packed = row
+        flat = msgpack.unpackb(packed, raw=True)
+        members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
         trajectories: list[Trajectory] = []
         unreadable: dict[int, str] = {}
         for index in sorted(members):
@@ -213,21 +187,19 @@ class RedisLearnerBuffer:
         if unreadable or not trajectories:
             complaint = next(iter(unreadable.values()), "no trajectories")
             logger.error("group %d can't be read and is dropped: %s", number, complaint)
-            self._run(
-                "finish", self._epoch, "dropped", "corrupt", complaint, ",".join(map(str, unreadable)), fetched.entry_id
-            )
+            self._run("finish", self._epoch, "dropped", "corrupt", complaint, ",".join(map(str, unreadable)), entry_id)
             return None
         first = trajectories[0]
         group_id = group_id_of(self._run_id, number)
         return Group(
-            fetched.entry_id,
+            entry_id.decode(),
             group_id,
             number,
             first.tag,
             first.seed,
-            fetched.version,
+            version,
             tuple(each for each in trajectories if not each.baseline),
-            fetched.temperature,
+            float(temperature) if temperature else None,
             tuple(each for each in trajectories if each.baseline),
         )
 

@@ -100,10 +100,6 @@ class BufferKeys:
             run.history,
         ]
 
-    def blobs(self, number: int) -> str:
-        """Of group `number`."""
-        return f"{self.root}:blobs:t:{number}"
-
 
 class BufferScripts:
     """The scripts of one run, called synchronously."""

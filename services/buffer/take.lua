@@ -1,8 +1,8 @@
 -- Deliver the next groups to the learner: first those that were delivered before and not acknowledged, in stream order.
 --
 -- ARGV     1 epoch, 2 entry id that this learner saw last (0-0: none), 3 how many at most
--- Returns  {entry id, number, version at admission, temperature or nothing} ..., or when there is none the lowest number of
---          those that are still being played, -1 for nobody; FENCED
+-- Returns  {entry id, number, version at admission, temperature or nothing, msgpack of {member, blob, ...}} ..., or when there
+--          is none the lowest number of those that are still being played, -1 for nobody; FENCED
 -- Invariants  the same arguments give the same first entry until it is acknowledged or dropped, and no entry is passed over,
 --          so an answer that got lost is asked for again; a learner that was replaced takes nothing.
 local epoch, last, count = unpack(ARGV)
@@ -42,6 +42,7 @@ if #entries == 0 then return lowest_being_played() end
 local reply = {}
 for i, entry in ipairs(entries) do
   local number, version, temperature = entry[2][2], entry[2][4], entry[2][6]
-  reply[i] = {entry[1], tonumber(number), tonumber(version), temperature or ''}
+  local blobs = cmsgpack.pack(redis.call('HGETALL', blobs_key('t:' .. number)))
+  reply[i] = {entry[1], tonumber(number), tonumber(version), temperature or '', blobs}
 end
 return reply

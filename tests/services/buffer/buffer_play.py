@@ -118,7 +118,7 @@ class Run:
 
     def overwrite_blob(self, number: int, index: int, blob: bytes) -> None:
         """Damage what a group's member has submitted."""
-        self.redis.hset(BufferKeys(RUN).blobs(number), mapping={str(index): blob})
+        self.redis.hset(f"{BufferKeys(RUN).root}:blobs:t:{number}", mapping={str(index): blob})
 
     def keys_left(self, part: str) -> list[str]:
         """The buffer's keys that start with `part`."""
