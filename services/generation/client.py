@@ -42,10 +42,11 @@ class ServeGenerationClient:
     def __init__(self, app: str) -> None:
         """app: name of the application."""
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app)
+        self._generate = self._handle.options(method_name="generate", stream=True)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         """See `GenerationClient.generate`."""
-        call = self._handle.options(stream=True).generate.remote(encode_requests(list(requests)))
+        call = self._generate.remote(encode_requests(list(requests)))
         ended = False
         try:
             async for blob in cast(AsyncIterator[bytes], call):

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -21,6 +22,8 @@ BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "
 PRIMITIVES = 512
 """Matrix products that oneDNN keeps compiled, 256 KiB each: enough for 64 batch sizes of five shapes. Its own 1024 take
 twice the memory and save no time; with 128 small batches took twice as long."""
+SETTINGS_KEPT = 1024
+"""Sampling settings whose vLLM parameters are kept: turns differ by how many tokens they may have."""
 SHUTDOWN_S = 0.5
 """How long the engine's process may take to end by itself."""
 
@@ -128,6 +131,7 @@ class VllmEngine:
         self.llm = llm
         self._config = config
         self._with_pictures = with_pictures
+        self._parameters = lru_cache(SETTINGS_KEPT)(_parameters)
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
@@ -176,7 +180,8 @@ class VllmEngine:
         from vllm.inputs import tokens_input
 
         request = GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2))
-        async for _ in self.llm.generate(tokens_input([0]), _parameters(request), request.request_id):
+        parameters = self._parameters(request.sampling)
+        async for _ in self.llm.generate(tokens_input([0]), parameters, request.request_id):
             pass
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
@@ -189,7 +194,8 @@ class VllmEngine:
             return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
         try:
             prompt = self._prompt(request, f"{self._salt}v{version}")
-            sampling = self.llm.generate(prompt, _parameters(request), request.request_id, lora_request=self._adapter)
+            parameters = self._parameters(request.sampling)
+            sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
             outputs = [out async for out in sampling]
         except (VLLMClientError, ValueError) as error:
             return Completion(request.request_id, error=str(error))
@@ -289,11 +295,9 @@ def _adapter_request() -> Any:
     return adapters.request()
 
 
-def _parameters(request: GenerateRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+def _parameters(sampling: Sampling) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -305,7 +309,7 @@ def _parameters(request: GenerateRequest) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # made for this request
+        skip_clone=True,  # a copy is made for each request all the same; they share what one engine fills in alike
     )
 
 
