@@ -5,7 +5,7 @@ Invariant: what is compared is memory that a process has for itself (unique set 
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,11 +108,8 @@ class MemoryLog:
     def duration_h(self) -> float:
         return self._total.hours[-1] if self._total.hours else 0.0
 
-    def sample(self, roots: Sequence[psutil.Process], bounded: Mapping[str, float] | None = None) -> None:
-        """Measure every process below `roots`, and them.
-
-        bounded: of a kind of process, MiB that it holds in what fills up to a bound, which is not counted.
-        """
+    def sample(self, roots: Sequence[psutil.Process]) -> None:
+        """Measure every process below `roots`, and them."""
         hours, total, files = (time.monotonic() - self._began) / 3600, 0.0, 0
         for root in roots:
             for process in (root, *root.children(recursive=True)):
@@ -121,7 +118,6 @@ class MemoryLog:
                     mib, count = process.memory_full_info().uss / MIB, process.num_fds()
                     series = self._series.setdefault(key, Series("", process.pid))
                     series.kind = kind_of(process.cmdline())  # Ray renames its workers as they come to work
-                    mib -= (bounded or {}).get(series.kind, 0.0)
                     series.hours.append(hours)
                     series.mib.append(mib)
                     series.files.append(count)

@@ -24,7 +24,8 @@ LEAK_SHARE = 0.02
 """Of its memory: a process that surely grows by more an hour fails the soak."""
 LEAST_MIB = 1.0
 """An hour, of any process: less is pages that an allocator did not find for what comes and goes."""
-REDIS = "redis-server"
+METRICS, EVENTS = 1000, 5000
+"""Records that Redis keeps meanwhile, and events of the ledger, so that they come to their bound within the hour."""
 LONG = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
 
 
@@ -34,8 +35,6 @@ class SoakReport:
 
     minutes: float
     steps: int = 0
-    streams_mib: float = 0.0
-    """At the end, of redis-server: metrics and the ledger's newest events, kept up to a number and so not in its row."""
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     complaints: list[str] = field(default_factory=list[str])
     leftovers: list[str] = field(default_factory=list[str])
@@ -93,10 +92,8 @@ def _run_soak(
         log, began = MemoryLog(), time.monotonic()
         while run.running and time.monotonic() < began + 60 * minutes:
             run.look()
-            streams = run.streams_mib()
-            if streams is not None:
-                report.streams_mib = round(streams, 1)
-                log.sample([psutil.Process(run.process.pid)], {REDIS: streams})
+            run.trim(METRICS, EVENTS)
+            log.sample([psutil.Process(run.process.pid)])
             time.sleep(SAMPLE_S)
         if not run.running:
             report.complaints.append(f"the run ended by itself: exit code {run.process.returncode}, see {run.log}")
@@ -165,8 +162,6 @@ def _show(report: SoakReport, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from services.telemetry import METRICS_KEPT
-
     table = Table(
         "process", "MiB, settled", "at the end", "lowest to highest", "MiB an hour", "late", "files", box=None
     )
@@ -182,7 +177,7 @@ def _show(report: SoakReport, folder: Path) -> None:
         f"{report.steps} steps; growth in the last two thirds, with one standard error; late: in the second half of them"
     )
     console.print(
-        f"redis-server is without {report.streams_mib} MiB of metrics ({METRICS_KEPT:,} records are kept) and of events"
+        f"Redis was made to keep {METRICS:,} records of metrics and {EVENTS:,} events: its own bounds take hours to reach"
     )
     for what in (*report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
         console.print(f"  - {what}")

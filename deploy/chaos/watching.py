@@ -25,8 +25,6 @@ from services.keys import RunKeys
 
 STOP_S = 30.0
 FOLDER_S = 60.0
-HELD_PER_TOLD = 1.1
-"""MiB that a redis-server's memory grows by for each MiB that `MEMORY USAGE` tells of a stream (seen from 2 to 11 MiB)."""
 
 
 class RunUnderChaos:
@@ -116,18 +114,14 @@ class RunUnderChaos:
         raw = self._field(learner_key(self._run_id), "pid")
         return int(raw) if raw else None
 
-    def streams_mib(self) -> float | None:
-        """What redis-server holds of metrics and the ledger's events, each up to a number; None while it does not tell."""
+    def trim(self, metrics: int, events: int) -> None:
+        """Keep the newest of each in Redis alone, as it does by itself at numbers that take hours to reach."""
         redis = self.redis()
         if redis is None:
-            return None
-        try:
-            sizes = [
-                redis.memory_usage(key, samples=0) for key in (self._keys.metrics, self._keys.key("buffer", "life"))
-            ]
-        except RedisError:
-            return None
-        return HELD_PER_TOLD * sum(cast(int | None, size) or 0 for size in sizes) / 2**20
+            return
+        with suppress(RedisError):
+            redis.xtrim(self._keys.metrics, maxlen=metrics, approximate=False)
+            redis.xtrim(self._keys.key("buffer", "life"), maxlen=events, approximate=False)
 
     def wait(self, timeout_s: float) -> int | None:
         """Exit code, or None if it has not ended in time."""

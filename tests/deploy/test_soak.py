@@ -102,7 +102,6 @@ def test_a_child_that_grows_is_measured_by_itself():
         child.stdin.flush()
         child.stdout.readline()
         log.sample([root])
-        log.sample([root], {log.lasting()[1].kind: 20.0})
     finally:
         child.kill()
         child.wait()
@@ -110,7 +109,6 @@ def test_a_child_that_grows_is_measured_by_itself():
     assert (everything.kind, alone.pid) == (EVERYTHING, child.pid)
     assert 30 < alone.mib[1] - alone.mib[0] < 40
     assert everything.mib == alone.mib
-    assert 15 < alone.mib[1] - alone.mib[2] < 25, "what is bounded is not counted"
 
 
 def test_a_process_that_grows_fails_the_soak_by_name():
