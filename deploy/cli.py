@@ -115,6 +115,32 @@ def audit(
     raise typer.Exit(code)
 
 
+@app.command(rich_help_panel=PROVE)
+def track(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
+    tracker: Annotated[
+        str, typer.Argument(metavar="TRACKER", help="wandb, mlflow, ... or module:Class.", show_default=False)
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Over the run's own `tracker_kwargs` of it.", show_default=False),
+    ] = None,
+) -> None:
+    """Send a run's metrics to a tracker that was down, or that the run did not name.
+
+    What it has taken is not sent again, so the same command goes on after it failed.
+    """
+    from rich.console import Console
+
+    from deploy.track_command import TrackError, track_run
+
+    try:
+        track_run(run, tracker, settings or [], console=Console(highlight=False, soft_wrap=True))
+    except TrackError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(EXIT_CONFIG) from None
+
+
 app.command(rich_help_panel=PROVE)(chaos)
 app.command(rich_help_panel=PROVE)(soak)
 

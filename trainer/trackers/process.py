@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from trainer.trackers.delivery import Delivery, DownError
 from trainer.trackers.metrics_file import METRICS_FILE
-from trainer.trackers.progress import TRACKERS, Progress, folder_name, progress_file, read_progress, write_progress
+from trainer.trackers.progress import Progress, progress_file, read_progress, tracker_folder, write_progress
 from trainer.trackers.registry import arguments, find_tracker
 from trainer.trackers.tracker import Ending, TrackedRun
 
@@ -201,7 +201,7 @@ class _Life:
     def _open(self, progress: Progress) -> TrackedRun:
         order = self._order
         resumed = progress.open(order.lineage, goes_on=order.goes_on)
-        folder = self._output_dir / TRACKERS / folder_name(order.tracker)
+        folder = tracker_folder(self._output_dir, order.tracker)
         folder.mkdir(parents=True, exist_ok=True)
         return TrackedRun(order.run, progress.key, resumed, order.resumed_step, folder, order.config)
 

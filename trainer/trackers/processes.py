@@ -203,7 +203,7 @@ SECRET = re.compile(r"(^|_)(api_key|password|secret|token)$", re.IGNORECASE)
 def orders_of(run: LearnerRun, resumed_step: int) -> list[Order]:
     """What the processes of a run's trackers are told."""
     config = run.config
-    told = _without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
+    told = without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
     return [
         Order(
             tracker=name,
@@ -220,7 +220,8 @@ def orders_of(run: LearnerRun, resumed_step: int) -> list[Order]:
     ]
 
 
-def _without_secrets(value: Any, key: str = "") -> Any:
+def without_secrets(value: Any, key: str = "") -> Any:
+    """A configuration as a tracker may see it."""
     if isinstance(value, Mapping):
-        return {str(name): _without_secrets(inner, str(name)) for name, inner in value.items()}
+        return {str(name): without_secrets(inner, str(name)) for name, inner in value.items()}
     return "***" if isinstance(value, str) and SECRET.search(key) else value

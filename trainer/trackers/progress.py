@@ -77,6 +77,11 @@ def progress_file(output_dir: Path, name: str) -> Path:
     return output_dir / TRACKERS / f"{folder_name(name)}.json"
 
 
+def tracker_folder(output_dir: Path, name: str) -> Path:
+    """A tracker's own, in the run's folder."""
+    return output_dir / TRACKERS / folder_name(name)
+
+
 def folder_name(name: str) -> str:
     """A tracker's name as that of a file or folder."""
     return name.replace(":", ".")
