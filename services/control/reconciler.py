@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from redis.exceptions import RedisError
+
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
@@ -77,7 +79,7 @@ class Reconciler:
             while True:
                 self._wake.clear()
                 looking = {run_id: task for run_id, task in looking.items() if not task.done()}
-                for run_id in await self._store.run_ids():
+                for run_id in await self._run_ids():
                     if run_id not in looking:
                         looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
                 try:
@@ -88,6 +90,14 @@ class Reconciler:
             for task in looking.values():
                 task.cancel()
             await asyncio.gather(*looking.values(), return_exceptions=True)
+
+    async def _run_ids(self) -> list[str]:
+        """All runs; none while Redis does not answer: they are looked after as soon as it does."""
+        try:
+            return await self._store.run_ids()
+        except RedisError as error:
+            logger.warning("no run is looked after now: %s", error)
+            return []
 
     async def _look(self, run_id: str) -> None:
         try:

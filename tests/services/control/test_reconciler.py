@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError
 
 from services.control.components import Health
 from services.control.reconciler import Reconciler, RestartPolicy
@@ -315,3 +316,21 @@ async def test_the_loop_looks_after_every_run_and_at_once_when_woken(redis: Redi
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(redis: Redis, mesh: FakeMesh):
+    outages = [ConnectionError("gone"), ConnectionError("still gone")]
+
+    class Restarting(RunStore):
+        async def run_ids(self) -> list[str]:
+            if outages:
+                raise outages.pop()
+            return await super().run_ids()
+
+    store = Restarting(redis)
+    await store.create(SPEC)
+    looking = asyncio.create_task(Reconciler(store, lambda _: mesh, reconcile_s=0.01).run())
+    await wait_until(lambda: mesh.prepared == 1 or looking.done())
+    assert not looking.done()
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
