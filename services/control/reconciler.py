@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from redis.exceptions import RedisError
+
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
@@ -71,13 +73,13 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Look after all runs until cancelled; one that hangs does not hold up the others."""
+        """Look after all runs that are not over until cancelled; one that hangs does not hold up the others."""
         looking: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 self._wake.clear()
                 looking = {run_id: task for run_id, task in looking.items() if not task.done()}
-                for run_id in await self._store.run_ids():
+                for run_id in await self._unfinished():
                     if run_id not in looking:
                         looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
                 try:
@@ -88,6 +90,16 @@ class Reconciler:
             for task in looking.values():
                 task.cancel()
             await asyncio.gather(*looking.values(), return_exceptions=True)
+
+    async def _unfinished(self) -> list[str]:
+        """All runs that are not over; none while Redis does not answer: they are looked after as soon as it does."""
+        try:
+            run_ids = await self._store.unfinished()
+        except RedisError as error:
+            logger.warning("no run is looked after now: %s", error)
+            return []
+        self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
+        return run_ids
 
     async def _look(self, run_id: str) -> None:
         try:

@@ -154,6 +154,16 @@ class RunStore:
         """Every run, oldest first."""
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
+    async def unfinished(self) -> list[str]:
+        """Every run that is not known to be over, oldest first."""
+        run_ids = await self.run_ids()
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for run_id in run_ids:
+                pipe.hget(RunKeys(run_id).record, "state")
+            states = await pipe.execute()
+        over = {state.value.encode() for state in RunState if state.over}
+        return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
+
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
         """(created at, id) of the runs whose id fits the glob `name`, newest first; those after the place `after`."""
         rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)
@@ -311,9 +321,9 @@ class RunStore:
         replicas = {name.decode(): decode_report(blob) for name, blob in served.items()}
         return PartReports(workers, replicas, bool(leased))
 
-    async def metrics_since(self, run_id: str, at: float, count: int = 5000) -> list[MetricRecord]:
-        """Metric records that were appended after the Unix time `at`, oldest first."""
-        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000), count=count)
+    async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
+        """All metric records that were appended after the Unix time `at`, oldest first."""
+        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
         return [decode_record(fields[b"r"]) for _, fields in entries]
 
     @staticmethod

@@ -5,6 +5,7 @@ take it; a caller that leaves while its answer is sampled takes the sampling wit
 """
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -24,6 +25,8 @@ Sessions = dict[str, EpisodeSession]
 """By key."""
 Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response]]
 CLIENT_LEFT = 499
+MAX_BODY_BYTES = 64 << 20
+"""More than the longest conversation takes that a policy reads."""
 
 
 class CallerLeftError(Exception):
@@ -76,9 +79,14 @@ def _key(request: Request) -> str:
 async def _body(request: Request) -> dict[str, Any]:
     if request.method == "GET":
         return {}
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > MAX_BODY_BYTES:
+            raise RefusedError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB")
     try:
-        body = await request.json()
-    except ValueError as error:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise RefusedError("the body is no JSON object")

@@ -21,6 +21,8 @@ from services.gateway.reading import (
 from services.gateway.session import Ask, RefusedError, Reply
 
 SYSTEM_ROLES = ("system", "developer")
+TOKEN_IDS = range(1 << 31)
+"""Those that can travel: turns of other episodes travel in the same call, and would fail with it."""
 
 
 def read_chat(body: Body) -> Ask:
@@ -54,7 +56,7 @@ def read_completion(body: Body) -> Ask:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if isinstance(prompt, list) and all(isinstance(token, int) and token >= 0 for token in prompt):
+    if isinstance(prompt, list) and all(isinstance(token, int) and token in TOKEN_IDS for token in prompt):
         prompt = tuple(prompt)
     if not isinstance(prompt, str | tuple):
         raise RefusedError("prompt: one text or one list of token ids is needed")

@@ -4,6 +4,14 @@ from services.schema import Completion, EpisodeKind, Trajectory
 from services.telemetry import MetricRecord, Partial
 
 SOURCE = "rollout"
+OWN = frozenset(
+    (
+        *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
+        *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s"),
+    )
+)
+OWN_FOLDERS = ("stop/", "failed/", "submitted/")
+"""What is counted here goes by these names; an env's metric of such a name goes by `env/<name>`."""
 
 
 class Reporter:
@@ -25,7 +33,8 @@ class Reporter:
             return
         add("reward", Partial("mean", trajectory.reward))
         for name, value in trajectory.metrics.items():
-            add(name, Partial("mean", value))
+            taken = name in OWN or name.startswith(OWN_FOLDERS)
+            add(f"env/{name}" if taken else name, Partial("mean", value))
 
     def failed(self, kind: EpisodeKind, tag: str, reason: str) -> None:
         """An episode could not be played."""

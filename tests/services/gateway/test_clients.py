@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from services.chat.template import ChatTemplate
+from services.gateway import app
 from services.gateway.server import KEEP_ALIVE_S, Gateway
 from services.gateway.session import EpisodeSession
 from services.schema import Completion
@@ -288,3 +289,12 @@ async def test_no_client_keeps_a_connection_for_as_long_as_the_server(plain: Cha
         for pool in (*(client._client for client in clients), http):
             kept_s = pool._transport._pool._keepalive_expiry  # type: ignore[attr-defined]  # no client says it in public
             assert kept_s < KEEP_ALIVE_S, "the server may close what the client is about to send on"
+
+
+async def test_a_body_that_is_too_large_is_refused(plain: ChatTemplate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1 << 20)
+    session = session_of(Scripted(plain, []))
+    async with served(session) as (client, _), httpx.AsyncClient() as http:
+        headers = {"Authorization": f"Bearer {session.key}"}
+        answer = await http.post(f"{client.base_url}chat/completions", content=b" " * (1 << 22), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "the body has more than 1 MiB")

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.chat.messages import ChatMessage
+from services.codec import decode_requests, encode_requests
 from services.gateway.anthropic_messages import read_messages
 from services.gateway.openai_chat import read_chat, read_completion
 from services.gateway.openai_responses import read_responses
 from services.gateway.session import Ask, RefusedError
+from services.schema import GenerateRequest, Sampling
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
@@ -46,3 +48,14 @@ def test_whatever_a_body_holds_it_is_read_or_refused(reader: str, body: dict[str
         return
     assert all(isinstance(message.content, str) for message in ask.messages)
     assert all(isinstance(tool, dict) for tool in ask.tools)
+
+
+@pytest.mark.parametrize(("last", "fits"), [((1 << 31) - 1, True), (1 << 31, False), (-1, False)])
+def test_a_token_id_that_can_not_travel_is_refused_before_it_fails_the_turns_of_others(last: int, fits: bool):
+    body = {"prompt": [5, last]}
+    if fits:
+        request = GenerateRequest("r", read_completion(body).prompt, Sampling())  # type: ignore[arg-type]
+        assert decode_requests(encode_requests([request]))[0].prompt == (5, last)
+        return
+    with pytest.raises(RefusedError, match="list of token ids"):
+        read_completion(body)
