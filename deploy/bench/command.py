@@ -16,9 +16,11 @@ bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the 
 
 
 @bench_app.callback()
-def end_what_runs_at_ctrl_c() -> None:
-    # `offbeat` lets Ctrl-C end the process at once; processes and shared memory of a benchmark have to go first.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def end_what_runs_at_a_signal() -> None:
+    # By itself a signal ends the process at once, Ctrl-C of `offbeat` too; what a benchmark has started has to go first.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores it
+            signal.signal(number, signal.default_int_handler)
 
 
 JsonFile = Annotated[
@@ -327,6 +329,10 @@ def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: 
     """Run a benchmark and keep its result."""
     from deploy.bench.outcome import write_json
 
-    result = bench(options)
+    try:
+        result = bench(options)
+    except KeyboardInterrupt:
+        typer.echo("offbeat: interrupted; what was started has ended", err=True)
+        raise
     if file is not None:
         write_json(file, name, asdict(options), result)
