@@ -133,8 +133,8 @@ def _function_problems(key: str, path: str) -> Iterator[Problem]:
         return
     try:
         found = importlib.import_module(module)
-    except (ImportError, TypeError, ValueError) as error:
-        yield Problem(key, f"can't import {module!r}: {error}")
+    except Exception as error:  # the module may be the user's own: a mistake in it is told
+        yield Problem(key, f"can't import {module!r}: {error if isinstance(error, ImportError) else repr(error)}")
         return
     if not callable(getattr(found, function, None)):
         known = [name for name, value in inspect.getmembers(found, inspect.isfunction) if value.__module__ == module]

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -26,6 +25,7 @@ from deploy.preparation import LOGS
 from deploy.processes import end_descendants
 from deploy.report import ReportMaker
 from deploy.runtime import LocalMesh
+from deploy.signals import ending_signals
 from services.control.client import ControlClient
 from services.control.components import Health
 from services.control.runs import RunState
@@ -216,7 +216,7 @@ class TrainCommand:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:

@@ -3,7 +3,6 @@
 Invariant: nothing heavy is imported before a benchmark is asked for, so that `offbeat --help` answers at once.
 """
 
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -12,15 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.signals import interrupt_at_signals
+
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
 
 
 @bench_app.callback()
-def end_what_runs_at_a_signal() -> None:
-    # By itself a signal ends the process at once, Ctrl-C of `offbeat` too; what a benchmark has started has to go first.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores it
-            signal.signal(number, signal.default_int_handler)
+def before_each() -> None:
+    interrupt_at_signals()
 
 
 JsonFile = Annotated[

@@ -7,9 +7,9 @@ from deploy.run_folder import FolderInUseError, locked
 
 
 def run_in(folder: Path) -> Path:
-    for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb"):
+    for name in ("batches/step-000001", "checkpoints/step-000001", "ledger", "logs", "tensorboard", "trackers/wandb"):
         (folder / name).mkdir(parents=True)
-    for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json"):
+    for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json", "ledger/groups.jsonl"):
         (folder / name).write_text("{}")
     return folder
 

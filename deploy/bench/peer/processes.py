@@ -87,7 +87,7 @@ def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str,
         SideError: it failed or took too long.
     """
     with log.open("wb") as out:
-        mortal = dying_with_this_thread(command)
+        mortal = dying_with_this_thread(command, by=signal.SIGTERM)
         process = subprocess.Popen(mortal, stdout=out, stderr=subprocess.STDOUT, env=environment)
         meter = CpuMeter(process.pid, cpu) if cpu is not None else None
         try:

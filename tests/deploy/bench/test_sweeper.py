@@ -20,11 +20,11 @@ pytestmark = pytest.mark.timeout(120)
 
 BENCHMARK = """
     import os, sys
-    from deploy.bench.command import end_what_runs_at_a_signal
     from deploy.bench.ground import ground
+    from deploy.signals import interrupt_at_signals
     from tests.deploy.bench.test_sweeper import put
 
-    end_what_runs_at_a_signal()
+    interrupt_at_signals()
     with ground() as base:
         put(base.folder)
         print(base.folder, base.server_pid, flush=True)
