@@ -63,6 +63,9 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
     except run_folder.FolderInUseError as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         code = FAILED
+    except OSError as error:
+        print(f"offbeat: output_dir {config.output_dir} can't be used: {error}", file=sys.stderr)  # noqa: T201
+        code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

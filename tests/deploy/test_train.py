@@ -1,5 +1,7 @@
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,10 @@ def test_a_stopped_run_names_the_step_of_its_checkpoint_and_not_of_its_weights(t
     held = f"Stopped at step 7 of 24; {tmp_path}/checkpoints/step-000007 holds it."
     assert stopped_at(config, 7) == held
     assert stopped_at(config, 9) == f"{held} What came after it, up to step 9, is trained again."
+
+
+def test_a_folder_that_can_not_be_had_is_told_in_a_line():
+    command = [sys.executable, "-m", "deploy.cli", "train", str(QUICKSTART), "output_dir=/dev/null/run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("offbeat: output_dir /dev/null/run can't be used: ")
