@@ -22,7 +22,6 @@ from deploy.history import RunHistory
 from deploy.live import LiveView, open_view
 from deploy.loading import dump_yaml
 from deploy.preparation import LOGS
-from deploy.processes import end_descendants
 from deploy.report import ReportMaker
 from deploy.runtime import LocalMesh
 from deploy.signals import ending_signals
@@ -87,10 +86,11 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
         command = TrainCommand(config, view, resume)
         try:
             return asyncio.run(command.run())
-        except Exception as error:
-            # A mistake of ours; whatever it is, nothing that was started may outlive this command.
+        except (Exception, SystemExit) as error:
+            # A mistake of ours, or nobody reads what is said any more (rich makes SystemExit of a broken pipe); whatever it
+            # is, nothing that was started may outlive this command.
             logger.exception("the command failed")
-            end_descendants(1.0)
+            command.kill()
             view.close()
             view.say(f"offbeat failed: {error!r}\nRead {_shown(config.output_dir / LOGS / 'offbeat.log')}")
             return FAILED
@@ -123,6 +123,10 @@ class TrainCommand:
             self._view.say("The run was stopped over REST.")
             return await self._end_stopped()
         return await self._end_finished()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._mesh.kill()
 
     async def _until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="run")
