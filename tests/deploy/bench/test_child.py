@@ -42,10 +42,14 @@ class Adder:
     def close(self) -> None: ...
 
 
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
 def kill(pid: int) -> None:
     """Return when it has ended, nobody having waited for it."""
     os.kill(pid, signal.SIGKILL)
-    wait_until_sync(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_until_sync(lambda: has_ended(pid))
 
 
 def add_after_death(adder: Servant) -> None:
@@ -104,4 +108,4 @@ def test_a_process_dies_with_its_parent_whatever_it_is_doing(tmp_path: Path) -> 
     with parent:
         pid = int(parent.stdout.readline())
         parent.kill()
-    wait_until_sync(lambda: not psutil.pid_exists(pid), timeout_s=30)
+    wait_until_sync(lambda: has_ended(pid), timeout_s=30)
