@@ -76,8 +76,8 @@ check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory test
 
-bench: $(STAMP) ## measure: each script of benchmarks/ against the bare library, ratios from one run
-	@for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS); done
+bench: $(STAMP) ## measure what `offbeat bench` does not: the short scripts of benchmarks/, minutes in all
+	@for name in staleness_bound cold_wakes weight_pause generation_hosts; do $(BIN)/python -m benchmarks.$$name; done
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -77,12 +77,9 @@ class Field:
             for sampling in SAMPLINGS:
                 log.put(Evaluation("before", sampling, 0, 0).eval_id, RECORDED)
 
-        def stopped() -> bool:
-            self._rollouts.check()
-            return time.monotonic() > ends_at
-
         learner = BenchLearner(
-            self._ground, config, epoch, trainer, lambda _: None, evaluates=True, order=config.buffer.order, stopped=stopped
+            self._ground, config, epoch, trainer, lambda _: None, check=self._rollouts.check, evaluates=True,
+            order=config.buffer.order, ends_at=ends_at,
         )  # fmt: skip
         self._evaluations = learner.records.evaluations
         return learner

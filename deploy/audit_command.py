@@ -14,7 +14,7 @@ from rich.table import Table
 from deploy import run_folder
 from deploy.audit import DROPPED, ENDINGS, FAILED, TRAINED, Audit, Evidence, GroupLife, audit
 from deploy.config import RunConfig
-from deploy.loading import load_run
+from deploy.loading import read_run
 from deploy.problems import ConfigError
 from services.buffer.client import Counters
 from services.buffer.connection import connect
@@ -61,7 +61,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
     redis_url: of the Redis that holds the run, whatever its folder says: a run that was sent to a mesh.
     """
     try:
-        config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
+        config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
     except (ConfigError, OSError) as error:
         raise AuditError(f"{folder / run_folder.CONFIG}: {error}") from error
     if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():

@@ -88,7 +88,7 @@ def _env_problems(config: RunConfig) -> Iterator[Problem]:
     for tag, env in config.custom_envs.items():
         for message in check_env_config(env.env_type, env.env_config):
             key, colon, rest = message.partition(": ")
-            named = bool(colon) and key.startswith(("env_config", "env_type"))
+            named = bool(colon) and " " not in key and key.startswith(("env_config", "env_type"))
             yield (
                 Problem(f"custom_envs.{tag}.{key}", rest) if named else Problem(f"custom_envs.{tag}.env_type", message)
             )
@@ -133,8 +133,8 @@ def _function_problems(key: str, path: str) -> Iterator[Problem]:
         return
     try:
         found = importlib.import_module(module)
-    except (ImportError, TypeError, ValueError) as error:
-        yield Problem(key, f"can't import {module!r}: {error}")
+    except Exception as error:  # the module may be the user's own: a mistake in it is told
+        yield Problem(key, f"can't import {module!r}: {type(error).__name__}: {error}")
         return
     if not callable(getattr(found, function, None)):
         known = [name for name, value in inspect.getmembers(found, inspect.isfunction) if value.__module__ == module]

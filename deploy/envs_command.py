@@ -73,7 +73,7 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, su
 
     try:
         written = write_template(Path.cwd(), name)
-    except (BadNameError, FileExistsError) as error:
+    except (BadNameError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(EXIT_USAGE) from None
     module = written[0].stem

@@ -215,6 +215,9 @@ class LearnerHost:
                 logger.info("learner %d stands by", self._spare.pid)
         except RedisError as error:
             logger.warning("can't reach Redis: %s", error)
+        except OSError as error:  # no memory, no process to be had: the one that trains must not end with this thread
+            self._spare_at = time.monotonic() + SETTLE_S
+            logger.warning("no learner can stand by: %s", error)
 
     def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
         """The learner that stood by is the learner now; returns its incarnation."""

@@ -33,6 +33,16 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+def read_run(path: Path) -> RunConfig:
+    """The configuration that a run wrote down. It was checked when the run began; whether this machine could run it, or has
+    its model and its envs, is not asked.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    return validate_tree(compose_tree(path), source=str(path))
+
+
 def load_document(
     document: str | dict[str, Any],
     *,
@@ -72,6 +82,8 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     if not path.is_file():
         raise ConfigError([Problem("", f"no such file: {path}")], str(path))
+    if path.suffix != ".yaml":
+        raise ConfigError([Problem("", f"Hydra reads files that are named *.yaml: rename {path.name}")], str(path))
     folder = path.resolve().parent
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from deploy.config import RunConfig
 from deploy.history import RunHistory
-from deploy.loading import load_run
+from deploy.play.setting import load_config
 from deploy.problems import ConfigError
 from deploy.report import REPORT, ReportMaker
 from deploy.run_folder import CONFIG, read_endpoints
@@ -32,10 +33,10 @@ def remake_report(folder: Path) -> int:
     """Make the report of the run in `folder` again and show it; returns the exit code."""
     folder = folder.resolve()
     try:
-        config = load_run(folder / CONFIG).model_copy(update={"output_dir": folder})
+        config = load_config(folder / CONFIG).model_copy(update={"output_dir": folder})
         with _redis_of(folder, config) as redis:
             history, counters = read_history(redis, config.exp_name)
-    except (ConfigError, MeshError) as error:
+    except (ConfigError, MeshError, RedisError) as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         return 1
     first = _first_report(folder)
@@ -65,6 +66,10 @@ def _redis_of(folder: Path, config: RunConfig) -> Iterator[Redis]:
         with Redis.from_url(url) as redis:
             yield redis
         return
+    if not (folder / "redis").is_dir():
+        raise MeshError(
+            f"{folder} holds no redis/, from which a report is made: the run was sent to a mesh, or never began"
+        )
     with EmbeddedRedis(folder / "redis", config.redis) as server, Redis.from_url(server.url) as redis:
         yield redis
 

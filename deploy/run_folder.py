@@ -1,7 +1,8 @@
 """A run's folder: who uses it now, and what becomes of an earlier run in it.
 
-Layout: `config.yaml`, `report.json`, `checkpoints/`, `tensorboard/`, `trackers/`, `logs/`, `redis/` (the embedded server's
-AOF), `policy/` (the tiny policy's files), `episodes/`, `learning_curve.png`, `endpoints.json` while it runs.
+Layout: `config.yaml`, `report.json`, `checkpoints/`, `ledger/`, `batches/`, `evaluations/`, `metrics.jsonl`, `tensorboard/`,
+`trackers/`, `logs/`, `redis/` (the embedded server's AOF), `policy/` (the tiny policy's files), `start/` (the weights after
+the warm start), `episodes.gif` and `.html`, `learning_curve.png`, `endpoints.json` while it runs.
 
 Invariant: at most one command runs a run in a folder.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
 CONFIG = "config.yaml"
-MARKS = (CONFIG, "checkpoints", "redis", "report.json")
+MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
 """A folder that holds one of these holds a run."""
 
 

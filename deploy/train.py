@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -23,9 +22,9 @@ from deploy.history import RunHistory
 from deploy.live import LiveView, open_view
 from deploy.loading import dump_yaml
 from deploy.preparation import LOGS
-from deploy.processes import end_descendants
 from deploy.report import ReportMaker
 from deploy.runtime import LocalMesh
+from deploy.signals import ending_signals
 from services.control.client import ControlClient
 from services.control.components import Health
 from services.control.runs import RunState
@@ -63,6 +62,9 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
     except run_folder.FolderInUseError as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         code = FAILED
+    except OSError as error:
+        print(f"offbeat: output_dir {config.output_dir} can't be used: {error}", file=sys.stderr)  # noqa: T201
+        code = FAILED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -84,10 +86,11 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
         command = TrainCommand(config, view, resume)
         try:
             return asyncio.run(command.run())
-        except Exception as error:
-            # A mistake of ours; whatever it is, nothing that was started may outlive this command.
+        except (Exception, SystemExit) as error:
+            # A mistake of ours, or nobody reads what is said any more (rich makes SystemExit of a broken pipe); whatever it
+            # is, nothing that was started may outlive this command.
             logger.exception("the command failed")
-            end_descendants(1.0)
+            command.kill()
             view.close()
             view.say(f"offbeat failed: {error!r}\nRead {_shown(config.output_dir / LOGS / 'offbeat.log')}")
             return FAILED
@@ -120,6 +123,10 @@ class TrainCommand:
             self._view.say("The run was stopped over REST.")
             return await self._end_stopped()
         return await self._end_finished()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._mesh.kill()
 
     async def _until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="run")
@@ -216,7 +223,7 @@ class TrainCommand:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:

@@ -97,6 +97,8 @@ def find(env_type: str) -> EnvFactory:
         found: object = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"env_type {env_type!r}: {error}") from error
+    except Exception as error:  # the module may be the user's own: a mistake in it is told
+        raise ValueError(f"env_type {env_type!r}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(
             f"env_type {env_type!r} is a {type(found).__name__}, not a class or function that makes an env"

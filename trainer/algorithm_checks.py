@@ -128,6 +128,8 @@ def load_filter(path: str) -> type:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
         raise ValueError(f"can't import {module!r}: {error}") from error
+    except Exception as error:  # the module is the user's own: a mistake in it is told
+        raise ValueError(f"can't import {module!r}: {type(error).__name__}: {error}") from error
     if not isinstance(found, type) or not any("__call__" in each.__dict__ for each in found.__mro__):
         raise ValueError(f"{module} has no class {name!r} whose instances can be called with a group")
     return found

@@ -9,7 +9,7 @@ Invariant: all settings of a distribution are compared in one call, with what ro
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -109,12 +109,13 @@ class AsyncBench:
         """Rollouts first, then training on what they made."""
         config = self._config(f"alone-{distribution}", distribution, UNBOUNDED)
         learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
-        learner.publish_start()
-        self._rollouts.play(self._ground.worker_settings(config))
-        say(f"{distribution}: rollouts alone")
-        rollout = self._watch_rollouts(config)
-        self._rollouts.stop()
-        records = learner.run()
+        with closing(learner):
+            learner.publish_start()
+            self._rollouts.play(self._ground.worker_settings(config))
+            say(f"{distribution}: rollouts alone")
+            rollout = self._watch_rollouts(config)
+            self._rollouts.stop()
+            records = learner.run()
         return Alone(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
 
     def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> Setting:
@@ -142,7 +143,7 @@ class AsyncBench:
 
     def _learner(self, config: RunConfig, on_step: Callable[[int], None], spare_steps: float) -> BenchLearner:
         epoch = self._ground.prepare(config, spare_steps=spare_steps)
-        return BenchLearner(self._ground, config, epoch, self._trainers(config), on_step)
+        return BenchLearner(self._ground, config, epoch, self._trainers(config), on_step, check=self._rollouts.check)
 
     def _watch_rollouts(self, config: RunConfig) -> float:
         """Trajectories/s of rollouts that nothing holds up, once every place has been taken once."""

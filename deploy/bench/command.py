@@ -3,7 +3,6 @@
 Invariant: nothing heavy is imported before a benchmark is asked for, so that `offbeat --help` answers at once.
 """
 
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -12,13 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
+from deploy.signals import interrupt_at_signals
+
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
 
 
 @bench_app.callback()
-def end_what_runs_at_ctrl_c() -> None:
-    # `offbeat` lets Ctrl-C end the process at once; processes and shared memory of a benchmark have to go first.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def before_each() -> None:
+    interrupt_at_signals()
 
 
 JsonFile = Annotated[
@@ -327,6 +327,10 @@ def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: 
     """Run a benchmark and keep its result."""
     from deploy.bench.outcome import write_json
 
-    result = bench(options)
+    try:
+        result = bench(options)
+    except KeyboardInterrupt:
+        typer.echo("offbeat: interrupted; what was started has ended", err=True)
+        raise
     if file is not None:
         write_json(file, name, asdict(options), result)

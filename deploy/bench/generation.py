@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -158,9 +158,8 @@ def _publish_start(base: Ground, config: RunConfig, model: Path) -> int:
     policy = load_policy(model, ModelArgs(), seed=0, temperature=1.0).model
     tied = bool(policy.config.get_text_config().tie_word_embeddings)
     weights = [(n, t) for n, t in policy.state_dict().items() if not (tied and n == "lm_head.weight")]
-    publisher = RedisWeightPublisher(base.redis, config.exp_name, config.weights, 1, config.output_dir)
-    publisher.publish(0, 0, weights)
-    publisher.close()
+    with closing(RedisWeightPublisher(base.redis, config.exp_name, config.weights, 1, config.output_dir)) as publisher:
+        publisher.publish(0, 0, weights)
     return int(policy.config.get_text_config().vocab_size)
 
 

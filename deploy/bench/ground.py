@@ -1,6 +1,6 @@
 """What benchmarks stand on: a folder, a redis-server of their own, the tiny policy's files, a run's configuration.
 
-Invariant: nothing is left when the context ends, in `/dev/shm` neither.
+Invariant: nothing is left when the context ends, however it ends, in `/dev/shm` neither.
 """
 
 import tempfile
@@ -12,6 +12,7 @@ from typing import Any
 
 from redis import Redis
 
+from deploy.bench.sweeper import swept
 from deploy.config import RunConfig
 from deploy.loading import load_run
 from deploy.preparation import buffer_limits, prepare_folder, worker_settings
@@ -22,8 +23,6 @@ from services.buffer.redis_server import EmbeddedRedis
 from services.buffer.watch import configure_buffer
 from services.keys import RunKeys
 from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig, WorkerSettings
-from services.weights.config import WeightsConfig
-from services.weights.transports import cleanup
 
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart.yaml"
 TAG = "FrozenLake"
@@ -60,15 +59,14 @@ class Ground:
 @contextmanager
 def ground() -> Iterator[Ground]:
     """A folder and a Redis until the context ends; append-only file on, synced every second, as in a run."""
-    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name:
-        folder = Path(name)
-        with EmbeddedRedis(folder / "redis", RedisConfig()) as server, connect(server.url) as redis:
-            assert server.pid is not None
-            try:
-                yield Ground(folder, server.url, redis, server.pid)
-            finally:
-                for run in folder.iterdir():
-                    cleanup(run.name, WeightsConfig(), run)
+    with (
+        tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name,
+        swept(Path(name)) as folder,
+        EmbeddedRedis(folder / "redis", RedisConfig()) as server,
+        connect(server.url) as redis,
+    ):
+        assert server.pid is not None
+        yield Ground(folder, server.url, redis, server.pid)
 
 
 def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:

@@ -18,7 +18,6 @@ from envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
 __all__ = ["WORDS", "Latency", "SlowLake", "SlowLakeConfig"]
 
 Distribution = Literal["normal", "lognormal"]
-ENV_TYPE = "deploy.bench.latency:SlowLake"
 
 
 class Latency(Config):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -152,8 +152,9 @@ def _side(side: str, task: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
     assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # how it ended is told below
+        process.stdin.write("\n")
+        process.stdin.flush()
     return json.loads(_read(process, STEP))
 
 

@@ -3,6 +3,7 @@
 Invariant: intake, publisher, checkpoints and acknowledgements are those of a run; only what `train` does may differ.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,11 +105,13 @@ class BenchLearner:
         trainer: Any,
         on_step: Callable[[int], None],
         *,
+        check: Callable[[], None],
         evaluates: bool = False,
         order: Order = "completion",
-        stopped: Callable[[], bool] = lambda: False,
+        ends_at: float = math.inf,
     ) -> None:
-        """trainer: a `Trainer` with `vocab_size`, begun already; evaluates: before and after, as the run says."""
+        """trainer: a `Trainer` with `vocab_size`, begun already. check: raises once there are no rollouts to wait for any
+        more. evaluates: before and after, as the run says. ends_at: monotonic time at which to stop."""
         read = learner_config(config, evaluates=evaluates)
         run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
@@ -116,6 +119,11 @@ class BenchLearner:
             ground.redis, config.exp_name, config.weights, epoch, config.output_dir, read.adapter_settings
         )
         self.records = Records(on_step)
+
+        def stopped() -> bool:
+            check()
+            return time.monotonic() > ends_at
+
         buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
         parts = parts_of(
             run,
@@ -140,8 +148,12 @@ class BenchLearner:
         try:
             self._learner.run()
         finally:
-            self._publisher.close()
+            self.close()
         return self.records.steps
+
+    def close(self) -> None:
+        """Return when nothing is being published any more; `run` does so at its end."""
+        self._publisher.close()
 
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:

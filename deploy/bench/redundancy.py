@@ -87,7 +87,7 @@ def _setting(
     def say(step: int) -> None:
         status.update(f"{distribution}: {groups} x {members}, batch {step}/{config.max_steps}")
 
-    learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), say)
+    learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), say, check=rollouts.check)
     rollouts.play(base.worker_settings(config))
     records = learner.run()
     usage = rollouts.stop()

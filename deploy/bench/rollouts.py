@@ -1,32 +1,25 @@
 """Rollouts in a process of their own: one real env worker, and with it a replica or a scripted policy.
 
-Invariant: the process plays one run after another, so that what is slow to start (the engine) starts once; it ends with
-its parent.
+Invariant: the process plays one run after another, so that what is slow to start (the engine) starts once.
 """
 
 import asyncio
-import ctypes
-import multiprocessing
-import os
 import secrets
-import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import psutil
 
-from deploy.bench import loops
+from deploy.bench.child import Child
 from services.generation.config import GenerationConfig
 from services.keys import RunKeys
 from services.rollout.config import WorkerSettings
 
-PR_SET_PDEATHSIG = 1
 LOAD_S = 20.0
 """Longest load of a version."""
 LOG = "rollouts.log"
@@ -63,96 +56,27 @@ class Usage:
     """To generation."""
 
 
-class Rollouts:
+class Rollouts(Child):
     """The parent's end."""
 
     def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:
-        self._arguments = (policy, model, sequence_length)
-        self._pipe: Connection | None = None
-        self._process: Any = None
-
-    def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, *self._arguments), daemon=False)
-        self._process.start()
-        theirs.close()
-        try:
-            self._answer()
-        except BaseException:  # Ctrl-C while it starts: `with` would not end it
-            self._process.kill()
-            self._process.join()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            self._tell("end")
-        else:
-            self._process.terminate()
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+        super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
     def play(self, settings: WorkerSettings) -> None:
         """Begin to play a run."""
-        self._tell("play", settings)
-        self._answer()
+        self._ask(("play", settings))
 
     def stop(self) -> Usage:
         """Stop playing; what is in hand is given back."""
-        self._tell("stop")
-        return self._answer()
-
-    def check(self) -> None:
-        """Raises what ended the worker, if anything did."""
-        assert self._pipe is not None, "use `with`"
-        if self._pipe.poll():
-            self._answer()
+        return self._ask(("stop",))
 
     def usage(self) -> Usage:
         """So far."""
-        self._tell("usage")
-        return self._answer()
-
-    def _tell(self, *message: Any) -> None:
-        assert self._pipe is not None, "use `with`"
-        self._pipe.send(message)
-
-    def _answer(self) -> Any:
-        assert self._pipe is not None, "use `with`"
-        try:
-            answer = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"the rollout process ended with code {self._process.exitcode}") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return self._ask(("usage",))
 
 
-def _main(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
-    # Its Redis is gone with the parent, and so is who could end it
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    quiet(model.parent / LOG)
-    try:
-        loops.run(_Host(pipe, policy, model, sequence_length).serve())
-    except Exception as error:
-        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
-        raise
-
-
-def quiet(log: Path) -> None:
-    """Send what this process and its children print, vLLM's warnings above all, to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
-    os.close(descriptor)
+async def _serve(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+    await _Host(pipe, policy, model, sequence_length).serve()
 
 
 class _Host:
@@ -201,8 +125,7 @@ class _Host:
         from services.telemetry import AsyncRedisMetrics
 
         async with connect_async(settings.redis_url) as redis:
-            chores: list[asyncio.Task[Any]] = []
-            client, replica = self._client(settings, engine, redis, chores)
+            client, replica = self._client(settings, engine, redis)
             worker = EnvWorker(
                 settings,
                 "bench",
@@ -212,9 +135,10 @@ class _Host:
                 chat=self._chat,
             )
             meter = _Meter(worker)
-            working = asyncio.create_task(worker.run())
-            working.add_done_callback(self._report_failure)
-            chores.append(asyncio.create_task(meter.watch()))
+            working = self._watched("env worker", worker.run())
+            chores = [self._watched("meter", meter.watch())]
+            if replica is not None:
+                chores.append(self._watched("replica", replica.follow()))
             try:
                 yield meter
             finally:
@@ -225,12 +149,18 @@ class _Host:
                     chore.cancel()
                 await asyncio.gather(*chores, return_exceptions=True)
 
-    def _report_failure(self, working: "asyncio.Task[Any]") -> None:
-        """A worker that ends by an error has nobody else to tell."""
-        if not working.cancelled() and (error := working.exception()):
-            self._pipe.send(RuntimeError(f"the env worker ended: {type(error).__name__}: {error}"))
+    def _watched(self, what: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """A task; one that ends by an error has nobody else to tell."""
 
-    def _client(self, settings: WorkerSettings, engine: Any, redis: Any, chores: list[asyncio.Task[Any]]) -> Any:
+        def report(task: "asyncio.Task[Any]") -> None:
+            if not task.cancelled() and (error := task.exception()):
+                self._pipe.send(RuntimeError(f"the {what} ended: {type(error).__name__}: {error}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(report)
+        return task
+
+    def _client(self, settings: WorkerSettings, engine: Any, redis: Any) -> Any:
         from deploy.bench.scripted import ReplicaGeneration, ScriptedGeneration, ScriptedPolicy
         from services.generation.service import GenerationReplica
         from services.weights.config import WeightsConfig
@@ -242,16 +172,18 @@ class _Host:
             engine = engine.salted(secrets.token_hex(4))
         subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)
         replica = GenerationReplica("bench", engine, subscriber, self._policy.config)
-        chores.append(asyncio.create_task(replica.follow()))
         return ReplicaGeneration(replica), replica
 
 
 async def _caught_up(replica: Any, redis: Any, run_id: str) -> None:
     """Return once the replica serves the newest version: the engine, which the next run gets, is not left half-way."""
     newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
-    async with asyncio.timeout(LOAD_S):
-        while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it rings for nobody
-            await asyncio.sleep(LOOK_S)
+    try:
+        async with asyncio.timeout(LOAD_S):
+            while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it rings for nobody
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise TimeoutError(f"the replica does not serve version {newest} after {LOAD_S:g} s") from None
 
 
 class _Meter:

@@ -14,7 +14,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from deploy.bench.deltas import DeltaOptions, measure, show_deltas
 from deploy.bench.ground import TAG, Ground, ground, slow_lake
 from deploy.bench.outcome import Spread, console, show
 from deploy.bench.servant import Servant
+from deploy.bench.sweeper import SHARED_MEMORY
 from deploy.config import RunConfig
 from services.generation.config import GenerationConfig
 from services.keys import RunKeys
@@ -44,7 +45,6 @@ SEQUENCE_LENGTH = 512
 PROMPT_TOKENS = 32
 ANSWER_TOKENS = 64
 SERVED_TIMEOUT_S = 120.0
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +171,18 @@ class _Setting:
         config = self._config()
         weights = self._weights(config)
         num_bytes = sum(t.numel() * t.element_size() for _, t in weights)
-        publisher = RedisWeightPublisher(self._base.redis, config.exp_name, config.weights, 1, config.output_dir)
         self._status.update(f"{self._label}: starting engines")
         with ExitStack() as stack:
+            publisher = stack.enter_context(
+                closing(RedisWeightPublisher(self._base.redis, config.exp_name, config.weights, 1, config.output_dir))
+            )
             hosts = [stack.enter_context(self._host(config, i)) for i in range(self._replicas)]
             publisher.publish(0, 0, weights)
             self._wait_served(config, 0)
             step_s = self._step_s(hosts)
             times = [self._round(config, publisher, weights, version + 1) for version in range(self._options.rounds)]
             seen = self._seen(hosts)
-        publisher.close()
-        copies = _copies(weights, num_bytes, self._options.rounds)
+        copies = _copies(weights, self._options.rounds, self._base.folder.name)
         return self._row(num_bytes, times, max(step_s), seen, copies)
 
     def _step_s(self, hosts: Sequence[Servant]) -> list[float]:
@@ -277,15 +278,15 @@ class _Setting:
         }
 
 
-def _copies(weights: Sequence[tuple[str, Any]], num_bytes: int, rounds: int) -> dict[str, Spread]:
-    """What copying the same bytes costs, in memory and from file to file in shared memory, s."""
+def _copies(weights: Sequence[tuple[str, Any]], rounds: int, name: str) -> dict[str, Spread]:
+    """What copying the same bytes costs, in memory and from file to file in shared memory, s. name: of the files."""
     import torch
 
     source = torch.cat([tensor.flatten() for _, tensor in weights])
     target = torch.empty_like(source)
     memory: list[float] = []
     files: list[float] = []
-    one, other = (SHARED_MEMORY / f"offbeat-bench-copy-{num_bytes}-{name}" for name in ("a", "b"))
+    one, other = (SHARED_MEMORY / f"{name}-{which}" for which in ("a", "b"))
     try:
         one.write_bytes(source.view(torch.uint8).numpy().tobytes())
         for _ in range(rounds + 1):

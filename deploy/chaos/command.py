@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.chaos.options import JsonFile, Overrides, RunFolder, end_runs_first, write_report
+from deploy.chaos.options import JsonFile, Overrides, RunFolder, write_report
+from deploy.signals import interrupt_at_signals
 
 if TYPE_CHECKING:
     from deploy.chaos.report import ChaosReport
@@ -33,7 +34,7 @@ def chaos(
     """
     from deploy.chaos.running import run_chaos
 
-    end_runs_first()
+    interrupt_at_signals()
     folder = out or Path(tempfile.mkdtemp(prefix="offbeat-chaos-")) / "run"
     report = run_chaos(
         folder,

@@ -159,4 +159,5 @@ def draw_memory(path: Path, title: str, series: Sequence[Series], duration_h: fl
     axis.grid(alpha=0.25, which="both")
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

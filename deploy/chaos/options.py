@@ -1,7 +1,6 @@
 """Options that chaos and soak have alike, and how both write what they found."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +17,8 @@ Overrides = Annotated[
 ]
 
 
-def end_runs_first() -> None:
-    """Whatever ends this command, the run's processes end first."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
 def write_report(path: Path | None, tree: dict[str, Any]) -> None:
-    """As JSON, where a file was named."""
+    """As JSON, where a file was named; folders are made."""
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deploy.chaos.options import JsonFile, Overrides, RunFolder, end_runs_first, write_report
+from deploy.chaos.options import JsonFile, Overrides, RunFolder, write_report
+from deploy.signals import interrupt_at_signals
 
 if TYPE_CHECKING:
     from deploy.chaos.memory import Growth, Series
@@ -62,7 +63,7 @@ def soak(
     Exit codes: 0 none goes on growing by more than 2 % (and 1 MiB) an hour, surely or in floor and ceiling alike, the audit
     proves the run, nothing is left; 1 otherwise.
     """
-    end_runs_first()
+    interrupt_at_signals()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
     report = _run_soak(folder, minutes, overrides or [], picture, typer.echo)
     write_report(as_json, report.as_tree())

@@ -1,6 +1,6 @@
 """The run under chaos as it looks from outside: its command, its Redis, its processes, what it leaves.
 
-Invariant: whatever happens, `close` leaves no process of the run behind.
+Invariants: whatever happens, `close` leaves no process of the run behind; a run whose watcher was killed ends in order.
 """
 
 import json
@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from deploy import run_folder
 from deploy.learner_host import learner_key
-from deploy.processes import SHARED_MEMORY, shared_memory_of_nobody
+from deploy.processes import SHARED_MEMORY, dying_with_this_thread, shared_memory_of_nobody
 from services.keys import RunKeys
 
 STOP_S = 30.0
@@ -48,7 +48,7 @@ class RunUnderChaos:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, f"exp_name={run_id}", *overrides],
+                dying_with_this_thread([*command, f"exp_name={run_id}", *overrides], by=signal.SIGTERM),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

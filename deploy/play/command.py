@@ -56,6 +56,8 @@ def play(
     """
     if render is not None and render.suffix not in (".gif", ".html"):
         _refuse(f"--render {render}: write .gif or .html")
+    if render is not None and not render.parent.is_dir():
+        _refuse(f"--render {render}: there is no folder {render.parent}")
     agent, settings = _named_policy(agent, settings or [])
     urls = [word for word in settings if word.startswith(("http://", "https://"))]
     if agent == "openai" and len(urls) != 1:
@@ -256,8 +258,8 @@ def inspect(
     try:
         for line in inspected(path, colour=color, episode=episode, limit=limit):
             typer.echo(line)
-    except ValueError as error:
-        _refuse(str(error))
+    except _errors() as error:
+        _refuse(_told(error))
 
 
 def _policy_sampler(folder: Path | None, chat: Any, setting: Any, seed: int) -> Any:

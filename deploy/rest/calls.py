@@ -8,9 +8,10 @@ import json
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pydantic import BaseModel
+import httpx
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
 
@@ -41,8 +42,13 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
     except ControlRefusedError as error:
         return complain(error, token)
     except RetryableError as error:
-        say(f"{url}: {error}\nSay where the control service is with --url or OFFBEAT_URL.")
-        return UNREACHABLE
+        complaint = str(error)
+    except httpx.InvalidURL as error:
+        complaint = f"no URL: {error}"
+    except (json.JSONDecodeError, ValidationError):
+        complaint = "answers, and is no control service of this version"
+    say(f"{url}: {complaint}\nSay where the control service is with --url or OFFBEAT_URL.")
+    return UNREACHABLE
 
 
 def complain(error: ControlRefusedError, token: str | None) -> int:
@@ -96,13 +102,24 @@ def start_run(
 
 def _rooted(tree: dict[str, Any]) -> dict[str, Any]:
     """The configuration with paths that exist here, or will, made absolute: the service has another current folder."""
-    rooted = dict(tree)
-    rooted["output_dir"] = str(Path(tree.get("output_dir", RunConfig.model_fields["output_dir"].default)).resolve())
-    for key in ("pretrain", "resume_from_checkpoint"):
-        value = tree.get(key)
-        if isinstance(value, str) and value != "tiny":
-            rooted[key] = str(Path(value).resolve())
+    rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
+    for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
+        rooted |= _from_here(rooted, key)
+    teachers = tree.get("teacher")
+    if isinstance(teachers, dict):
+        told = cast(dict[str, Any], teachers)
+        rooted["teacher"] = {
+            n: {**t, **_from_here(t, "pretrain")} if isinstance(t, dict) else t for n, t in told.items()
+        }
     return rooted
+
+
+def _from_here(tree: dict[str, Any], key: str) -> dict[str, str]:
+    """The key with its path made absolute; nothing where none stands there, which is for the service to refuse."""
+    value = tree.get(key)
+    if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
+        return {}
+    return {key: str(Path(value).resolve())}
 
 
 def list_them(url: str, token: str | None, states: Sequence[str], name: str, limit: int, *, as_json: bool) -> int:

@@ -171,6 +171,14 @@ def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):
     assert "group 1: admitted at version 1, submitted, consumed by step 2" in told
 
 
+def test_a_run_is_audited_on_a_machine_that_could_not_train_it(run_folder: Path):
+    file = run_folder / "config.yaml"
+    file.write_text(
+        file.read_text().replace("device: cpu", "device: cuda").replace("pretrain: tiny", "pretrain: /gone")
+    )
+    assert examine(run_folder)[0].proven
+
+
 def test_a_redis_that_does_not_know_the_run_is_said(run_folder: Path, redis_url: str):
     answer = CliRunner().invoke(app, ["audit", str(run_folder), "--redis", redis_url])
     assert answer.exit_code == 0, answer.output

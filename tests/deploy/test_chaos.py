@@ -18,6 +18,7 @@ from redis.retry import Retry
 
 from deploy.chaos import proxy
 from deploy.chaos.faults import FAULTS, PROCESSES, Act, Fault, plan, processes_of, strike
+from deploy.chaos.options import write_report
 from deploy.chaos.report import ChaosReport, Struck
 from services.buffer.config import RedisConfig
 from services.buffer.redis_server import EmbeddedRedis, server_binary
@@ -164,3 +165,28 @@ def test_the_disk_of_the_checkpoints_can_be_full_and_what_lies_on_it_is_kept(tmp
     assert done.stdout == "No space left on device\n", done.stderr
     assert (tmp_path / "run" / "checkpoints" / "b").stat().st_size == 2**20
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+WATCHER = """
+import sys
+from pathlib import Path
+from deploy.chaos.running import CONFIG
+from deploy.chaos.watching import RunUnderChaos
+run = RunUnderChaos(CONFIG, Path(sys.argv[1]), "orphan", [], {})
+print(run.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_does_not_outlive_who_watches_it(tmp_path: Path):
+    command = [sys.executable, "-c", WATCHER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as watcher:
+        assert watcher.stdout is not None
+        pid = int(watcher.stdout.readline())
+        watcher.kill()
+    wait_until_sync(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_report_is_written_into_a_folder_that_is_made(tmp_path: Path):
+    write_report(tmp_path / "deep" / "report.json", {"passed": True})
+    assert (tmp_path / "deep" / "report.json").read_text() == '{\n  "passed": true\n}\n'

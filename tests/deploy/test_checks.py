@@ -134,3 +134,12 @@ def test_the_tiny_policy_needs_to_know_an_envs_words():
         "~custom_envs.FrozenLake.env_config",
     )
     assert "words" in found["pretrain"]
+
+
+@pytest.mark.parametrize("text", ["def play(:\n", "raise RuntimeError('no licence')\n", "import nowhere\n"])
+def test_a_mistake_in_a_module_of_ones_own_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str):
+    (tmp_path / "broken_module.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    named = ("warm_start.demos", "custom_envs.FrozenLake.env_type", "group_filter_cls", "track_with")
+    found = problems(*(f"++{path}=broken_module:Mine" for path in named))
+    assert {path.removesuffix(".0") for path in found} >= set(named), found

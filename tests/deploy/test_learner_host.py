@@ -221,6 +221,27 @@ def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
         assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_learner_that_can_not_be_started_beside_it_does_not_end_the_one_that_trains(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("deploy.learner_host.SETTLE_S", 0.0)
+    host, tries = LearnerHost("r", redis_url, tmp_path, command=FOREVER, standby=True), list[int]()
+
+    def no_more_processes() -> subprocess.Popen[bytes]:
+        tries.append(1)
+        raise BlockingIOError("no more processes")
+
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    monkeypatch.setattr(host, "_spawn", no_more_processes)
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    wait_until_sync(lambda: len(tries) > 1 or host.wait(0))
+    assert read_status(redis, "r").alive
+    assert not host.wait(0)
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+
+
 def test_a_standby_of_a_learner_that_people_attach_is_refused():
     with pytest.raises(ConfigError, match="attach a second learner instead"):
         load_run(QUICKSTART, ["control.standby_learner=true", "control.learner=external"])

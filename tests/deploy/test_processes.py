@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,29 @@ def test_semaphores_of_processes_that_were_killed_with_their_tracker_are_removed
         [sys.executable, "-c", textwrap.dedent(UNTRACKED)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.endswith("done\n"), done.stderr
+
+
+ENDS_IN_ORDER = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("in order")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(100)
+"""
+MORTAL_PARENT = """
+import signal, subprocess, sys
+from deploy.processes import dying_with_this_thread
+subprocess.run(dying_with_this_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
+"""
+
+
+def test_a_child_gets_the_signal_that_was_chosen_when_its_parent_is_killed(tmp_path: Path):
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", MORTAL_PARENT, "-c", ENDS_IN_ORDER, str(told)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        parent.kill()
+    wait_until_sync(lambda: told.exists() and told.read_text() == "in order", timeout_s=30)

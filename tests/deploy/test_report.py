@@ -6,8 +6,10 @@ from rich.console import Console
 
 from deploy.config import RunConfig
 from deploy.history import RunHistory
-from deploy.loading import load_run
+from deploy.loading import dump_yaml, load_run
 from deploy.report import ReportMaker, build_report
+from deploy.report_command import remake_report
+from services.buffer.config import RedisConfig
 from services.control.views import CountersView
 from services.telemetry import MetricRecord, Partial, mean
 
@@ -133,3 +135,17 @@ def test_what_was_not_measured_is_null_and_never_nan(config: RunConfig):
     report = build_report(config, history([*records(), nan]), None, baselines={}, startup_s={}, ended_at=150.0)
     json.dumps(report, allow_nan=False)
     assert [each["success"] for each in report["evaluations"]].count(None) == 1
+
+
+def test_a_run_whose_records_can_not_be_had_is_refused_in_a_line(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert remake_report(tmp_path) == 1
+    assert "holds no redis/" in capsys.readouterr().err
+    elsewhere = config.model_copy(update={"redis": RedisConfig(url="redis://127.0.0.1:1/0")})
+    (tmp_path / "config.yaml").write_text(dump_yaml(elsewhere))
+    assert remake_report(tmp_path) == 1
+    assert "refused" in capsys.readouterr().err
+    assert not (tmp_path / "report.json").exists()
+    assert not (tmp_path / "redis").exists()

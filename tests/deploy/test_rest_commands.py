@@ -4,7 +4,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from deploy.rest.calls import CONFLICT, REFUSED, UNAUTHORIZED, UNKNOWN, UNREACHABLE
+from deploy.rest.calls import CONFLICT, REFUSED, UNAUTHORIZED, UNKNOWN, UNREACHABLE, _rooted
 from services.control.runs import RunState
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, mean
@@ -195,3 +197,32 @@ def test_a_service_that_is_not_there_is_named_without_a_traceback(command: tuple
     assert "http://127.0.0.1:1" in result.stderr
     assert "OFFBEAT_URL" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_paths_that_a_configuration_names_start_here_and_what_is_none_is_left_to_the_service():
+    tree = {"teacher": {"a": {"pretrain": "models/a"}, "b": {"pretrain": "/b"}, "c": 3}, "pretrain": "tiny"}
+    found = _rooted(tree)
+    assert found["teacher"] == {"a": {"pretrain": str(Path("models/a").resolve())}, "b": {"pretrain": "/b"}, "c": 3}
+    assert (found["pretrain"], found["output_dir"]) == ("tiny", str(Path("runs/offbeat").resolve()))
+    assert _rooted({"output_dir": 5, "teacher": [1]}) == {"output_dir": 5, "teacher": [1]}
+
+
+class NoControlService(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>" if self.path.startswith("/runs/") else b"{}")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_who_names_something_else_than_a_control_service_is_told():
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoControlService) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        stranger = f"http://127.0.0.1:{server.server_port}"
+        cases = {"http://[nobody": "no URL", "http://here:port": "no URL", stranger: "no control service"}
+        for url, says in cases.items():
+            for command in (["list"], ["show", "lake"]):
+                result = CliRunner().invoke(app, ["runs", *command, "--url", url])
+                assert (result.exit_code, says in result.stderr) == (UNREACHABLE, True), result.output
+        server.shutdown()

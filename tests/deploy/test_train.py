@@ -1,5 +1,7 @@
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,37 @@ def test_a_stopped_run_names_the_step_of_its_checkpoint_and_not_of_its_weights(t
     held = f"Stopped at step 7 of 24; {tmp_path}/checkpoints/step-000007 holds it."
     assert stopped_at(config, 7) == held
     assert stopped_at(config, 9) == f"{held} What came after it, up to step 9, is trained again."
+
+
+def test_a_folder_that_can_not_be_had_is_told_in_a_line():
+    command = [sys.executable, "-m", "deploy.cli", "train", str(QUICKSTART), "output_dir=/dev/null/run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("offbeat: output_dir /dev/null/run can't be used: ")
+
+
+TALKS = """
+import sys
+from pathlib import Path
+from deploy.loading import load_run
+from deploy.train import TrainCommand, _train
+
+async def talk(self):
+    self._mesh.kill = Path(sys.argv[3]).touch
+    while True:
+        self._view.say("on and on")
+
+TrainCommand.run = talk
+sys.exit(_train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", None))
+"""
+
+
+def test_a_run_whose_output_nobody_reads_any_more_leaves_nothing(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", TALKS, str(QUICKSTART), str(tmp_path / "run"), str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talking:
+        assert talking.stdout is not None
+        assert talking.stdout.readline() == "on and on\n"
+        talking.stdout.close()
+        assert talking.wait(60) == 1
+    assert (tmp_path / "killed").exists()

@@ -63,6 +63,8 @@ def find_tracker(name: str) -> type[Tracker]:
         found = getattr(import_module(module), attribute, None)
     except (ImportError, TypeError, ValueError) as error:
         raise TrackerError(f"can't import {module!r}: {error}") from error
+    except Exception as error:  # the module is the user's own: a mistake in it is told
+        raise TrackerError(f"can't import {module!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Tracker)):
         raise TrackerError(f"{path} is no class that inherits from trainer.trackers.tracker.Tracker")
     if inspect.isabstract(found):

@@ -6,6 +6,7 @@ Invariant: the process ends with the `with` that started it.
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,10 +51,11 @@ class Reverb:
         assert self._process is not None, "use `with`"
         assert self._process.stdin is not None
         lengths = [[len(blob) for blob in row] for row in load.blobs]
-        self._process.stdin.write(json.dumps(lengths).encode() + b"\n")
-        for row in load.blobs:
-            self._process.stdin.writelines(row)
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # how it ended is told below
+            self._process.stdin.write(json.dumps(lengths).encode() + b"\n")
+            for row in load.blobs:
+                self._process.stdin.writelines(row)
+            self._process.stdin.flush()
         found = self._answer()
         expect(int(found["trajectories"]), sum(map(len, lengths)), "trajectories")
         return Rates(load.num_groups / found["into_s"], load.num_groups / found["out_s"])
@@ -75,4 +77,5 @@ class Reverb:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # what it was told last did not reach it
+                    pipe.close()

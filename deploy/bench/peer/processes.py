@@ -12,6 +12,7 @@ from deploy.bench.peer.meter import CPU, CpuMeter
 from deploy.bench.peer.options import SideError
 from deploy.config import RunConfig
 from deploy.loading import dump_yaml
+from deploy.processes import dying_with_this_thread
 
 ROOT = Path(__file__).parents[3]
 """Where the packages `deploy` and `envs` lie."""
@@ -78,7 +79,7 @@ def _written(config: RunConfig, log: Path) -> Path:
 
 
 def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str], cpu: Path | None = None) -> None:
-    """Run to the end; one that takes too long is interrupted, and killed if it does not listen.
+    """Run to the end; one that takes too long is interrupted, and killed if it does not listen. It does not outlive us.
 
     cpu: where to write down the CPU time of all its processes while they run.
 
@@ -86,7 +87,8 @@ def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str,
         SideError: it failed or took too long.
     """
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        mortal = dying_with_this_thread(command, by=signal.SIGTERM)
+        process = subprocess.Popen(mortal, stdout=out, stderr=subprocess.STDOUT, env=environment)
         meter = CpuMeter(process.pid, cpu) if cpu is not None else None
         try:
             code = process.wait(timeout_s)

@@ -155,6 +155,7 @@ def test_mistakes_are_told_in_a_line_and_end_with_2(folder: Path, recorded: Path
         (("play", "sokoban", "--agent", "policy"), "--agent policy needs a path"),
         (("rollout", folder / "run.yaml", "--agent", "policy", tmp_path), "is no model folder"),
         (("play", "sokoban", "--render", "x.png"), "write .gif or .html"),
+        (("play", "sokoban", "--render", "nowhere/x.gif"), "there is no folder nowhere"),
         (("play", folder / "run.yaml", "--tag", "Box"), "no tag 'Box'; there is Boxes"),
         (("play", "nowhere.yaml"), "no such file: nowhere.yaml"),
         (("rollout", folder / "run.yaml"), "holds no checkpoints yet"),

@@ -8,7 +8,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis
 
 from services.buffer.connection import connect
-from tests.services.buffer.protocol_machine import NAMES, Protocol
+from tests.services.buffer.protocol_machine import Protocol
+from tests.services.buffer.protocol_play import NAMES
 
 
 def machine_on(redis_url: str, redis: Redis, max_staleness: int = 1) -> type[Protocol]:

@@ -1,0 +1,150 @@
+"""What learners do to the protocol: each rule is at most one command, so that one may die between any two."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from services.buffer.learner import RedisLearnerBuffer
+from services.errors import FencedError
+from services.keys import RunKeys
+from services.lease import LearnerLease, LeaseHeldError
+from services.schema import Group
+from tests.services.buffer.buffer_play import RUN
+from tests.services.buffer.protocol_play import GROUPS_PER_STEP, LIMITS, STEPS, Checkpoint, Played
+from trainer.intake import Taken
+
+
+class LearnerRules(Played):
+    """A learner in its own order of commands or out of it, one that waits, and one that was replaced and still writes."""
+
+    @rule(commands=st.integers(1, 12))
+    def learner_goes_on(self, commands: int) -> None:
+        """The learner's own order of commands, stopped after any of them."""
+        for _ in range(commands):
+            self._next_command()()
+
+    def _next_command(self) -> Callable[[], None]:
+        learner = self.learner
+        if learner.start_up:
+            return self.start_up
+        if learner.now.step > self.published:
+            return self.publish
+        if learner.undecided is not None:
+            return self.keep_or_drop
+        if len(learner.batch) == GROUPS_PER_STEP:
+            return self.train
+        if learner.now.step > self.durable.step + 1:
+            return self.checkpoint
+        return self.take if learner.now.step < STEPS else self.checkpoint
+
+    @precondition(lambda self: self.learner.start_up)
+    @rule()
+    def start_up(self) -> None:
+        self.learner.start_up.pop(0)()
+
+    @precondition(lambda self: not self.learner.start_up and self.learner.now.step > self.published)
+    @rule()
+    def publish(self) -> None:
+        assert self._publish(self.learner, self.learner.now.step) == b"announced"
+        self.published = self.learner.now.step
+
+    def _may_take(self) -> bool:
+        learner = self.learner
+        return (
+            not learner.start_up
+            and learner.now.step <= self.published
+            and learner.undecided is None
+            and len(learner.batch) < GROUPS_PER_STEP
+            and learner.now.step < STEPS
+        )
+
+    @precondition(_may_take)
+    @rule()
+    def take(self) -> None:
+        self.learner.undecided = self.learner.buffer.take(0)
+
+    @precondition(lambda self: self.learner.undecided is not None)
+    @rule()
+    def keep_or_drop(self) -> None:
+        group, self.learner.undecided = self.learner.undecided, None
+        assert group is not None
+        if self.learner.now.step - group.oldest_version > self.max_staleness:
+            assert self.max_staleness > 0, "synchronous training meets no stale group"
+            self.learner.buffer.drop(group, "stale")
+        else:
+            self.learner.batch.append(group)
+
+    @precondition(lambda self: len(self.learner.batch) == GROUPS_PER_STEP)
+    @rule()
+    def train(self) -> None:
+        learner, now = self.learner, self.learner.now
+        numbers = tuple(group.number for group in learner.batch)
+        assert self.history.setdefault(now.step, numbers) == numbers, "a replayed step saw other groups"
+        assert all(now.step - group.oldest_version <= self.max_staleness for group in learner.batch)
+        assert all(len(group.trajectories) == LIMITS.group_size for group in learner.batch)
+        ids = tuple(group.entry_id for group in learner.batch)
+        learner.now = Checkpoint(now.step + 1, (*now.lineage, numbers), (*now.consumed, *ids))
+        taken = Taken(groups=learner.batch, signal=learner.batch[:1])
+        learner.journal.trained(learner.now.step, taken, max_staleness=self.max_staleness, skipped=False)
+        learner.batch = []
+
+    @precondition(lambda self: not self.learner.start_up)
+    @rule()
+    def checkpoint(self) -> None:
+        self.durable = self.learner.now
+
+    @precondition(lambda self: not self.learner.start_up)
+    @rule()
+    def acknowledge(self) -> None:
+        acknowledged = self.durable.consumed
+        self.learner.buffer.ack(acknowledged, self.durable.step)
+        rest = tuple(i for i in self.learner.now.consumed if i not in acknowledged)
+        self.learner.now = replace(self.learner.now, consumed=rest)
+
+    @rule()
+    def learner_crashes(self) -> None:
+        self.zombie, durable = self.learner, self.durable
+        self.redis.delete(RunKeys(RUN).lease)  # what its expiry does
+        self.learner = self._new_learner()
+        buffer = self.learner.buffer
+        self.learner.start_up = [
+            lambda: buffer.ack(durable.consumed, durable.step),
+            lambda: self._restores_nothing(buffer, durable),
+        ]
+
+    def _restores_nothing(self, buffer: RedisLearnerBuffer, durable: Checkpoint) -> None:
+        assert buffer.restore(durable.step * GROUPS_PER_STEP) == 0
+
+    @rule()
+    def a_second_learner_waits(self) -> None:
+        with pytest.raises(LeaseHeldError):
+            LearnerLease(self.redis, RUN, "second", 3600.0).acquire()
+
+    @precondition(lambda self: self.zombie is not None)
+    @rule(write=st.integers(0, 6))
+    def a_replaced_learner_writes(self, write: int) -> None:
+        zombie = self.zombie
+        assert zombie is not None
+        if write > 4:
+            assert self._publish(zombie, self.published + write - 4) == b"fenced"
+            return
+        group = Group("1-1", "run-0", 0, "lake", 0, 0, ())
+        writes: list[Callable[[], object]] = [
+            lambda: zombie.buffer.take(0),
+            lambda: zombie.buffer.drop(zombie.batch[0] if zombie.batch else group, "stale"),
+            lambda: zombie.buffer.ack(zombie.now.consumed, zombie.now.step),
+            lambda: zombie.buffer.restore(0),
+            lambda: zombie.buffer.start_eval("zombie", 1, sampling_name="greedy", min_version=0),
+        ]
+        with pytest.raises(FencedError):
+            writes[write]()
+
+    @precondition(lambda self: not self.learner.start_up)
+    @rule()
+    def evaluate(self) -> None:
+        eval_id = f"step-{self.learner.now.step}"
+        self.learner.buffer.start_eval(eval_id, 3, sampling_name="sampled", min_version=self.learner.now.step)
+        self.evaluations.add(eval_id)

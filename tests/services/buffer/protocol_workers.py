@@ -1,0 +1,79 @@
+"""What workers do to the protocol, and those that were thought dead."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from services.buffer.client import SubmitResult
+from services.schema import EpisodeKind
+from tests.services.buffer.protocol_play import NAMES, Played, Worker
+
+
+class WorkerRules(Played):
+    """Workers that claim, submit, fail and die."""
+
+    @rule(name=st.sampled_from(NAMES), limit=st.integers(1, 7), answer_lost=st.sampled_from([False, False, True]))
+    def claim(self, name: str, limit: int, answer_lost: bool) -> None:
+        worker = self.workers[name]
+        tasks = self.runner.run(worker.buffer.claim(name, limit))
+        if answer_lost:
+            worker.buffer._claims[name] -= 1
+            for task in tasks:
+                worker.buffer._forget(name, task)
+        else:
+            worker.held += tasks
+        for task in tasks:
+            assert task.kind is EpisodeKind.EVAL or 0 <= task.min_version <= self.published
+
+    @rule(name=st.sampled_from(NAMES), pick=st.integers(0, 99), lag=st.integers(0, 1))
+    def submit(self, name: str, pick: int, lag: int) -> None:
+        worker = self.workers[name]
+        if worker.held:
+            task = worker.held.pop(pick % len(worker.held))
+            self._hand_in(name, worker.buffer, task, lag)
+
+    @rule(name=st.sampled_from(NAMES), rest=st.integers(0, 3))
+    def play_on(self, name: str, rest: int) -> None:
+        """Claim all there is and submit all but `rest`."""
+        self.claim(name, 50, answer_lost=False)
+        while len(self.workers[name].held) > rest:
+            self.submit(name, rest, 0)
+
+    @rule(pick=st.integers(0, 99))
+    def submit_again(self, pick: int) -> None:
+        if self.submitted:
+            name, task = self.submitted[pick % len(self.submitted)]
+            result = self._hand_in(name, self.workers[name].buffer, task, 0)
+            assert result in (SubmitResult.DUPLICATE, SubmitResult.LATE)
+
+    @precondition(lambda self: self.ghosts)
+    @rule(pick=st.integers(0, 99), lag=st.integers(0, 1))
+    def submit_from_a_worker_thought_dead(self, pick: int, lag: int) -> None:
+        name, task, buffer = self.ghosts.pop(pick % len(self.ghosts))
+        self._hand_in(name, buffer, task, lag)
+
+    @rule(name=st.sampled_from(NAMES), pick=st.integers(0, 99))
+    def fail(self, name: str, pick: int) -> None:
+        worker = self.workers[name]
+        if worker.held:
+            task = worker.held.pop(pick % len(worker.held))
+            self.runner.run(worker.buffer.fail(name, task, "boom"))
+
+    @rule(name=st.sampled_from(NAMES))
+    def heartbeat(self, name: str) -> None:
+        worker = self.workers[name]
+        for task in self.runner.run(worker.buffer.heartbeat(name)).cancelled:
+            worker.held.remove(task)
+
+    @rule(name=st.sampled_from(NAMES))
+    def release(self, name: str) -> None:
+        worker = self.workers[name]
+        self.runner.run(worker.buffer.release(name))
+        worker.held.clear()
+
+    @rule(name=st.sampled_from(NAMES), silently=st.booleans())
+    def worker_dies(self, name: str, silently: bool) -> None:
+        worker = self.workers[name]
+        self.ghosts += [(name, task, worker.buffer) for task in worker.held]
+        self.workers[name] = Worker(self.run.other_worker())
+        if silently:
+            self.run.silence(name)
