@@ -15,7 +15,7 @@ from rich.progress import Progress as Bar
 
 from deploy.audit_command import AuditError, folder_of
 from deploy.config import RunConfig
-from deploy.loading import load_run
+from deploy.loading import read_run
 from deploy.problems import ConfigError
 from deploy.run_folder import CONFIG
 from trainer.config import LearnerConfig
@@ -42,7 +42,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
     """
     try:
         folder = folder_of(run)
-        config = load_run(folder / CONFIG)
+        config = read_run(folder / CONFIG)
     except (AuditError, ConfigError) as error:
         raise TrackError(str(error)) from error
     metrics = folder / METRICS_FILE
