@@ -52,7 +52,9 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
     kept = progress_file(folder, name)
     with _held(kept, name):
         progress = read_progress(kept)
-        before = progress.number
+        if progress.offset >= metrics.stat().st_size:
+            console.print(_last_words(name, progress, "had"), markup=False)
+            return
         resumed = progress.open(progress.lineage, goes_on=True)
         place = tracker_folder(folder, name)
         place.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
             raise TrackError(f"{name} failed: {type(error).__name__}: {error}") from error
         progress.place = tracker.place or progress.place
         write_progress(kept, progress)
-    console.print(_last_words(name, progress, before), markup=False)
+    console.print(_last_words(name, progress, "has"), markup=False)
 
 
 def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
@@ -117,7 +119,6 @@ def _deliver(delivery: Delivery, metrics: Path, console: Console) -> None:
             bar.update(sending, completed=min(delivery.progress.offset, size))
 
 
-def _last_words(name: str, progress: Progress, before: int) -> str:
-    sent = f"{name} has all {progress.number} lines" if progress.number > before else f"{name} had all lines before"
+def _last_words(name: str, progress: Progress, verb: str) -> str:
     refused = f"; it has refused {progress.refused}" if progress.refused else ""
-    return f"{sent}{refused}{f': {progress.place}' if progress.place else ''}"
+    return f"{name} {verb} all {progress.number} lines{refused}{f': {progress.place}' if progress.place else ''}"
