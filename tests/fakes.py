@@ -278,3 +278,6 @@ class DictLog:
 
     def put(self, eval_id: str, state: str) -> None:
         self.states[eval_id] = state
+
+    def remove(self, eval_id: str) -> None:
+        del self.states[eval_id]

@@ -24,6 +24,9 @@ def algorithm_complaints(
     yield from _old_policy_complaints(config)
     yield from _full_kl_complaints(config)
     yield from _teacher_complaints(config, tags)
+    both = config.pg_clip_low is not None and config.pg_clip_high is not None
+    if both and config.pg_clip != AlgorithmConfig.model_fields["pg_clip"].default:
+        yield Complaint("pg_clip", "has no effect beside pg_clip_low and pg_clip_high: leave it, or one of them, out")
     if config.use_kl_loss and not config.kl_loss_coef:
         yield Complaint("kl_loss_coef", "use_kl_loss is on with a coefficient of 0: take a positive one")
     if config.add_token_level_kl and not config.init_kl_coef:

@@ -232,6 +232,11 @@ class AlgorithmConfig(ConditionalConfig):
             raise ValueError("grouping state compares turns: take adv_estimator step_reinforce, or gigpo, which has it")
         if estimator == "step_reinforce" and split:
             raise ValueError("adv_estimator step_reinforce normalises turns: take grouping and method")
+        if value.grouping != "traj_group_id" and not _looks_at_grouping(value, str(estimator)):
+            raise ValueError(
+                f"grouping {value.grouping} has no effect: adv_estimator {estimator} compares nothing within it here; leave "
+                "it out, or take a method or norm_* (group) with an estimator that has no way of its own"
+            )
         return value
 
     @field_validator("train_infer_correction")
@@ -320,3 +325,11 @@ class AlgorithmConfig(ConditionalConfig):
     @property
     def kl_in_loss_is_full(self) -> bool:
         return self.use_kl_loss and self.kl_loss_coef > 0 and self.kl_loss_type == "full"
+
+
+def _looks_at_grouping(told: RewardNormalization, estimator: str) -> bool:
+    """Whether rewards are compared among those of a grouping."""
+    if told.norm_mean_type or told.norm_std_type:
+        return "group" in (told.norm_mean_type, told.norm_std_type)
+    method = told.method or COMPARING.get(estimator, "identity")
+    return estimator not in BASELINES and method != "identity"

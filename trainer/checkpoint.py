@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class LearnerState:
     """Data-parallel processes that wrote it."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     """The run's configuration, for people and tools."""
+    serial: int = field(default=0, compare=False)
+    """Larger than that of each checkpoint that lay in the folder when this one was written, whatever their steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class CheckpointStore:
             aside.mkdir()
             self._asides.append(aside)
             write(aside)
-            _write_json(aside / LEARNER, asdict(state))
+            serial = 1 + max((_serial_of(path) for path in self._folder.glob(f"{PREFIX}*")), default=0)
+            _write_json(aside / LEARNER, asdict(replace(state, serial=serial)))
         return self._thread.submit(self._make_durable, aside, target)
 
     def _make_durable(self, aside: Path, target: Path) -> Path:
@@ -138,7 +141,10 @@ class CheckpointStore:
         """The weights of `step` did so well; the best checkpoint is kept beyond the newest, and `best` links to it."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
-        if not path.is_dir() or not math.isfinite(value) or (best is not None and best[1] > value):
+        beaten = (
+            best is None or best[0] == path.name or best[1] <= value
+        )  # a step may be trained again, to other weights
+        if not path.is_dir() or not math.isfinite(value) or not beaten:
             return
         aside = self._folder / f"{ASIDE}{_MINE}-{BEST}"
         _write_json(aside, {"step": step, "score": value})
@@ -156,8 +162,10 @@ class CheckpointStore:
         return (name, score) if (self._folder / name).is_dir() else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
-        """The newest whole checkpoint, of one lineage or of any; damaged ones are skipped with a warning."""
-        for path in sorted(self._folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True):
+        """The newest whole checkpoint, of one lineage, or of any the one that was written last: a run that went back to an
+        earlier step has left later ones behind. Damaged ones are skipped with a warning."""
+        paths = sorted(self._folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True)
+        for path in paths if lineage is not None else sorted(paths, key=_serial_of, reverse=True):
             try:
                 checkpoint = read_checkpoint(path)
             except CheckpointError as error:
@@ -225,6 +233,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _step_of(path: Path) -> int:
     digits = path.name.removeprefix(PREFIX)
     return int(digits) if digits.isdigit() else -1
+
+
+def _serial_of(path: Path) -> int:
+    """As the checkpoint says itself, whole or not."""
+    try:
+        return int(json.loads((path / LEARNER).read_text())["serial"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _files(folder: Path) -> Iterator[Path]:

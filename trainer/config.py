@@ -213,7 +213,7 @@ class LearnerConfig(AlgorithmConfig):
     """Newest steps whose groups are kept in `batches/`, for `offbeat learner replay`; 0 keeps those alone whose gradient was
     not finite."""
     resume_from_checkpoint: bool | Path = False
-    """`true` takes the newest complete one of `output_dir`; a path takes that one."""
+    """`true` takes the complete one of `output_dir` that was written last; a path takes that one."""
     rollout_batch_size: int = Field(default=64, ge=1)
     """Trajectories of one step; a multiple of `train_env_manager.group_size`."""
     max_staleness: float = Field(default=1.0, ge=0)

@@ -58,6 +58,8 @@ class EvaluationLog(Protocol):
 
     def put(self, eval_id: str, state: str) -> None: ...
 
+    def remove(self, eval_id: str) -> None: ...
+
 
 class RedisEvaluationLog:
     """`EvaluationLog` in a hash of the run."""
@@ -74,6 +76,10 @@ class RedisEvaluationLog:
     def put(self, eval_id: str, state: str) -> None:
         """See `EvaluationLog`."""
         self._redis.hset(self._key, eval_id, state)
+
+    def remove(self, eval_id: str) -> None:
+        """See `EvaluationLog`."""
+        self._redis.hdel(self._key, eval_id)
 
 
 class Evaluations:
@@ -112,6 +118,16 @@ class Evaluations:
             min_version=evaluation.step,
         )
         self._pending[evaluation.eval_id] = evaluation
+
+    def forget_after(self, step: int) -> None:
+        """The weights of later steps were left behind, and those that come are others: none of them is evaluated yet."""
+        for eval_id in (*self._recorded, *self._pending):
+            if Evaluation.parse(eval_id, 0).step <= step:
+                continue
+            self._log.remove(eval_id)
+            self._recorded.discard(eval_id)
+            if self._pending.pop(eval_id, None):
+                self._buffer.forget_eval(eval_id)
 
     def collect(self) -> None:
         """Record every evaluation that is done by now."""

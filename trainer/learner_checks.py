@@ -32,9 +32,9 @@ def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
             "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
             "k3, or zero_stage 2",
         )
-    if config.adv_estimator != "gae" and config.critic.backbone == "policy":
+    for key in config.critic.model_dump(exclude_defaults=True) if config.adv_estimator != "gae" else ():
         yield Complaint(
-            "critic.backbone",
+            f"critic.{key}",
             f"adv_estimator {config.adv_estimator} asks no critic: leave it out, or take adv_estimator gae",
         )
     yield from schedule_complaints(config)

@@ -60,7 +60,7 @@ class Learner:
 
     def __init__(self, run: LearnerRun, parts: Parts, *, num_processes: int = 1) -> None:
         self._num_processes = num_processes
-        self._run = run
+        self._lineage = run.lineage
         self._config = run.config
         self._parts = parts
         self._step = 0
@@ -91,6 +91,10 @@ class Learner:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
         state = checkpoint.state
+        if self._config.resume_from_checkpoint is True:
+            self._lineage = state.lineage  # another one than the run's if that has gone back to an earlier step before
+        elif state.lineage != self._lineage:
+            self._parts.evaluations.forget_after(state.step)
         self._parts.trainer.load(checkpoint.path, state.kl_coef)
         self._parts.replay.load(checkpoint.path)
         self._parts.staleness.load(checkpoint.path, state.step)
@@ -224,7 +228,7 @@ class Learner:
     def _state(self) -> LearnerState:
         return LearnerState(
             step=self._step,
-            lineage=self._run.lineage,
+            lineage=self._lineage,
             next_number=self._next_number,
             kl_coef=self._parts.trainer.kl_coef,
             num_processes=self._num_processes,

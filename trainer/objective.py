@@ -148,7 +148,7 @@ def policy_loss(
     `kl_loss_type: full` needs.
     """
     entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
-    old = targets.old_logprobs
+    old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
     if targets.proximal is not None:
         old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
     ratio = ratio_at(config.ratio_type, logprobs, old, targets.turn, targets.sequence)

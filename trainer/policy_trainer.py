@@ -126,7 +126,9 @@ class PolicyTrainer:
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """See `Trainer.load`. Raises RuntimeError or OSError if the folder is of another model or set-up."""
+        """See `Trainer.load`. Raises RuntimeError or OSError if the folder is of another model or set-up, or the first
+        weights are wanted and gone."""
+        self._find_start(folder)
         self._build_companions()
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
         self._policy.load(folder / "state" / "policy")
@@ -139,7 +141,7 @@ class PolicyTrainer:
             torch.set_rng_state(states["cpu"])
             if "cuda" in states and torch.cuda.is_available():
                 torch.cuda.set_rng_state(states["cuda"])
-        self._batches.kl.coef = kl_coef
+        self._batches.kl.go_on(kl_coef)
 
     def steer(self, learning_rate: float) -> None:
         """See `Trainer.steer`."""
@@ -246,15 +248,40 @@ class PolicyTrainer:
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
 
     def _keep_start(self, engine: TrainEngine[Any]) -> None:
-        aside, kept = self._run.output_dir / f".{START}", self._run.output_dir / START
+        aside = self._run.output_dir / f".{START}"
         if self._ranks.rank == 0:
-            for old in (aside, kept):
-                shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
         self._export(aside, engine)
-        if self._ranks.rank == 0:
+        self._put_in_place(aside)
+
+    def _put_in_place(self, aside: Path) -> None:
+        kept = self._run.output_dir / START
+        if self._ranks.rank == 0 and aside.is_dir():
+            shutil.rmtree(kept, ignore_errors=True)
             aside.rename(kept)
         gather(self._ranks, b"")  # all may read it from here on
+
+    def _find_start(self, checkpoint: Path) -> None:
+        """See to the weights that the reference stays at: a checkpoint of another run's folder brings that run's along.
+
+        Raises:
+            RuntimeError: nobody has kept them.
+        """
+        if self._config.warm_start is None or not self._config.needs_reference or self._adapts:
+            return
+        kept, theirs = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
+        aside = self._run.output_dir / f".{START}"
+        if self._ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            if theirs.is_dir() and theirs != kept.resolve():
+                shutil.copytree(theirs, aside)
+        self._put_in_place(aside)
+        if not kept.is_dir() and not (checkpoint / REFERENCE).is_file():
+            raise RuntimeError(
+                f"the reference is the policy as its warm start left it, and neither {kept} nor {theirs} holds that: it is "
+                "kept where a run has a reference, adapters or a critic of its own when it begins"
+            )
 
     def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
         """Write a Hugging Face folder; rank 0 writes, the others help it gather."""

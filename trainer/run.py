@@ -133,6 +133,7 @@ def ends(redis: Redis, run_id: str) -> bool:
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerConfig) -> str:
-    """A resumed run keeps its time of creation; one that goes on from a checkpoint by name starts a lineage of its own."""
+    """A resumed run keeps its time of creation, and goes on in the lineage of the checkpoint that it finds; one that begins
+    with a checkpoint by name starts a lineage of its own."""
     created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
     return f"{created}/{attempt}" if isinstance(config.resume_from_checkpoint, Path) else created

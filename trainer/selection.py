@@ -14,7 +14,7 @@ from torch import Tensor
 from services.schema import Group
 from trainer.algorithm_checks import load_filter
 from trainer.algorithm_config import AlgorithmConfig
-from trainer.algorithms.aggregation import Silent
+from trainer.algorithms.aggregation import NOBODY_SILENT, Silent
 from trainer.algorithms.normalization import has_signal
 from trainer.batch import Batch, pack
 from trainer.shaping import shaped
@@ -65,15 +65,21 @@ def _filter(path: str) -> Callable[[Group], bool]:
     return cast(Callable[[Group], bool], load_filter(path)())
 
 
-def most_varied(groups: Sequence[Group], ratio: float) -> list[Group]:
-    """StarPO-S (RAGEN, arXiv:2504.20073): the share `ratio` of the groups, at least one, whose rewards deviate most, in the
-    order in which they came."""
+def most_varied(groups: Sequence[Group], ratio: float, silent: Silent = NOBODY_SILENT) -> tuple[list[Group], Silent]:
+    """StarPO-S (RAGEN, arXiv:2504.20073): the share `ratio` of a step's groups, at least one, whose rewards deviate most, in
+    the order in which they came.
+
+    silent: the part of the step that is masked; its groups are the last to be chosen. Gives what is chosen of it, too, as if
+    they were of one size.
+    """
     if ratio >= 1 or not groups:
-        return list(groups)
-    count = max(1, round(ratio * len(groups)))
+        return list(groups), silent
+    count = max(1, round(ratio * (len(groups) + silent.groups)))
     deviation = [statistics.pstdev([t.reward for t in group.trajectories] or [0.0]) for group in groups]
     chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
-    return [groups[i] for i in chosen]
+    masked = max(0, count - len(groups))
+    part = masked / max(1, silent.groups)
+    return [groups[i] for i in chosen], Silent(round(silent.tokens * part), round(silent.sequences * part), masked)
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
@@ -90,7 +96,7 @@ def silent_part(masked: Sequence[Group], config: AlgorithmConfig) -> Silent:
     """How much of a batch is without signal: a policy loss would be zero there, yet its denominators count that part."""
     batch = pack(shaped(masked, config))
     trained = trained_episodes(batch, config)
-    return Silent(int(trained[batch.trajectory].sum()), int(trained.sum()))
+    return Silent(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
 
 
 def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:

@@ -30,7 +30,7 @@ from trainer.models.policy import Sampled
 from trainer.selection import most_varied
 from trainer.shaping import shaped
 from trainer.step_losses import StepLosses, all_of
-from trainer.targets import Targets, prepare, taught, weighted
+from trainer.targets import Targets, looks_at_the_start, prepare, taught, weighted
 
 Gauges = dict[str, Partial]
 
@@ -86,7 +86,7 @@ class BatchTrainer:
 
     def _train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float]) -> Gauges:
         weight_of = dict(zip((group.number for group in groups), weights, strict=True)) if weights else {}
-        chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
+        chosen, silent = self._chosen(groups, silent)
         batch = pack(chosen)
         if not batch.num_sampled:
             return {}
@@ -112,7 +112,7 @@ class BatchTrainer:
 
     def look(self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT) -> "Seen | None":
         """What `train` would train on under the weights as they stand, or None without a sampled token; changes nothing."""
-        chosen = most_varied(shaped(groups, self._config), self._config.variance_filter_ratio)
+        chosen, silent = self._chosen(groups, silent)
         batch = pack(chosen)
         if not batch.num_sampled:
             return None
@@ -134,6 +134,10 @@ class BatchTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self._running.load_state_dict(state["running"])
+
+    def _chosen(self, groups: Sequence[Group], silent: Silent) -> tuple[list[Group], Silent]:
+        """The groups that are trained on, their rewards shaped, and what counts beside them."""
+        return most_varied(shaped(groups, self._config), self._config.variance_filter_ratio, silent)
 
     def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
         cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches
@@ -165,6 +169,7 @@ class BatchTrainer:
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=old_logprobs,
+            old_is_present=self._passes_from_the_start,
             ref_logprobs=whole(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
             divergences=divergences,
             teacher_logprobs=self._teacher_logprobs(batch),
@@ -176,12 +181,21 @@ class BatchTrainer:
         )
         return targets, values
 
+    @property
+    def _passes_from_the_start(self) -> bool:
+        """Whether `recompute` costs nothing: a batch is one optimizer step, whose own pass says what the policy says at its
+        start."""
+        config, one_step = self._config, self._config.ppo_epochs == self._args.num_minibatches == 1
+        alone = not config.has_value_head and not looks_at_the_start(config)
+        return config.old_logprobs == "recompute" and one_step and alone
+
     def _said(
         self, inputs: Sequence[PackedInput], whole: Callable[[Sequence[Tensor]], Tensor]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The policy's logprobs at the step's start, the critic's values, and the policy's KL to the inputs' anchors, each
         if it is wanted; of one forward pass where they are the policy's."""
-        policy, critic, recompute = self._models.policy, self._models.critic, self._config.old_logprobs == "recompute"
+        policy, critic = self._models.policy, self._models.critic
+        recompute = self._config.old_logprobs == "recompute" and not self._passes_from_the_start
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
         values = whole(critic.infer(inputs)) if critic else None
         if not recompute and not has_head:
@@ -219,7 +233,8 @@ class BatchTrainer:
     def _optimize(
         self, micro: Sequence[MicroBatch], targets: Targets, step: int, anchor: Anchor | None
     ) -> list[Gauges]:
-        """One optimizer step of policy and critic; the gauges of this rank's passes."""
+        """One optimizer step of policy and critic; the gauges of this rank's passes. Where every episode is left out of the
+        loss the policy takes none: of no gradient, Adam would make one of those before."""
         warming = step < self._config.critic_warmup
         held = anchor if self._config.kl_in_loss_is_full else None
         inputs = [_input(each, held, head_alone=warming) for each in micro]
@@ -234,6 +249,7 @@ class BatchTrainer:
         policy, critic, decay = self._models.policy, self._models.critic, self._args.weight_decay
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
         of_values = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
+        learns = self._config.has_value_head or any(bool(targets.weights[each.index].any()) for each in micro)
         outcomes: list[Gauges] = []
         if critic is not None:
             trained = critic.train(inputs, losses.of_critic, Hyperparameters(of_values, decay))
@@ -241,7 +257,7 @@ class BatchTrainer:
         if warming and self._config.has_value_head:
             trained = policy.train(inputs, losses.of_head, Hyperparameters(0.0, decay, of_values, head_alone=True))
             outcomes.append(self._outcome("critic", trained, of_values))
-        elif not warming:
+        elif not warming and learns:
             trained = policy.train(inputs, losses.of_policy, Hyperparameters(rate, decay, of_values))
             outcomes.append(self._outcome("actor", trained, rate))
             if self._config.has_value_head and self._ranks.rank == 0:

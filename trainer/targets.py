@@ -47,6 +47,8 @@ class Targets:
     """What the token's policy loss is multiplied with: weights of episodes, GPG's scale."""
     trusted: Tensor | None = None
     """[M] bool: tokens that M2PO keeps."""
+    old_is_present: bool = False
+    """The pass is at the step's start: what the policy says there stands for `old_logprobs`."""
     proximal: Tensor | None = None
     """The token's share of the way from the behavior's to the policy's logprob: `trainer.algorithms.proximal`."""
     fresh: Tensor | None = None
@@ -74,6 +76,7 @@ def prepare(
     *,
     kl_coef: float = 0.0,
     old_logprobs: Tensor | None = None,
+    old_is_present: bool = False,
     ref_logprobs: Tensor | None = None,
     divergences: Tensor | None = None,
     teacher_logprobs: Tensor | None = None,
@@ -85,7 +88,8 @@ def prepare(
 ) -> Targets:
     """Rewards to advantages, and what else is fixed before the first optimizer step.
 
-    old_logprobs: the learner's own at the start of the step, or None for the engine's; ref_logprobs, values: [M] or None;
+    old_logprobs: the learner's own at the start of the step, or None for the engine's; old_is_present: the one pass over the
+    batch says them; ref_logprobs, values: [M] or None;
     divergences: [M], KL from the learner to the reference over the whole vocabulary at the start of the step, or None;
     teacher_logprobs: [K, M] in the order of `config.teacher`, or None; where a teacher does not teach they don't count;
     version: the weights that the learner holds at the start of the step; num_minibatches: optimizer steps per pass; running:
@@ -96,7 +100,7 @@ def prepare(
         ValueError: `old_logprobs`, `ref_logprobs`, `divergences`, `values`, `version` or `running` is missing though the
             configuration needs it.
     """
-    _check(config, old_logprobs, ref_logprobs, version)
+    _check(config, old_logprobs, ref_logprobs, version, old_is_present=old_is_present)
     old = batch.behavior_logprobs if old_logprobs is None else old_logprobs
     rewards, kl_mean = token_rewards(config, batch, running), 0.0
     kl = _kl_in_reward(config, old, ref_logprobs, divergences)
@@ -123,6 +127,7 @@ def prepare(
         critic_weights=_critic_weights(found, share, steps),
         pg_weights=_pg_weights(config, batch, silent),
         trusted=_trusted(config, old - batch.behavior_logprobs),
+        old_is_present=old_is_present,
         proximal=proximal_share(batch.versions, version or 0) if config.old_logprobs == "loglinear" else None,
         fresh=None if version is None else batch.sampled_by(version),
         token_share=share,
@@ -152,14 +157,25 @@ def weighted(targets: Targets, batch: Batch, weights: Sequence[float]) -> Target
 
 
 def _check(
-    config: AlgorithmConfig, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, version: int | None
+    config: AlgorithmConfig,
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    version: int | None,
+    *,
+    old_is_present: bool,
 ) -> None:
-    if config.old_logprobs == "recompute" and old_logprobs is None:
+    if config.old_logprobs == "recompute" and old_logprobs is None and not old_is_present:
         raise ValueError("old_logprobs: recompute needs the learner's own logprobs")
     if config.old_logprobs == "loglinear" and version is None:
         raise ValueError("old_logprobs: loglinear needs the learner's version")
     if config.needs_ref_logprobs and ref_logprobs is None:
         raise ValueError("a KL penalty needs the reference's logprobs")
+
+
+def looks_at_the_start(config: AlgorithmConfig) -> bool:
+    """Whether targets are made of what the policy says at the step's start, besides what losses compare with."""
+    of_rewards = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
+    return of_rewards or config.train_infer_correction.m2_threshold is not None
 
 
 def taught(config: AlgorithmConfig, batch: Batch) -> Tensor:

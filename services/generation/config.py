@@ -13,8 +13,10 @@ class GeneratingArgs(Config):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy. Training needs a positive one; the trainer divides its logits by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Below 1 the recorded logprobs are of the tokens that are left, and the trainer's of all: its ratio begins below 1, at
+    the share that is left (`actor/mismatch_kl_fresh` tells)."""
     top_k: int = Field(default=-1, ge=-1)
-    """-1 keeps every token."""
+    """-1 keeps every token; otherwise as `top_p`."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest answer of a turn, tokens; a tag's `max_tokens_per_step` may be lower."""
 

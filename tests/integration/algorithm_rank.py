@@ -27,6 +27,10 @@ ALGORITHMS: dict[str, dict[str, object]] = {
         "kl_loss_coef": 0.1,
     },
     "ppo of turns": {"adv_estimator": "gae", "gae_level": "turn", "whiten_advantages": True, "zero_variance": "train"},
+    "two teachers": {
+        "use_opd": True,
+        "teacher": {"own": {"pretrain": "a"}, "of another tag": {"pretrain": "a", "tag_included": ["elsewhere"]}},
+    },
     "value head": {
         "adv_estimator": "gae",
         "critic": {"backbone": "policy", "learning_rate": 1e-1, "vf_coef": 0.5},
@@ -51,6 +55,7 @@ def main(model: Path, out: Path) -> None:
                 DeepSpeedEngine(policy, training, StrategyArgs(), ranks),
                 None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
                 FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks) if config.needs_reference else None,
+                [FrozenModel(load_policy(model, ModelArgs(), seed=3), ranks) for _ in config.teacher],
             )
             batches = BatchTrainer(config, models, ranks)
             gauges = [batches.train(groups, step) for step in range(2)][-1]

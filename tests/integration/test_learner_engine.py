@@ -156,6 +156,31 @@ def test_a_loaded_engine_goes_on_exactly(engine: EngineFactory, stage: int, dtyp
     assert_same(weights_of(saved), weights_of(fresh))
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")])
+def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(
+    engine: EngineFactory, stage: int, dtype: str, tmp_path: Path
+) -> None:
+    saved = engine(stage, dtype)
+    saved.train(fixed_batch(), nll, HYPER)
+    saved.save(tmp_path)
+    saved.train(fixed_batch(), nll, HYPER)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for told in ({"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_grad_norm": 1e-4}):
+        fresh = engine(stage, dtype, SMOOTH.model_copy(update=told))
+        fresh.load(tmp_path)
+        fresh.train(fixed_batch(), nll, HYPER)
+        assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), told
+
+
+@pytest.mark.parametrize(("written", "read"), [(0, 2), (2, 0), (2, 3), (3, 0)])
+def test_a_state_of_another_zero_stage_is_refused_by_the_key_that_would_be_right(
+    engine: EngineFactory, written: int, read: int, tmp_path: Path
+) -> None:
+    engine(written).save(tmp_path)
+    with pytest.raises(RuntimeError, match=f"zero_stage={written}"):
+        engine(read).load(tmp_path)
+
+
 def test_bfloat16_weights_gather_steps_too_small_for_them(engine: EngineFactory) -> None:
     policy = engine(dtype="bfloat16")
     before = weights_of(policy)

@@ -127,6 +127,36 @@ def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) 
     assert not torch.equal(start["model.norm.weight"], weights(trainer)["model.norm.weight"])
 
 
+def test_a_run_that_goes_on_from_anothers_checkpoint_keeps_to_that_ones_reference(tmp_path: Path, ranks: Ranks) -> None:
+    first = run_of(tmp_path / "first", REFERENCE)
+    trainer, folder = begun(first, ranks), first.checkpoints / "step-000001"
+    trainer.train(GROUPS, 0, Silent())
+    folder.mkdir(parents=True)
+    trainer.save(folder)
+    kl_coef = trainer.kl_coef
+    expected = trainer.train(GROUPS, 1, Silent())
+    second = run_of(tmp_path / "second", REFERENCE)
+    again, copy = PolicyTrainer(second, ranks), second.checkpoints / "step-000001"
+    again.load(folder, kl_coef)
+    copy.mkdir(parents=True)
+    again.save(copy)
+    assert again.train(GROUPS, 1, Silent()) == expected
+    third = PolicyTrainer(run_of(tmp_path / "third", REFERENCE), ranks)
+    third.load(copy, kl_coef)
+    assert third.train(GROUPS, 1, Silent()) == expected
+
+
+def test_a_reference_that_nobody_has_kept_is_not_made_up(tmp_path: Path, ranks: Ranks) -> None:
+    first = run_of(tmp_path / "first", ())
+    folder = first.checkpoints / "step-000000"
+    folder.mkdir(parents=True)
+    begun(first, ranks).save(folder)
+    for name in ("first", "next"):
+        late = PolicyTrainer(run_of(tmp_path / name, REFERENCE), ranks)
+        with pytest.raises(RuntimeError, match="warm start left it"):
+            late.load(folder, 0.0)
+
+
 def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks: Ranks) -> None:
     sharded = ("reference.strategy_args.strategy_name=deepspeed_infer", "use_kl_loss=true", "kl_loss_coef=0.1")
     found: list[list[float]] = []

@@ -100,7 +100,7 @@ def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
 def outcome(config: AlgorithmConfig, groups: list[Group] | None = None) -> Outcome:
     """Train on `rich_groups`, or on those given, as far as numbers go."""
     chosen = [each for each in (groups or rich_groups()) if carries_signal(each, config)]
-    batch = pack(most_varied(shaped(chosen, config), config.variance_filter_ratio))
+    batch = pack(most_varied(shaped(chosen, config), config.variance_filter_ratio)[0])
     targets = prepare(batch, config, **inputs_of(batch, config))
     logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
     entropy = (1.0 + by_token(batch, 0.5, 4.0)).requires_grad_()

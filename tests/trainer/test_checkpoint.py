@@ -102,6 +102,21 @@ def test_another_runs_checkpoints_are_passed_over(store: CheckpointStore) -> Non
     assert found.state.step == 20
 
 
+def test_who_went_back_to_an_earlier_step_goes_on_from_there_and_not_from_the_later_one_left_behind(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path, keep=9)
+    for step, lineage in ((20, "first"), (40, "first"), (25, "first/2"), (30, "first")):
+        store.save(state(step, lineage), write).result()
+        found = store.newest_complete()
+        assert found is not None
+        assert found.state == state(step, lineage)
+    (tmp_path / "step-000030" / "model.safetensors").unlink()
+    found = store.newest_complete()
+    assert found is not None
+    assert found.state == state(25, "first/2")
+
+
 def test_the_manifest_names_every_file(store: CheckpointStore) -> None:
     path = store.save(state(20), write).result()
     manifest = json.loads((path / "manifest.json").read_text())
@@ -130,6 +145,13 @@ def test_the_best_is_kept_beside_the_newest_and_best_links_to_it(store: Checkpoi
     newest = again.newest_complete()
     assert newest is not None
     assert newest.state.step == 120
+
+
+def test_the_score_of_a_step_is_that_of_the_weights_that_it_has_now(store: CheckpointStore, tmp_path: Path) -> None:
+    for lineage, score in (("first", 0.9), ("first/2", 0.4)):
+        store.save(state(20, lineage), write).result()
+        store.score(20, score)
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 20, "score": 0.4}
 
 
 def test_what_is_saved_is_not_found_before_it_is_durable(

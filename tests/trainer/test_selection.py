@@ -10,9 +10,10 @@ from tests.trainer.outcome import outcome
 from tests.trainer.trajectories import group, trajectory
 from trainer.algorithm_checks import algorithm_complaints
 from trainer.algorithm_config import AlgorithmConfig
+from trainer.algorithms.aggregation import Silent
 from trainer.batch import pack
 from trainer.reward_config import RewardNormalization, RewardShaping
-from trainer.selection import carries_signal, episode_weights, most_varied, trained_episodes
+from trainer.selection import carries_signal, episode_weights, most_varied, silent_part, trained_episodes
 from trainer.shaping import shaped
 
 
@@ -27,11 +28,29 @@ class LongGroups:
 
 def test_the_most_varied_groups_stay_in_the_order_in_which_they_came():
     groups = [of_rewards(0, 0, 1), of_rewards(1, 0, 0.2), of_rewards(2, 0, 3), of_rewards(3, 1, 1), of_rewards(4, 0, 3)]
-    assert [g.number for g in most_varied(groups, 0.6)] == [0, 2, 4]
-    assert [g.number for g in most_varied(groups, 0.2)] == [2]  # of equals the earlier
-    assert [g.number for g in most_varied(groups, 0.01)] == [2]
-    assert most_varied(groups, 1.0) == groups
-    assert most_varied([], 0.5) == []
+
+    def chosen(ratio: float) -> list[int]:
+        return [each.number for each in most_varied(groups, ratio)[0]]
+
+    assert chosen(0.6) == [0, 2, 4]
+    assert chosen(0.2) == [2]  # of equals the earlier
+    assert chosen(0.01) == [2]
+    assert chosen(1.0) == [0, 1, 2, 3, 4]
+    assert most_varied([], 0.5, Silent(8, 4, 2)) == ([], Silent(8, 4, 2))
+
+
+def test_the_share_is_of_all_groups_of_a_step_and_masked_ones_are_chosen_last():
+    groups = [of_rewards(n, 0, 1 + n) for n in range(4)]
+    masked = silent_part([of_rewards(9 + n, 1, 1, 1) for n in range(4)], AlgorithmConfig())
+    assert masked == Silent(tokens=24, sequences=12, groups=4)
+    for ratio, numbers, counted in (
+        (0.25, [2, 3], Silent()),
+        (0.5, [0, 1, 2, 3], Silent()),
+        (0.75, [0, 1, 2, 3], Silent(12, 6, 2)),
+        (1.0, [0, 1, 2, 3], masked),
+    ):
+        chosen, silent = most_varied(groups, ratio, masked)
+        assert ([each.number for each in chosen], silent) == (numbers, counted)
 
 
 def test_difficulty_is_the_mean_reward_between_two_thresholds():
@@ -94,6 +113,7 @@ def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: st
         ({"adv_estimator": "gae", "value_targets": "vtrace"}, "value_targets"),
         ({"adv_estimator": "reinforce", "pg_variant": "vanilla", "old_logprobs": "recompute"}, "old_logprobs"),
         ({"adv_estimator": "reinforce", "use_kl_loss": True}, "kl_loss_coef"),
+        ({"adv_estimator": "reinforce", "pg_clip": 0.1, "pg_clip_low": 0.2, "pg_clip_high": 0.3}, "pg_clip"),
         ({"adv_estimator": "reinforce", "add_token_level_kl": True}, "init_kl_coef"),
         (
             {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "kl_penalty": "full"},

@@ -147,6 +147,25 @@ def test_recomputed_logprobs_start_the_ratio_at_one(folder: Path) -> None:
     assert fresh.train(GROUPS, 0)["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)
 
 
+def test_a_batch_of_one_optimizer_step_is_not_passed_over_twice_for_the_policy_at_its_start(folder: Path) -> None:
+    def after(minibatches: int = 1, **correction: object) -> tuple[Tensor, dict[str, float], int]:
+        weighed = {"is_weight": {"upper_bound": 1.0}, "filters": ({"ratio_low": 0.5},), **correction}
+        told = {"old_logprobs": "recompute", "train_infer_correction": weighed}
+        batches, engine, _ = trainer(folder, config(**told, actor_train=training(num_minibatches=minibatches)))
+        passes: list[bool] = []
+        engine.module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+        gauges = [batches.train(GROUPS, step) for step in range(2)][-1]
+        return weights(engine), {name: each.value for name, each in gauges.items()}, passes.count(False)
+
+    learnt, gauges, extra = after()
+    expected, told, before = after(m2_threshold=1e9)  # keeps every token, and looks at the start
+    assert (extra, before) == (0, 2)
+    torch.testing.assert_close(learnt, expected, rtol=0, atol=1e-7)
+    assert gauges == pytest.approx(told, rel=1e-5, abs=1e-6)
+    assert 0 < gauges["actor/correction_clipfrac"] < 1
+    assert after(minibatches=2)[2] == 2
+
+
 def test_the_learning_rate_follows_the_schedule(folder: Path) -> None:
     settings = config(max_steps=6, actor_train=training(warmup_steps=2, lr_scheduler_type="linear"))
     batches, engine, _ = trainer(folder, settings)
@@ -291,6 +310,8 @@ def test_shaped_rewards_are_what_is_trained_on(folder: Path) -> None:
         {"loss_agg_mode": "seq-mean-token-sum-norm"},
         {"pg_variant": "gpg"},
         {"max_len_mask": True},
+        {"variance_filter_ratio": 0.6},
+        {"variance_filter_ratio": 0.4},
     ],
 )
 def test_groups_without_signal_that_are_masked_leave_the_gradient_as_if_they_were_trained(
@@ -316,6 +337,22 @@ def test_nothing_to_learn_from_leaves_everything_alone(folder: Path) -> None:
     batches, engine, _ = trainer(folder, config())
     assert batches.train([], 0) == {}
     assert not engine.seen
+
+
+def test_a_step_whose_episodes_are_all_left_out_moves_nothing(folder: Path) -> None:
+    batches, engine, _ = trainer(folder, config(max_len_mask=True))
+    batches.train(GROUPS, 0)
+    before = weights(engine)
+    cut = [
+        replace(each, trajectories=tuple(replace(t, stop_reason=StopReason.MAX_LENGTH) for t in each.trajectories))
+        for each in GROUPS
+    ]
+    gauges = batches.train(cut, 1)
+    assert torch.equal(weights(engine), before)
+    assert len(engine.seen) == 1
+    assert gauges["tokens/trained"].total > 0
+    batches.train([GROUPS[0], *cut[1:]], 2)
+    assert not torch.equal(weights(engine), before)
 
 
 def test_a_loss_that_is_not_finite_is_counted(folder: Path) -> None:

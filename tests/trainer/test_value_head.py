@@ -161,9 +161,10 @@ def test_warming_up_trains_the_head_alone_and_leaves_the_policy_and_its_moments_
 def test_keys_of_the_critic_without_effect_are_refused_with_what_would_be_right() -> None:
     with pytest.raises(ValueError, match=r"vf_coef\n.*backbone=policy"):
         CriticConfig(vf_coef=0.5)
-    (complaint,) = learner_complaints(config(adv_estimator="grpo", lambd=0.95, value_clip=None))
-    assert complaint.path == "critic.backbone"
-    assert "take adv_estimator gae" in complaint.message
+    for told in ({"backbone": "policy", "vf_coef": 0.5}, {"learning_rate": 3e-2}, {"warmup_steps": 4}):
+        found = list(learner_complaints(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=told)))
+        assert [complaint.path for complaint in found] == [f"critic.{key}" for key in told]
+        assert all("take adv_estimator gae" in complaint.message for complaint in found)
 
 
 def test_a_policy_without_a_head_is_refused(folder: Path) -> None:

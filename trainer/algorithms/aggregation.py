@@ -17,6 +17,7 @@ class Silent(NamedTuple):
 
     tokens: int = 0
     sequences: int = 0
+    groups: int = 0
 
 
 NOBODY_SILENT = Silent()

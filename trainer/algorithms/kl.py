@@ -1,5 +1,6 @@
 """Estimates of the Kullback-Leibler divergence from the policy to a reference, and controllers of its coefficient."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,16 +41,15 @@ class KLController:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Move the coefficient after a batch of `num_samples` trajectories whose mean KL was `kl`."""
-        if self._target is None:
+        """Move the coefficient after a batch of `num_samples` trajectories whose mean KL was `kl`; one that is not finite
+        tells nothing."""
+        if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_samples / self._horizon
 
-    def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self.coef = state["coef"]
+    def go_on(self, coef: float) -> None:
+        """From a checkpoint's coefficient, where it adapts; a fixed one is the configuration's. Nothing adapts from 0, which
+        a checkpoint holds that knew no penalty."""
+        if self._target is not None and coef > 0:
+            self.coef = coef

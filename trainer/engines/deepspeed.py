@@ -5,6 +5,7 @@ Invariants: the loss arrives globally normalised, so gradients are summed over m
 step whose gradient is not finite changes neither weights nor moments, on any rank; every rank runs equally many passes.
 """
 
+import json
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from trainer.config import StrategyArgs, TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.groups import adopt, forget, parameter_groups
+from trainer.engines.groups import adam_settings, adopt, forget, parameter_groups
 from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
 from trainer.models.adapters import weights_apart, whole_weights
@@ -29,6 +30,8 @@ from trainer.models.value_head import HEAD
 WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""
 TAG = "state"
+STAGE = "zero_stage.json"
+"""What the state in a folder was written by."""
 BUCKET = 500_000_000
 """Elements of the largest bucket of gradients that are reduced at once: DeepSpeed's default."""
 
@@ -62,6 +65,7 @@ class DeepSpeedEngine(OnRanks):
 
     def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
+        self._training = training
         module.to(ranks.device)
         bf16 = next(module.parameters()).dtype == torch.bfloat16
         # bf16 keeps its float32 masters in ZeRO's sharded optimizer, on one process as on many
@@ -95,7 +99,7 @@ class DeepSpeedEngine(OnRanks):
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
         """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""
         module = self._engine.module
-        gathered = _deepspeed().zero.GatheredParameters if self._engine.zero_optimization_stage() == 3 else None
+        gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
         for whole in whole_weights(module) if merged else weights_apart(module, WRAPPER):
             if whole.name.startswith(HEAD):
                 continue
@@ -106,11 +110,15 @@ class DeepSpeedEngine(OnRanks):
         """See `TrainEngine.reset_optimizer`."""
         forget(self._moments.state.values())
 
+    @property
+    def _stage(self) -> int:
+        return int(self._engine.zero_optimization_stage())
+
     def _states_beside_the_head(self) -> list[dict[str, Any]]:
         """Of the first group of parameters; ZeRO-3 shows its shards to AdamW for the time of a step alone."""
         optimizer = self._engine.optimizer
         held = self._moments.param_groups[0]["params"]
-        if self._engine.zero_optimization_stage() == 3:
+        if self._stage == 3:
             shards, group_of = optimizer.fp32_partitioned_groups_flat, optimizer.sub_group_to_group_id
             held = [shard for number, shard in enumerate(shards) if group_of[number] == 0]
         return [self._moments.state[parameter] for parameter in held]
@@ -118,12 +126,26 @@ class DeepSpeedEngine(OnRanks):
     def save(self, folder: Path) -> None:
         """See `TrainEngine.save`."""
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+        if self.rank == 0:
+            (folder / STAGE).write_text(json.dumps(self._stage))
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`. Raises RuntimeError if the folder is not a whole checkpoint of this module."""
+        """See `TrainEngine.load`. Raises RuntimeError if the folder is not a whole checkpoint of this module, or of another
+        ZeRO stage, whose optimizer lies there in another form."""
+        written_by = json.loads((folder / STAGE).read_text()) if (folder / STAGE).is_file() else self._stage
+        if written_by != self._stage:
+            raise RuntimeError(
+                f"{folder} was written at ZeRO stage {written_by}, and this engine is at {self._stage}: set "
+                f"actor_train.strategy_args.zero_stage={written_by}"
+            )
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
             raise RuntimeError(f"{folder} holds no state of this engine")
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
+            group.update(adam_settings(self._training))
+        if self._stage > 0:
+            optimizer.clip_grad = self._training.max_grad_norm
 
 
 class DeepSpeedJudge(OnRanks):
@@ -145,10 +167,9 @@ class DeepSpeedJudge(OnRanks):
 def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.optim.AdamW:
     settings: dict[str, Any] = {
         "lr": training.learning_rate,
-        "betas": (training.adam_beta1, training.adam_beta2),
-        "eps": training.adam_epsilon,
         "weight_decay": training.weight_decay,
         "fused": True,
+        **adam_settings(training),
     }
     if clips:
         return ClippingAdamW(parameter_groups(module), training.max_grad_norm, **settings)

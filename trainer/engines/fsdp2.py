@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import TrainingArgs
 from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.groups import adopt, forget, parameter_groups
+from trainer.engines.groups import adam_settings, adopt, forget, parameter_groups
 from trainer.engines.passes import OnRanks
 from trainer.engines.processes import Ranks
 from trainer.models.packing import PackedInput
@@ -40,13 +40,13 @@ class FSDP2Engine(OnRanks):
         super().__init__(ranks)
         self._dtype = next(module.parameters()).dtype
         self._max_grad_norm = training.max_grad_norm
+        self._adam = adam_settings(training)
         self._module = self._sharded(module.float().to(ranks.device))
         self._optimizer = torch.optim.AdamW(
             parameter_groups(self._module),
             lr=training.learning_rate,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_epsilon,
             weight_decay=training.weight_decay,
+            **self._adam,
         )
 
     def _sharded(self, module: nn.Module) -> nn.Module:
@@ -121,6 +121,8 @@ class FSDP2Engine(OnRanks):
         set_state_dict(
             self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        for group in self._optimizer.param_groups:
+            group.update(self._adam)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

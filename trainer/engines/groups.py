@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from trainer.config import TrainingArgs
 from trainer.engines.base import Hyperparameters
 from trainer.models.value_head import HEAD
 
@@ -15,6 +16,11 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     head = [parameter for name, parameter in trained if name.startswith(HEAD)]
     rest = [parameter for name, parameter in trained if not name.startswith(HEAD)]
     return [{"params": rest}, {"params": head}] if head else [{"params": rest}]
+
+
+def adam_settings(training: TrainingArgs) -> dict[str, Any]:
+    """What AdamW is told for a whole run; a state that it loads holds those of whoever wrote it."""
+    return {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
 
 
 def adopt(groups: Sequence[dict[str, Any]], hyperparameters: Hyperparameters) -> None:

@@ -98,7 +98,7 @@ class OnRanks:
 def _everybodys(found: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks) -> list[Tensor]:
     """What each of the ranks has found of its micro-batches, on all of them: [*rows, M] each."""
     lengths = [len(x.positions) for x in batch]
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or not batch:  # a teacher may find nothing of its tags in a batch
         return [found[i] for i in range(len(batch))]
     parts = [found.get(i, torch.zeros(*rows, n, device=ranks.device)) for i, n in enumerate(lengths)]
     everything = torch.cat(parts, -1)

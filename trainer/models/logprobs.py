@@ -9,6 +9,8 @@ CHUNK_ELEMENTS = 1 << 24
 """Logits that are held in float32 at a time, on a GPU."""
 CPU_CHUNK_ELEMENTS = 1 << 18
 """On a CPU: a megabyte, which stays in its cache from one pass to the next."""
+NOTHING = -1e4
+"""A log-probability whose exponential is 0 in every type, so that a logit of -inf has no gradient instead of 0 times inf."""
 
 
 def rows_at_once(logits: Tensor) -> int:
@@ -42,7 +44,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
             grad = torch.zeros_like(logp[:, :1])
             if of_entropy is not None:
-                grad = logp.add_(entropies[rows, None]).mul_(-of_entropy[rows, None])
+                grad = logp.clamp_(min=NOTHING).add_(entropies[rows, None]).mul_(-of_entropy[rows, None])
             if of_logprob is not None:
                 grad = grad.sub_(of_logprob[rows, None])
             grad = probs.mul_(grad)

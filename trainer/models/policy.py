@@ -4,6 +4,7 @@ Invariants: no layer but attention sees padding; logits exist only where a sampl
 less the wrapper's own prefix, are Hugging Face's.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -91,10 +92,10 @@ class PackedPolicy(nn.Module):
         Raises:
             ValueError: the model's logits are more than its last hidden states times its output embedding.
         """
-        hidden = self.model.base_model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
-        rows = hidden.index_select(0, x.predictors)
+        with last_hidden_states(self.model) as kept:
+            logits = self.logits(replace(x, positions=x.positions[:1]))  # of one token, to see what they are made of
+        rows = kept[0][0].index_select(0, x.predictors)
         head = cast(nn.Linear, self.model.get_output_embeddings())
-        logits = self.model(x.tokens[None], logits_to_keep=x.predictors[:1], **packed_kwargs(x.packing)).logits[0]
         if not torch.allclose(rows[:1] @ head.weight.T, logits, rtol=1e-2, atol=1e-2):
             raise ValueError(
                 f"a full KL can't read the logits of {type(self.model).__name__}, which are more than its last "

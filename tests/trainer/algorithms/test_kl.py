@@ -58,17 +58,33 @@ def test_the_adaptive_controller_moves_towards_its_target_within_bounds():
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
-def test_a_restored_controller_goes_on_where_it_was_saved():
+def test_a_controller_that_adapts_goes_on_from_a_checkpoints_coefficient():
     controller = KLController(0.1, target=1.0, horizon=1000)
     controller.update(kl=3.0, num_samples=50)
     restored = KLController(0.1, target=1.0, horizon=1000)
-    restored.load_state_dict(controller.state_dict())
+    restored.go_on(controller.coef)
     for each in (controller, restored):
         each.update(kl=0.5, num_samples=50)
     assert restored.coef == controller.coef != 0.1
+
+
+@pytest.mark.parametrize("told", [0.0, float("nan")])
+def test_a_penalty_that_a_checkpoint_did_not_know_begins_with_the_configured_coefficient(told: float):
+    controller = KLController(0.1, target=1.0)
+    controller.go_on(told)
+    assert controller.coef == 0.1
+
+
+@pytest.mark.parametrize("kl", [float("nan"), float("inf"), -float("inf")])
+def test_a_batch_that_is_not_finite_leaves_the_coefficient_alone(kl: float):
+    controller = KLController(0.1, target=1.0, horizon=10)
+    controller.update(kl, num_samples=10)
+    assert controller.coef == 0.1
 
 
 def test_a_fixed_controller_stays():
     controller = KLController(0.1)
     controller.update(kl=10.0, num_samples=100)
     assert controller.coef == 0.1
+    controller.go_on(0.7)
+    assert controller.coef == 0.1  # the configuration's, though a checkpoint was written with another

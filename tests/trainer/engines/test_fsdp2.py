@@ -83,6 +83,19 @@ def test_a_loaded_engine_goes_on_exactly(folder: Path, ranks: Ranks, dtype: str,
     assert_same(weights_of(saved), weights_of(fresh))
 
 
+def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    saved = engine(folder, ranks)
+    saved.train(fixed_batch(), nll, HYPER)
+    saved.save(tmp_path)
+    saved.train(fixed_batch(), nll, HYPER)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for told in ({"adam_beta1": 0.5}, {"adam_beta2": 0.5}, {"adam_epsilon": 0.1}, {"max_grad_norm": 1e-4}):
+        fresh = engine(folder, ranks, training=SMOOTH.model_copy(update=told))
+        fresh.load(tmp_path)
+        fresh.train(fixed_batch(), nll, HYPER)
+        assert not torch.equal(weights_of(fresh)[name], weights_of(saved)[name]), told
+
+
 def test_a_folder_without_a_state_is_refused(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="holds no state"):
         engine(folder, ranks).load(tmp_path)

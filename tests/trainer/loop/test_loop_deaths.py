@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from deploy.lineage import trace
 from services.errors import FencedError
-from tests.fakes import Moments
+from tests.fakes import FakeTrainer, Moments, make_group
 from tests.trainer.loop.world import GROUPS_PER_STEP, World, learner_config, run_until_it_dies
+from trainer.algorithms.aggregation import Silent
+from trainer.checkpoint import CheckpointStore, LearnerState
 from trainer.journal import read_journal
 
 REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}
@@ -59,6 +61,24 @@ def test_a_learner_stopped_before_its_first_step_writes_nothing(world: World) ->
     learner, _ = world.learner(stopped=lambda: True)
     assert not learner.run()
     assert not (world.folder / "checkpoints").exists()
+
+
+def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Path) -> None:
+    """A run went back from step 3 to step 1, and now goes on from there."""
+    left, back = FakeTrainer(), FakeTrainer()
+    for trainer, numbers in ((left, (40, 41, 42)), (back, (50,))):
+        for step, number in enumerate(numbers):
+            trainer.train([make_group(number)], step, Silent())
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    store.save(LearnerState(3, "now"), left.save).result()
+    store.save(LearnerState(1, "now/2"), back.save).result()
+    world = World(tmp_path, learner_config(resume_from_checkpoint=True, max_steps=4))
+    learner, trainer = world.learner()
+    assert trainer.history == back.history
+    assert learner.run()
+    again = FakeTrainer()
+    again.load(tmp_path / "checkpoints" / "step-000003", 0.0)
+    assert again.history == trainer.history[:3]
 
 
 def test_a_fenced_learner_neither_saves_nor_acknowledges(world: World) -> None:

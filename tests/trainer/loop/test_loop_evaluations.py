@@ -58,6 +58,26 @@ def test_a_replaced_learner_collects_what_the_last_one_had_queued_and_repeats_no
     assert set(world.log.states.values()) == {"recorded"}
 
 
+def test_a_run_that_goes_back_to_an_earlier_step_evaluates_what_it_trains_from_there(tmp_path: Path) -> None:
+    world = World(tmp_path, learner_config(eval_steps=2, final_val_batch_size=2))
+    evaluating(world)
+    world.learner()[0].run()
+    pending = "after-sampled-9"
+    world.log.put(pending, "2")
+    earlier = tmp_path / "checkpoints" / "step-000003"
+    world.config = learner_config(eval_steps=2, final_val_batch_size=2, resume_from_checkpoint=earlier)
+    before = len(world.sink.of("eval"))
+    learner, trainer = world.learner()
+    assert len(trainer.history) == 3
+    assert pending not in world.log.states
+    assert learner.run()
+    assert [(r.labels["when"], r.step) for r in world.sink.of("eval")[before:]] == [
+        ("during", 4),
+        ("after", 6),
+        ("after", 6),
+    ]
+
+
 def test_a_run_that_is_resumed_after_its_last_step_only_evaluates(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.learner()[0].run()

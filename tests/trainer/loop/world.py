@@ -18,7 +18,7 @@ from tests.fakes import (
     make_group,
     make_trajectory,
 )
-from trainer.checkpoint import CheckpointStore
+from trainer.checkpoint import CheckpointStore, read_checkpoint
 from trainer.curriculum import Curriculum
 from trainer.evaluations import Evaluations
 from trainer.intake import Intake
@@ -95,8 +95,12 @@ class World:
             curriculum=Curriculum(make_sampler(self.config.custom_envs, self.config.train_env_manager), self.buffer),
             stopped=stopped,
         )
-        learner = Learner(LearnerRun("run", "now", self.folder, self.config), parts)
-        newest = checkpoints.newest_complete("now")
+        wanted = self.config.resume_from_checkpoint
+        lineage = "now/2" if isinstance(wanted, Path) else "now"
+        learner = Learner(LearnerRun("run", lineage, self.folder, self.config), parts)
+        newest = checkpoints.newest_complete(None if wanted is True else lineage)
+        if newest is None and isinstance(wanted, Path):
+            newest = read_checkpoint(wanted)
         if newest is not None:
             learner.resume(newest)
         return learner, trainer

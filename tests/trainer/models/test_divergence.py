@@ -82,3 +82,16 @@ def test_a_policy_is_at_no_distance_from_itself_and_at_the_mean_of_k1_from_other
               for m in (one, other)]  # fmt: skip
     p, q = (each.log_softmax(1) for each in logits)
     torch.testing.assert_close(divergences(FrozenModel(other, alone)), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-6)
+
+
+def test_a_reference_is_asked_once_for_all_that_it_says_of_a_micro_batch(tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    policy = load_policy(tmp_path, ModelArgs(), seed=1)
+    batch = pack([make_group(0, rewards=(0.0, 1.0))])
+    (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
+    passes: list[int] = []
+    policy.model.base_model.register_forward_hook(lambda *_: passes.append(1))
+    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
+    (anchor,) = FrozenModel(policy, Ranks(0, 0, 1, torch.device("cpu"))).anchors([x])
+    assert len(passes) == 1
+    torch.testing.assert_close(anchor.hidden @ anchor.head.T, policy.logits(x), rtol=0, atol=1e-5)

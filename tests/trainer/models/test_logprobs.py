@@ -49,6 +49,20 @@ def test_half_precision_logits_are_worked_on_in_float32() -> None:
     assert logits.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_token_that_a_model_rules_out_counts_for_nothing(masked: float) -> None:
+    plain = torch.randn(4, 5).requires_grad_()
+    logits = torch.cat([plain.detach(), torch.full((4, 2), masked)], 1).requires_grad_()
+    targets = torch.tensor([0, 4, 2, 2])
+    for each, temperature in ((plain, 0.5), (logits, 0.5)):
+        logp, entropy = token_logprobs(each, targets, temperature)
+        (logp.sum() + 3.0 * entropy.sum()).backward()
+    assert plain.grad is not None
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, :5], plain.grad)
+    assert torch.equal(logits.grad[:, 5:], torch.zeros(4, 2))
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_loss_of_one_of_both_has_its_gradient(which: int) -> None:
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
