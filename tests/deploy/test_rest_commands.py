@@ -220,7 +220,7 @@ def test_who_names_something_else_than_a_control_service_is_told():
     with ThreadingHTTPServer(("127.0.0.1", 0), NoControlService) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         stranger = f"http://127.0.0.1:{server.server_port}"
-        cases = {"http://[nobody": "no URL", "http://here:port": "no URL", stranger: "no control service"}
+        cases = {"http://here:port": "no URL", stranger: "no control service"}
         for url, says in cases.items():
             for command in (["list"], ["show", "lake"]):
                 result = CliRunner().invoke(app, ["runs", *command, "--url", url])
