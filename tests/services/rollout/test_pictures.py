@@ -1,7 +1,5 @@
 """Pictures from an env to a trajectory: placeholders written out, each turn sent with all that was seen before."""
 
-import gc
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from services.rollout.execution import EnvSpec, InlineEnv
 from services.rollout.failures import EpisodeError
 from services.rollout.process import ProcessEnv
 from services.schema import Completion, GenerateRequest, Picture, Sampling, Trajectory, VersionSpan
-from services.vision import CACHED_PIXELS, PictureReader, encode_png
+from services.vision import PictureReader, encode_png
 from tests.fakes_rollout import train_episode
 from trainer.config import TinyPolicyConfig, TinyVisionConfig
 from trainer.policies.tiny import IMAGE, VISION_END, VISION_START, write_tiny_policy
@@ -147,10 +145,9 @@ def test_requests_keep_their_pictures_and_refuse_large_and_misplaced_ones() -> N
         decode_requests(encode_requests([request(Picture(2, 1, PNG), Picture(0, 1, PNG))]))
 
 
-def test_pictures_are_not_held_once_they_are_counted(folder: Path):
+def test_of_a_picture_that_was_counted_a_digest_is_kept(folder: Path):
     reader, rng = PictureReader(folder), np.random.default_rng(0)
-    pictures = [encode_png(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(CACHED_PIXELS + 1)]
-    before = sys.getrefcount(pictures[0])
-    assert len({reader.count(png) for png in pictures}) == 1
-    gc.collect()  # Pillow's images hold what they were read from, and themselves
-    assert sys.getrefcount(pictures[0]) == before
+    pictures = [encode_png(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(3)]
+    counts = [reader.count(png) for png in pictures]
+    assert [reader.count(png) for png in pictures] == counts
+    assert [len(kept) for kept in reader._counts] == [16, 16, 16]

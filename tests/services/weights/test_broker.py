@@ -103,5 +103,5 @@ async def test_a_large_version_is_not_collected_while_its_learner_hashes_it(
     written = tmp_path / (file_name(OWNER, 1, 1) + ".part")
     written.touch()
     hashed_for_s = 200.0  # of 150 GB, say
-    os.utime(written, (time.time() - hashed_for_s,) * 2)
+    os.utime(written, (time.time() - hashed_for_s, time.time() - hashed_for_s))
     assert await WeightBroker(client, RUN, config, Path("unused")).collect() == 0
