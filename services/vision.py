@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 CACHED_PIXELS = 32
 """Pictures; a large one takes 20 MB."""
 CACHED_COUNTS = 16_384
+"""Pictures, by a digest: kept whole they could take as many MB."""
 
 
 class Pixels(NamedTuple):
@@ -58,12 +60,17 @@ class PictureReader:
         self.image_token_id = int(config["image_token_id"])
         self.merge = int(config["vision_config"].get("spatial_merge_size", 2))
         self.pixels = lru_cache(CACHED_PIXELS)(self._pixels)
-        self.count = lru_cache(CACHED_COUNTS)(self._count)
+        self._counts: dict[bytes, int] = {}
 
-    def _count(self, png: bytes) -> int:
+    def count(self, png: bytes) -> int:
         """Tokens that stand for a picture. Raises ValueError if it can't be read."""
-        _, height, width = self.pixels(png).grid
-        return height * width // self.merge**2
+        digest = blake2b(png, digest_size=16).digest()
+        if digest not in self._counts:
+            if len(self._counts) >= CACHED_COUNTS:
+                self._counts.clear()
+            _, height, width = self.pixels(png).grid
+            self._counts[digest] = height * width // self.merge**2
+        return self._counts[digest]
 
     def _pixels(self, png: bytes) -> Pixels:
         from PIL import Image

@@ -22,6 +22,8 @@ RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 """(messages, tools, whether the generation prompt follows) -> text."""
 
 CACHED_TEXTS = 4_096
+LONGEST_CACHED = 512
+"""Characters; longer texts hardly come twice, and thousands of whole conversations would be held."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
 """Stand for a call while the template is taken apart."""
 
@@ -62,7 +64,7 @@ class ChatTemplate:
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
         self.tools = _tool_format(render, tokenizer, self.end_text, self._style)
-        self.encode = lru_cache(CACHED_TEXTS)(self._encode)
+        self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
         """The conversation as text, with the generation prompt if `prompt`.
@@ -105,7 +107,11 @@ class ChatTemplate:
             return ChatMessage("assistant", text)
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a rendered text, special tokens by their names, none added."""
+        return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
+
+    def _encode_now(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 

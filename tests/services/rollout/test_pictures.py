@@ -143,3 +143,11 @@ def test_requests_keep_their_pictures_and_refuse_large_and_misplaced_ones() -> N
             decode_requests(encode_requests([request(odd)]))
     with pytest.raises(CodecError, match="in order"):
         decode_requests(encode_requests([request(Picture(2, 1, PNG), Picture(0, 1, PNG))]))
+
+
+def test_of_a_picture_that_was_counted_a_digest_is_kept(folder: Path):
+    reader, rng = PictureReader(folder), np.random.default_rng(0)
+    pictures = [encode_png(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(3)]
+    counts = [reader.count(png) for png in pictures]
+    assert [reader.count(png) for png in pictures] == counts
+    assert [len(kept) for kept in reader._counts] == [16, 16, 16]
