@@ -202,6 +202,19 @@ class CountingEnv(gymnasium.Env[str, str]):
         return f"_ {n % 10}", 0.5, n >= self.length, False, info
 
 
+class SlowTasksEnv(CountingEnv):
+    """Does not say what a seed's task is before `marker` exists, or ten seconds are over."""
+
+    def __init__(self, marker: str) -> None:
+        super().__init__()
+        self.marker, self._until = Path(marker), time.monotonic() + 10.0
+
+    def task_id(self, seed: int) -> int:
+        while not self.marker.exists() and time.monotonic() < self._until:
+            time.sleep(0.01)
+        return seed
+
+
 class BadEnv(CountingEnv):
     """Misbehaves at its second step (or where `when` says), as `how` says, unless `marker` exists."""
 

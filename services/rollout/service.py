@@ -91,6 +91,7 @@ class EnvWorker:
         self._desk = desk_for(settings.custom_envs, settings.model_folder)
         self._reporter = Reporter(worker_id)
         self._eval_tasks = EvalTasks(settings, settings.seed)
+        self._finding = asyncio.Lock()
         self._train_tasks = TaskBook(settings, settings.seed, buffer)
         self._samplings = samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
@@ -334,7 +335,9 @@ class EnvWorker:
 
     async def _task_of(self, task: EpisodeTask) -> Task:
         if task.kind is EpisodeKind.EVAL:
-            return self._eval_tasks.task(task.number)
+            async with self._finding:
+                # its env makes each task once, to know it from the others: seconds in which other episodes go on
+                return await asyncio.to_thread(self._eval_tasks.task, task.number)
         return await self._train_tasks.task(task.number)
 
 

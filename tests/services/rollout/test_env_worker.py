@@ -391,3 +391,16 @@ async def test_metric_records_count_what_happened(bench):
     assert bad["failed/step_error"].value == bad["failures"].value == 4.0
     assert all(record.source == "rollout" for record in b.metrics.records)
     assert all(record.labels["worker"] == "w" for record in b.metrics.records)
+
+
+async def test_while_the_tasks_of_an_evaluation_are_looked_for_the_worker_lives_on(bench, tmp_path: Path):
+    marker = tmp_path / "found"
+    episode = EpisodeTask(EpisodeKind.EVAL, "eval", 0, 0, 0, 0, sampling_name="greedy")
+    envs = {"Slow": custom("SlowTasksEnv", env_config={"marker": str(marker)})}
+    async with bench(episode, custom_envs=envs) as b:
+        await wait_until(lambda: bool(b.buffer.claimed))
+        heard = b.buffer.heartbeats
+        await wait_until(lambda: b.buffer.heartbeats > heard + 2, timeout_s=5)
+        marker.touch()
+        await b.until_done(1)
+    assert list(b.buffer.submitted) == [episode]
