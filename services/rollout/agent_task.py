@@ -7,8 +7,9 @@ None, where it has played the env by `task.step`.
 """
 
 import json
+import select
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -54,6 +55,9 @@ class AgentTask:
         address = urlsplit(self.env_url)
         if self._connection is None:
             self._connection = HTTPConnection(address.netloc)
+        idle = self._connection.sock
+        if idle is not None and select.select([idle], [], [], 0)[0]:
+            self._connection.close()  # the server has, while the agent was thinking; the request opens it again
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         self._connection.request("POST", f"{address.path}/step", json.dumps({"action": action}), headers)
         answer = self._connection.getresponse()
@@ -74,7 +78,7 @@ class AgentTask:
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {key: value for key, value in asdict(self).items() if key != "_connection"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_connection"}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":

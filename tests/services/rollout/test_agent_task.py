@@ -1,0 +1,51 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from services.rollout.agent_task import AgentTask
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Closes each connection behind its answer without a word of it, as a server does that was not asked for long."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        action = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["action"]
+        reply = json.dumps({"observation": action, "reward": 0.0, "done": False, "metrics": {}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+class Server(ThreadingHTTPServer):
+    """Tells when it has closed a connection."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.closed = threading.Event()
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self.closed.set()
+
+
+def test_an_agent_that_thought_for_longer_than_its_connection_lasts_goes_on():
+    with Server() as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        origin = f"http://127.0.0.1:{server.server_port}"
+        task = AgentTask(f"{origin}/v1", "key", origin, f"{origin}/env", "policy", "Tag", 1, "", "", 3)
+        for action in ("Left", "Right", "Up"):
+            assert task.step(action).observation == action
+            assert server.closed.wait(5)
+            server.closed.clear()
+            assert AgentTask.of(json.loads(task.environment()["OFFBEAT_TASK"])) == task
+        server.shutdown()
+        serving.join()
