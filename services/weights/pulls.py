@@ -24,6 +24,8 @@ FORGOTTEN_AFTER_S = 600
 """Answers that nobody fetched are dropped by then."""
 HOLDER_TTL_S = 15
 """A learner that has not been at its desk for so long has died, and its weights with it."""
+LOOK_S = 5.0
+"""Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`, however long a replica loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class PullDesk:
 
     def take(self, timeout_s: float) -> Pull | None:
         """The next request that somebody still waits for; says that the desk is manned, too."""
-        self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
+        self._stay()
         heard = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if heard is None:
             return None
@@ -63,10 +65,15 @@ class PullDesk:
 
     def wait_done(self, pull: Pull) -> None:
         """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
-        left_s = max(1.0, pull.expires_at - time.time())
-        heard = cast(Any, self._redis.blpop([self._keys.key("pull", pull.pull_id, "done")], timeout=left_s))
+        key, heard = self._keys.key("pull", pull.pull_id, "done"), None
+        while heard is None and time.time() < pull.expires_at:
+            self._stay()
+            heard = cast(Any, self._redis.blpop([key], timeout=LOOK_S))
         if heard is None or heard[1] != b"ok":
             raise WeightsError(f"a replica did not load version {pull.version}")
+
+    def _stay(self) -> None:
+        self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
 
     def leave(self) -> None:
         """Nobody is at the desk any more."""

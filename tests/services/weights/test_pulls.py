@@ -1,18 +1,22 @@
 """Weights in the learner's device memory: a replica pulls, the learner hands out, one at a time, as long as it lives."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 import torch
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from services.errors import WeightsError
 from services.schema import Manifest
-from services.weights import device
+from services.weights import device, pulls
 from services.weights.device import DeviceTransport, Held, checksum
 from services.weights.pulls import Pull, PullDesk
+from tests.waiting import wait_until_sync
 
 RUN = "pulls"
 
@@ -126,3 +130,29 @@ def test_the_checksum_sees_values_and_not_how_they_lie_in_memory() -> None:
     changed[2, 3] = -changed[2, 3]
     assert checksum([("a", tensor)]) != checksum([("a", changed)])
     assert checksum([("a", tensor.to(torch.bfloat16))]).startswith("sum64:")
+
+
+def test_a_replica_may_load_for_longer_than_a_read_of_the_learner_lasts_and_its_place_at_the_desk(
+    redis_url: str, replica: DeviceTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulls, "HOLDER_TTL_S", 1)
+    monkeypatch.setattr(pulls, "LOOK_S", 0.1)
+    monkeypatch.setattr(device, "DESK_WAIT_S", 0.1)
+    outcomes: list[str] = []
+
+    def send(held: Held, pull: Pull, desk: PullDesk) -> None:
+        outcomes.append("failed")
+        hand_over(held, pull, desk)
+        outcomes[:] = ["sent"]
+
+    no_retry = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(redis_url, socket_timeout=0.5, retry=no_retry) as client:
+        learner = DeviceTransport("ipc", RUN, client, sender=send)
+        manifest = stage(learner, 0)
+        with replica.fetch(manifest):
+            loaded_at = time.monotonic() + 1.5
+            while time.monotonic() < loaded_at:
+                assert replica.readable(manifest)
+                time.sleep(0.05)
+        wait_until_sync(lambda: outcomes == ["sent"], timeout_s=5)
+        learner.close()
