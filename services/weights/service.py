@@ -24,8 +24,9 @@ from services.weights.transports import Transport, leaves_files, make_transport,
 
 logger = logging.getLogger(__name__)
 
-UNANNOUNCED_AFTER_S = 60.0
-"""A file that no manifest names is collected once it is so old; until then a learner may be about to announce it."""
+UNANNOUNCED_AFTER_S = 300.0
+"""A file that no manifest names is collected once it is so old; until then a learner may be about to announce it. It hashes
+what it has written first, a second for each GB."""
 SILENT_AFTER_S = 30.0
 """A replica that has not reported for so long is gone."""
 

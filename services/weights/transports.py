@@ -9,12 +9,15 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from safetensors import SafetensorError
 
 from services.errors import WeightsError
 from services.schema import Anchor, Manifest
@@ -173,15 +176,20 @@ def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
-    part = path.with_name(path.name + ".part")
+    folder = path.with_name(
+        path.name + ".part"
+    )  # safetensors writes to a file of its own name, which stays if it is killed
     try:
+        folder.mkdir()
+        part = folder / path.name
         write(part)
         with part.open("rb") as stream:
             digest = digest_of(stream)
         part.rename(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
         raise WeightsError(f"cannot write weights to {path.parent}: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return digest, path.stat().st_size
 
 
@@ -219,14 +227,19 @@ class SharedMemoryTransport:
             return False
 
     def delete(self, location: str) -> None:
-        self._own(location).unlink(missing_ok=True)
+        path = self._own(location)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
     def stored(self) -> list[StoredFile]:
         found: list[StoredFile] = []
         for path in self._folder.iterdir():
             if belongs_to(self._owner, path.name):
                 try:
-                    found.append(StoredFile(str(path), path.stat().st_mtime))
+                    inside = path.iterdir() if path.is_dir() else ()
+                    found.append(StoredFile(str(path), max(each.stat().st_mtime for each in (path, *inside))))
                 except FileNotFoundError:  # deleted while we looked
                     continue
         return found

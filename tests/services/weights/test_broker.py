@@ -95,3 +95,13 @@ async def test_cleaning_up_removes_every_byte_of_the_run(
     assert await broker.cleanup() == 2
     assert files(tmp_path) == set()
     assert await RedisWeightSubscriber(client, RUN, config, Path("unused")).newest() is None
+
+
+async def test_a_large_version_is_not_collected_while_its_learner_hashes_it(
+    client: AsyncRedis, config: WeightsConfig, tmp_path: Path
+) -> None:
+    written = tmp_path / (file_name(OWNER, 1, 1) + ".part")
+    written.touch()
+    hashed_for_s = 200.0  # of 150 GB, say
+    os.utime(written, (time.time() - hashed_for_s, time.time() - hashed_for_s))
+    assert await WeightBroker(client, RUN, config, Path("unused")).collect() == 0

@@ -1,10 +1,16 @@
 """Weight files: whole or absent, verified, never another run's."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from services.errors import WeightsError
@@ -12,8 +18,10 @@ from services.schema import Manifest
 from services.weights.config import WeightsConfig
 from services.weights.filesystem import FilesystemTransport
 from services.weights.transports import (
+    WHOLE,
     SharedMemoryTransport,
     Transport,
+    _written,
     belongs_to,
     cleanup,
     file_name,
@@ -128,3 +136,39 @@ def test_a_transport_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path) -> Non
         config = WeightsConfig.model_validate_json(f'{{"transport": "{name}"}}')
         with pytest.raises(WeightsError, match="needs a GPU"):
             make_transport(config, "run", tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from services.weights.transports import WHOLE, SharedMemoryTransport, _written
+
+def write(part):
+    part.with_name(".tmp0").write_bytes(b"half of a version")  # as safetensors does
+    os.kill(os.getpid(), signal.SIGKILL)
+
+SharedMemoryTransport("run", Path(sys.argv[1])).store(1, 1, WHOLE, lambda path: _written(path, write))
+"""
+
+
+def test_what_a_learner_killed_while_it_writes_leaves_is_found_and_removed(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    transport = SharedMemoryTransport("run", tmp_path)
+    (left,) = transport.stored()
+    assert time.time() - 60 < left.modified_at <= time.time()
+    assert remove_all(transport) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), SafetensorError("I/O error: no space")])
+def test_a_version_that_can_not_be_written_is_told_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    def write(part: Path) -> None:
+        part.write_bytes(b"half")
+        raise error
+
+    transport = SharedMemoryTransport("run", tmp_path)
+    with pytest.raises(WeightsError, match=r"cannot write weights to .*no space"):
+        transport.store(1, 1, WHOLE, lambda path: _written(path, write))
+    assert list(tmp_path.iterdir()) == []
