@@ -18,6 +18,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
+from services.buffer.connection import connect_async
 from services.errors import RetryableError
 from services.generation.config import GenerationConfig
 from services.generation.engine import VllmEngine
@@ -101,7 +102,7 @@ class Tenancy:
     def __init__(
         self, tenant: Tenant, replica_id: str, engine: VllmEngine, config: GenerationConfig, redis_url: str
     ) -> None:
-        redis = Redis.from_url(redis_url)
+        redis = connect_async(redis_url)
         pulls = SyncRedis.from_url(redis_url)
         self._replica_id = replica_id
         self._subscriber = subscriber = RedisWeightSubscriber(
@@ -114,7 +115,7 @@ class Tenancy:
             adapters=config.max_lora_rank is not None,
         )
         self.tenant = tenant
-        self._redis = redis
+        self._redis, self._pulls = redis, pulls
         self._metrics = AsyncRedisMetrics(redis, tenant.run_id)
         self.replica = GenerationReplica(replica_id, engine.salted(secrets.token_hex(4)), subscriber, config)
         self._tasks: list[asyncio.Task[None]] = []
@@ -134,6 +135,7 @@ class Tenancy:
         with suppress(RetryableError):  # the broker misses it in a while anyway
             await self._subscriber.retire(self._replica_id)
         await self._redis.aclose()
+        self._pulls.close()
 
     async def check(self) -> None:
         """Raises what must lead to the replica's replacement."""

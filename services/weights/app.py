@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ray import serve
 from ray.serve import Application
-from redis.asyncio import Redis
 
+from services.buffer.connection import connect_async
 from services.telemetry import configure_logging
 from services.weights.config import WeightsConfig
 from services.weights.service import WeightBroker
@@ -24,7 +24,7 @@ class BrokerDeployment:
 
     def __init__(self, run_id: str, config: WeightsConfig, redis_url: str, output_dir: Path) -> None:
         configure_logging("weights", output_dir / "logs")
-        self._broker = WeightBroker(Redis.from_url(redis_url), run_id, config, output_dir)
+        self._broker = WeightBroker(connect_async(redis_url), run_id, config, output_dir)
         self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
 
     async def cleanup(self) -> int:

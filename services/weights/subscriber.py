@@ -21,6 +21,9 @@ from services.weights.place import this_place
 from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
 from services.weights.transports import Transport, make_transport
 
+LONGEST_BLOCK_S = 5.0
+"""Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
+
 
 @contextmanager
 def _retryable() -> Iterator[None]:
@@ -76,13 +79,15 @@ class RedisWeightSubscriber:
             manifest = await self.newest()
             if manifest is not None and manifest.version > version:
                 return manifest
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            if left_ms <= 0:
-                return None
-            with _retryable():
-                heard = await self._redis.xread({self._keys.versions: after}, block=left_ms)
-            if heard:
-                after = heard[0][1][-1][0]
+            heard: list[Any] | None = None
+            while not heard:
+                left_ms = int((deadline - time.monotonic()) * 1000)
+                if left_ms <= 0:
+                    return None
+                block_ms = min(left_ms, int(LONGEST_BLOCK_S * 1000))
+                with _retryable():
+                    heard = await self._redis.xread({self._keys.versions: after}, block=block_ms)
+            after = heard[0][1][-1][0]
 
     @asynccontextmanager
     async def fetch(self, manifest: Manifest) -> AsyncIterator[Path]:

@@ -1,11 +1,19 @@
+import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from services.generation.tenancy import APP, find_tenant
+from services.buffer import connection
+from services.errors import RetryableError
+from services.generation import tenancy
+from services.generation.config import GenerationConfig
+from services.generation.tenancy import APP, Tenancy, Tenant, find_tenant
 from services.keys import RunKeys, claims_key
+from services.weights.config import WeightsConfig
+from tests.services.generation.generation_fakes import FakeEngine
 
 WEIGHTS = '{"weights": {"transport": "fs", "url": "/weights"}, "max_steps": 3}'
 
@@ -50,3 +58,32 @@ async def test_a_run_that_is_started_anew_is_another_tenant(redis: Redis):
 async def test_a_claim_of_a_run_that_is_forgotten_serves_nobody(redis: Redis):
     await claim(redis, "gone")
     assert await find_tenant(redis, "engines") is None
+
+
+class Saltless:
+    """An engine that nothing is asked of."""
+
+    def salted(self, _: str) -> FakeEngine:
+        return FakeEngine()
+
+
+async def test_a_redis_that_has_gone_without_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(tenancy, "connect_async", partial(connection.connect_async, patience_s=0.2), raising=False)
+
+    async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.append(writer)
+
+    held: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(silent, "127.0.0.1")
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    served = Tenant("one", Path("/runs/one"), WeightsConfig(transport="fs", url="/weights"))
+    tenant = Tenancy(served, "r", Saltless(), GenerationConfig(), url)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(RetryableError, match="Redis does not answer"):
+            await asyncio.wait_for(tenant.begin(), 10)
+    finally:
+        await tenant._redis.aclose()
+        for writer in held:
+            writer.close()
+        server.close()

@@ -15,6 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from safetensors.torch import load_file
 
+from services.buffer.connection import SOCKET_TIMEOUT_S
 from services.errors import FencedError, RetryableError, WeightsError
 from services.keys import RunKeys
 from services.schema import Manifest
@@ -259,3 +260,19 @@ async def test_a_waiting_subscriber_hears_of_a_version_at_once(
 async def test_waiting_ends_when_the_time_is_over(redis_url: str, config: WeightsConfig) -> None:
     async with AsyncRedis.from_url(redis_url) as client:
         assert await RedisWeightSubscriber(client, RUN, config, Path("unused")).wait_newer(-1, 0.05) is None
+
+
+async def test_no_read_lasts_for_longer_than_a_dead_connection_goes_unnoticed(
+    redis_url: str, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks: list[int] = []
+
+    async def noted(_: object, *, block: int) -> None:
+        blocks.append(block)
+        raise redis.ConnectionError("that is enough")
+
+    async with AsyncRedis.from_url(redis_url) as client:
+        monkeypatch.setattr(client, "xread", noted)
+        with pytest.raises(RetryableError):
+            await RedisWeightSubscriber(client, RUN, config, Path("unused")).wait_newer(-1, 30.0)
+    assert max(blocks) < SOCKET_TIMEOUT_S * 1000
