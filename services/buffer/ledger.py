@@ -27,8 +27,6 @@ BLOCK_MS = 500
 RETRY_S = 0.5
 SYNC_EVERY_S = 1.0
 UNCOUNTED = 0
-OF_THE_RUN = -1
-"""Group number of events that concern the whole run: `restored` and `rewound`, with the groups that stand as trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class LifeEvent:
     """1, 2, 3, ... over the life of the run's Redis; 0: an older version of Offbeat has written it, which did not count."""
     number: int
     event: str
-    """`admitted`, `submitted`, `trained`, `dropped`, `failed`; for `OF_THE_RUN` `restored` or `rewound`."""
+    """`admitted`, `submitted`, `trained`, `dropped`, `failed`."""
     detail: str
     """admitted and submitted: version of the weights at admission; trained: the step whose checkpoint holds it; else why."""
 
@@ -138,10 +136,10 @@ class LedgerThread(Follower):
                 if last_round and not count:
                     return
                 if count and time.monotonic() > synced + SYNC_EVERY_S:
-                    file.sync()
+                    _sync(file)
                     synced = time.monotonic()
         finally:
-            file.sync()
+            _sync(file)
             file.close()
 
     def _warn_of_old(self, events: Sequence[LifeEvent]) -> None:
@@ -163,3 +161,11 @@ class LedgerThread(Follower):
             self._stop.wait(RETRY_S)
             return 0
         return len(events)
+
+
+def _sync(file: LedgerFile) -> None:
+    """A disk or share may find only now that it is full: what was written stands in line, and the next ones follow."""
+    try:
+        file.sync()
+    except OSError as error:
+        logger.warning("the ledger can't be brought to the disk now: %s", error)

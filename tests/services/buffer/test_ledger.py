@@ -1,10 +1,12 @@
 """The ledger on disk: complete whatever was trimmed in Redis, and exact after its writer died."""
 
+import errno
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
+from services.buffer import ledger
 from services.buffer.ledger import LedgerFile, LedgerThread, LifeEvent, events_after, read_ledger
 from services.buffer.scripts import BufferKeys
 from tests.services.buffer.buffer_play import RUN, Run
@@ -61,3 +63,18 @@ def test_an_event_comes_back_as_it_was(tmp_path: Path):
     event = LifeEvent("17-3", 1, 4, "dropped", 'a "reason"\n')
     LedgerFile(tmp_path).append([event])
     assert read_ledger(tmp_path) == [event]
+
+
+async def test_a_disk_that_refuses_to_sync_does_not_end_the_copying(
+    run: Run, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(_: LedgerFile) -> None:
+        raise OSError(errno.EDQUOT, "over quota")
+
+    monkeypatch.setattr(ledger, "SYNC_EVERY_S", 0.0)
+    monkeypatch.setattr(LedgerFile, "sync", full)
+    with LedgerThread(redis, RUN, tmp_path):
+        for count in (2, 4):
+            await run.complete_groups(1)
+            wait_until_sync(lambda count=count: len(read_ledger(tmp_path)) == count, timeout_s=10)
+    assert "over quota" in caplog.text
