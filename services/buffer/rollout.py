@@ -90,9 +90,8 @@ class AsyncRolloutBuffer:
         versions = trajectory.version_range()
         unit = unit_of(task.kind, task.group_id, task.number)
         own = (unit, task.index, versions[0] if versions else "", blob)
-        result = await self._run.one_of_many("submit", (worker_id,), own, len(blob))
-        self._forget(worker_id, task)
-        return SubmitResult(result)
+        self._forget(worker_id, task)  # first: a heartbeat that hears of the submit before we do must not call it off
+        return SubmitResult(await self._run.one_of_many("submit", (worker_id,), own, len(blob)))
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
         """See `RolloutBuffer.fail`. `reason` is a short name (`step_timeout`): groups are counted by it."""
