@@ -121,8 +121,8 @@ class GymnasiumEnv(TextEnv):
                 found = [float(text) for text in NUMBER.findall(answer)]
                 if len(found) != int(np.prod(space.shape)):
                     return None
-                values = np.array(found, dtype=space.dtype).reshape(space.shape)
-                return np.clip(values, space.low, space.high)
+                values = np.clip(np.reshape(found, space.shape), space.low, space.high)
+                return values.astype(space.dtype)  # clipped before: what no whole number can hold must not wrap around
 
     def _shown(self) -> str:
         if self.config.observation == "ansi":

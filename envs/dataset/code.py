@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
 from envs.dataset.rows import Row
@@ -25,7 +25,7 @@ class CodeConfig(QuestionsConfig):
     """1 where all tests pass, or the share that does."""
     sandbox: Limits = Limits()
     """Of each test."""
-    max_tests: int | None = None
+    max_tests: int | None = Field(default=None, ge=1)
     """Run the first so many alone."""
 
     @field_validator("answer_pattern")
@@ -78,10 +78,12 @@ def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
             tests = json.loads(tests)
         except ValueError:
             tests = [tests]
+    found: list[tuple[str, str, str | None]]
     if isinstance(tests, Mapping):
         pairs = cast(Mapping[str, Sequence[object]], tests)
-        return [("", str(given), str(out)) for given, out in zip(pairs["inputs"], pairs["outputs"], strict=True)]
-    found: list[tuple[str, str, str | None]] = [(str(line), "", None) for line in cast(Sequence[object], tests)]
+        found = [("", str(given), str(out)) for given, out in zip(pairs["inputs"], pairs["outputs"], strict=True)]
+    else:
+        found = [(str(line), "", None) for line in cast(Sequence[object], tests)]
     if not found:
         raise ValueError("a task without tests: each row needs one at least")
     return found

@@ -133,7 +133,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 def last_group(pattern: str, text: str) -> str | None:
     """What the last match of `pattern` (one group: the answer; two: thought and answer) holds; None without one."""
     found = list(compile_pattern(pattern).finditer(text))
-    return found[-1][found[-1].re.groups].strip() if found else None
+    return (found[-1][found[-1].re.groups] or "").strip() if found else None
 
 
 def _rows_of(config: QuestionsConfig) -> Rows:

@@ -20,7 +20,6 @@ from envs.sokoban.making import Split, make_room
 from envs.sokoban.rooms import ACTIONS, Room
 
 SIGNS = ("#", "_", "O", "√", "X", "P", "S")
-MEANINGS = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
 SYSTEM_PROMPT = "Push X to O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SIGNS, *ACTIONS, *map(str, range(32)))))
 """Every word that prompts, observations and answers hold with the settings' own vocabulary, for a word-level tokenizer."""

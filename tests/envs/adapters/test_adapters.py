@@ -122,3 +122,28 @@ def test_global_generators_are_an_envs_own_within_and_untouched_outside():
             drawn.append((random.random(), np.random.random()))
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
     assert random.getstate() == before
+
+
+class Dial(gymnasium.Env[np.ndarray, np.ndarray]):
+    """Shows the byte that it is turned to."""
+
+    observation_space = action_space = gymnasium.spaces.Box(0, 255, (1,), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None):
+        super().reset(seed=seed, options=options)
+        return np.zeros(1, np.uint8), {}
+
+    def step(self, action: np.ndarray):
+        return action, 0.0, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("answer", "shown"), [("300", "255"), ("-1", "0"), ("7", "7"), ("1e999", "255")])
+def test_a_number_that_a_box_of_whole_numbers_can_not_hold_is_cut_and_does_not_wrap(answer: str, shown: str):
+    gymnasium.register("Dial-v0", entry_point=Dial)
+    try:
+        env = registry.make("gymnasium", {"id": "Dial-v0"})
+        env.reset(seed=1)
+        assert env.step(answer)[0] == shown
+    finally:
+        gymnasium.registry.pop("Dial-v0")

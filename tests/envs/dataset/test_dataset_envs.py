@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from envs import registry
 from envs.contract import check_contract
+from envs.dataset.code import CodeConfig, read_tests
+from envs.dataset.env import last_group
 from services.rollout.config import CustomEnv, EnvManagerConfig
 from services.rollout.tasks import EvalTasks
 from tests.envs.sandbox.needs import needs_sandbox
@@ -167,3 +170,18 @@ def test_a_row_is_drawn_from_all_of_them(sums: str):
     env = make("math", dataset_name=sums, split="any")
     counts = np.bincount([int(env.task_id(seed).rpartition(":")[2]) for seed in range(1200)], minlength=60)
     assert counts.min() > 4
+
+
+def test_a_pattern_whose_group_has_no_part_in_the_match_gives_an_empty_answer():
+    assert last_group(r"<answer>(.*?)</answer>|I give up", "well, I give up") == ""
+
+
+@pytest.mark.parametrize("tests", [[], {"inputs": [], "outputs": []}])
+def test_a_task_without_tests_is_told(tests: object):
+    with pytest.raises(ValueError, match="a task without tests"):
+        read_tests(tests)
+
+
+def test_a_program_is_judged_by_one_test_at_least():
+    with pytest.raises(ValidationError, match="max_tests"):
+        CodeConfig.model_validate({"dataset_name": "tasks.jsonl", "max_tests": 0})
