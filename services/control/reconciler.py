@@ -73,13 +73,13 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Look after all runs until cancelled; one that hangs does not hold up the others."""
+        """Look after all runs that are not over until cancelled; one that hangs does not hold up the others."""
         looking: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 self._wake.clear()
                 looking = {run_id: task for run_id, task in looking.items() if not task.done()}
-                for run_id in await self._run_ids():
+                for run_id in await self._unfinished():
                     if run_id not in looking:
                         looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
                 try:
@@ -91,13 +91,15 @@ class Reconciler:
                 task.cancel()
             await asyncio.gather(*looking.values(), return_exceptions=True)
 
-    async def _run_ids(self) -> list[str]:
-        """All runs; none while Redis does not answer: they are looked after as soon as it does."""
+    async def _unfinished(self) -> list[str]:
+        """All runs that are not over; none while Redis does not answer: they are looked after as soon as it does."""
         try:
-            return await self._store.run_ids()
+            run_ids = await self._store.unfinished()
         except RedisError as error:
             logger.warning("no run is looked after now: %s", error)
             return []
+        self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
+        return run_ids
 
     async def _look(self, run_id: str) -> None:
         try:

@@ -154,6 +154,16 @@ class RunStore:
         """Every run, oldest first."""
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
+    async def unfinished(self) -> list[str]:
+        """Every run that is not known to be over, oldest first."""
+        run_ids = await self.run_ids()
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for run_id in run_ids:
+                pipe.hget(RunKeys(run_id).record, "state")
+            states = await pipe.execute()
+        over = {state.value.encode() for state in RunState if state.over}
+        return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
+
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
         """(created at, id) of the runs whose id fits the glob `name`, newest first; those after the place `after`."""
         rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)

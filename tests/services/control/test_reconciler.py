@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError
 from services.control.components import Health
 from services.control.reconciler import Reconciler, RestartPolicy
 from services.control.records import RunStore
-from services.control.runs import RunSpec, RunState, Wanted
+from services.control.runs import RunRecord, RunSpec, RunState, Wanted
 from services.keys import RunKeys
 from tests.services.control.control_fakes import SETTINGS, FakeClock, FakeMesh
 from tests.waiting import wait_until
@@ -332,5 +332,28 @@ async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(redis: Red
     looking = asyncio.create_task(Reconciler(store, lambda _: mesh, reconcile_s=0.01).run())
     await wait_until(lambda: mesh.prepared == 1 or looking.done())
     assert not looking.done()
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(redis: Redis):
+    looked: list[str] = []
+
+    class Counting(RunStore):
+        async def load(self, run_id: str) -> RunRecord:
+            looked.append(run_id)
+            return await super().load(run_id)
+
+    store = Counting(redis)
+    for run_id in ("over", "lake"):
+        await store.create(replace(SPEC, run_id=run_id))
+    await store.update("over", state=RunState.FINISHED)
+    reconciler = Reconciler(store, lambda _: FakeMesh(), reconcile_s=0.01)
+    looking = asyncio.create_task(reconciler.run())
+    await wait_until(lambda: looked.count("lake") > 5)
+    assert [run_id for run_id, _ in reconciler._meshes] == ["lake"]
+    await store.want("lake", Wanted.KILLED)
+    await wait_until(lambda: not reconciler._meshes)
+    assert "over" not in looked
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
