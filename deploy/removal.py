@@ -9,12 +9,14 @@ from pathlib import Path
 from deploy.run_folder import holds_run, locked
 
 WRITTEN = (
+    "batches",
     "checkpoints",
     "config.yaml",
     "episodes.gif",
     "episodes.html",
     "evaluations",
     "learning_curve.png",
+    "ledger",
     "logs",
     "metrics.jsonl",
     "policy",

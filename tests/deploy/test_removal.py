@@ -4,12 +4,15 @@ import pytest
 
 from deploy.removal import remove_run_files
 from deploy.run_folder import FolderInUseError, locked
+from services.buffer.ledger import LEDGER_FILE
+from trainer.journal import STEPS_FILE
+from trainer.recording import FOLDER as BATCHES
 
 
 def run_in(folder: Path) -> Path:
-    for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb"):
+    for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb", BATCHES, LEDGER_FILE.parent):
         (folder / name).mkdir(parents=True)
-    for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json"):
+    for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json", LEDGER_FILE, STEPS_FILE):
         (folder / name).write_text("{}")
     return folder
 
