@@ -5,7 +5,8 @@ Invariant: a command changes what is wanted and wakes the reconciler; it never a
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 from services.control.event_views import MetricsView, MetricView
 from services.control.overview import BufferReader, Overview
@@ -24,6 +25,12 @@ from services.control.views import (
 )
 from services.errors import ControlError
 from services.telemetry import AsyncRedisMetrics
+
+T = TypeVar("T")
+
+VALIDATED_AT_ONCE = 4
+VALIDATE_S = 300.0
+"""An env may load its data set when it is made, and the first to do so waits for all of it."""
 
 
 class InvalidRunError(ControlError):
@@ -62,6 +69,16 @@ class ControlService:
         self._wiring = wiring
         self._overview = Overview(store, wiring)
         self._wake = wake
+        self._validating = ThreadPoolExecutor(VALIDATED_AT_ONCE, thread_name_prefix="validate")
+
+    async def _validated(self, validate: Callable[..., T], *args: Any) -> T:
+        """In threads of its own: validation resets the run's envs once, which are the user's own code and may hang."""
+        try:
+            async with asyncio.timeout(VALIDATE_S):
+                return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
+        except TimeoutError:
+            what = f"not validated in {VALIDATE_S:g} s: does an env hang when it is made or reset?"
+            raise InvalidRunError([ProblemView(path="custom_envs", message=what)]) from None
 
     async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:
         """Start a run; returns it, and whether it is new. `dry_run` validates alone.
@@ -71,8 +88,7 @@ class ControlService:
             RunExistsError: a run of that name goes on with another configuration.
             BusyError: another run has the use of something that it needs.
         """
-        # In a thread: validation resets the run's envs once, which are the user's own code.
-        spec = await asyncio.to_thread(self._wiring.validate, document)
+        spec = await self._validated(self._wiring.validate, document)
         if dry_run:
             return None, False
         record, created = await self.store.create(spec)
@@ -127,7 +143,7 @@ class ControlService:
             known = ", ".join(ChangeBody.model_fields)
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: name at least one of {known}")])
         if not record.state.over:
-            await asyncio.to_thread(self._wiring.validate_change, record, values)
+            await self._validated(self._wiring.validate_change, record, values)
         await self.store.change(run_id, values)
         self._wake()
         return await self.view(run_id)

@@ -1,18 +1,21 @@
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.control import service
 from services.control.bodies import MAX_BODY_BYTES
 from services.control.client import ControlRefusedError
 from services.control.components import Health, Observation
-from services.control.runs import RunState
+from services.control.runs import RunSpec, RunState
 from services.errors import RetryableError
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
-from tests.services.control.api_world import YAML, ApiWorld, api_world, code
+from tests.services.control.api_world import YAML, ApiWorld, FakeWiring, api_world, code
 
 
 @pytest.fixture
@@ -289,3 +292,25 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
             if refusal:
                 schema = refusal["content"]["application/json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/ErrorView"}, (method, path)
+
+
+async def test_envs_that_hang_when_they_are_validated_hold_up_nobody_else(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(service, "VALIDATE_S", 0.2)
+    hanging = threading.Event()
+
+    def hang(_: FakeWiring, document: object) -> RunSpec:
+        hanging.wait(30)
+        raise AssertionError(f"{document} is not waited for")
+
+    monkeypatch.setattr(FakeWiring, "validate", hang)
+    try:
+        async with api_world(redis_url) as api:
+            refused = await asyncio.gather(*(api.http.post("/runs", json={"exp_name": f"a{i}"}) for i in range(40)))
+            assert {answer.status_code for answer in refused} == {422}
+            (problem,) = refused[0].json()["error"]["problems"]
+            assert problem["message"] == "not validated in 0.2 s: does an env hang when it is made or reset?"
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 5), 5) == 5
+    finally:
+        hanging.set()
