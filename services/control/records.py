@@ -321,9 +321,9 @@ class RunStore:
         replicas = {name.decode(): decode_report(blob) for name, blob in served.items()}
         return PartReports(workers, replicas, bool(leased))
 
-    async def metrics_since(self, run_id: str, at: float, count: int = 5000) -> list[MetricRecord]:
-        """Metric records that were appended after the Unix time `at`, oldest first."""
-        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000), count=count)
+    async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
+        """All metric records that were appended after the Unix time `at`, oldest first."""
+        entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
         return [decode_record(fields[b"r"]) for _, fields in entries]
 
     @staticmethod

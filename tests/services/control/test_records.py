@@ -20,6 +20,7 @@ from services.control.runs import (
     Wanted,
 )
 from services.keys import RunKeys
+from services.telemetry import MetricRecord, Partial, encode_record
 from tests.services.control.control_fakes import SETTINGS, FakeClock
 
 SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
@@ -226,3 +227,12 @@ async def test_observations_come_back(store: RunStore):
     seen = {"learner": Observation(Health.DEAD, "exit code 1", "logs/learner.out", "x")}
     await store.set_observations("lake", seen)
     assert await store.observations("lake") == seen
+
+
+async def test_all_metrics_of_a_stretch_count_however_many_workers_tell_some(store: RunStore):
+    played = encode_record(MetricRecord("rollout", {"episodes": Partial("sum", 1.0)}))
+    async with store.redis.pipeline(transaction=False) as pipe:
+        for _ in range(6_000):
+            pipe.xadd(RunKeys("lake").metrics, {"r": played})
+        await pipe.execute()
+    assert len(await store.metrics_since("lake", 1.0)) == 6_000
