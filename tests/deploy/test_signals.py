@@ -12,6 +12,7 @@ from deploy.signals import ending_signals, interrupt_at_signals
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
