@@ -57,7 +57,7 @@ def segment_row(segment: Segment) -> SegmentRow:
     largest = np.maximum.reduce(tokens.view(UINT32), initial=0)  # a negative id is larger than all others
     if largest >= 1 << 31:
         raise ValueError("a negative token id")
-    width = UINT16 if length > 0 and largest < 1 << 16 else INT32
+    width = UINT16 if largest < 1 << 16 else INT32
     data = tokens.astype(width, order="C", copy=False).tobytes()
     return SegmentRow(length, data, sampled, versions, picture_rows(segment.pictures))
 

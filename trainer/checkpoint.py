@@ -141,9 +141,8 @@ class CheckpointStore:
         """The weights of `step` did so well; the best checkpoint is kept beyond the newest, and `best` links to it."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
-        beaten = (
-            best is None or best[0] == path.name or best[1] <= value
-        )  # a step may be trained again, to other weights
+        # A step may be trained again, to other weights
+        beaten = best is None or best[0] == path.name or best[1] <= value
         if not path.is_dir() or not math.isfinite(value) or not beaten:
             return
         aside = self._folder / f"{ASIDE}{_MINE}-{BEST}"

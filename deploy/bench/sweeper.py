@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+from deploy.processes import SHARED_MEMORY
+
 CLEAN = b"clean"
 
 

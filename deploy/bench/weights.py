@@ -26,8 +26,8 @@ from deploy.bench.deltas import DeltaOptions, measure, show_deltas
 from deploy.bench.ground import TAG, Ground, ground, slow_lake
 from deploy.bench.outcome import Spread, console, show
 from deploy.bench.servant import Servant
-from deploy.bench.sweeper import SHARED_MEMORY
 from deploy.config import RunConfig
+from deploy.processes import SHARED_MEMORY
 from services.generation.config import GenerationConfig
 from services.keys import RunKeys
 from services.schema import GenerateRequest, Sampling

@@ -16,7 +16,8 @@ from redis import Redis
 
 from services.buffer.client import Boundary, Counters, Snapshot
 from services.buffer.config import Order
-from services.buffer.scripts import LONGEST_BLOCK_S, BufferKeys, BufferScripts, errors_translated, group_id_of
+from services.buffer.connection import LONGEST_BLOCK_S
+from services.buffer.scripts import BufferKeys, BufferScripts, errors_translated, group_id_of
 from services.buffer.watch import snapshot_from
 from services.codec import decode_trajectory
 from services.errors import CodecError

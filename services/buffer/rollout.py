@@ -12,8 +12,8 @@ import msgpack
 from redis.asyncio import Redis as AsyncRedis
 
 from services.buffer.client import SubmitResult, WorkerOrders
+from services.buffer.connection import LONGEST_BLOCK_S
 from services.buffer.scripts import (
-    LONGEST_BLOCK_S,
     AsyncBufferScripts,
     BufferKeys,
     errors_translated,

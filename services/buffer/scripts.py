@@ -25,8 +25,6 @@ Argument = str | bytes | int | float
 
 FOLDER = Path(__file__).parent
 SHARED = ("prelude", "sweep")
-LONGEST_BLOCK_S = 5.0
-"""Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
 UNTRANSLATED = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
 """What Redis raises that the mesh has a name for."""
 MOST_CALLS = 32

@@ -11,6 +11,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
+from services.buffer.connection import LONGEST_BLOCK_S
 from services.codec import decode_manifest
 from services.errors import RetryableError
 from services.keys import RunKeys
@@ -20,9 +21,6 @@ from services.weights.config import WeightsConfig
 from services.weights.place import this_place
 from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
 from services.weights.transports import Transport, make_transport
-
-LONGEST_BLOCK_S = 5.0
-"""Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
 
 
 @contextmanager

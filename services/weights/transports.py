@@ -176,9 +176,8 @@ def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
 
 
 def _written(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
-    folder = path.with_name(
-        path.name + ".part"
-    )  # safetensors writes to a file of its own name, which stays if it is killed
+    # A folder: safetensors writes to a file that it names itself, which stays if it is killed
+    folder = path.with_name(path.name + ".part")
     try:
         folder.mkdir()
         part = folder / path.name
