@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from redis import Redis
+from redis import exceptions as redis_errors
 from redis.asyncio import BlockingConnectionPool
 from redis.asyncio import Redis as AsyncRedis
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -94,6 +95,28 @@ class AsyncPatientRetry(AsyncRetry):
             await asyncio.sleep(_delay_s(failures))
 
 
+class Cancellable:
+    """Mixed into a connection of redis-py: who is cancelled while it sends is cancelled.
+
+    redis-py bounds its sends by `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
+    waited for has just ended (https://github.com/python/cpython/issues/86296): a task that was told to end went on for ever.
+    """
+
+    async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
+        """See `redis.asyncio.connection.AbstractConnection.send_packed_command`."""
+        if not self.is_connected:
+            await self.connect()  # whose answers the socket's timeout bounds
+        limit, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(limit):
+                await super().send_packed_command(command, check_health)  # pyright: ignore
+        except TimeoutError:
+            await self.disconnect(nowait=True)
+            raise redis_errors.TimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = limit
+
+
 def connect(url: str, *, patience_s: float = 30.0) -> Redis:
     """A client for one process; thread-safe. Raises nothing before the first command."""
     return Redis.from_url(
@@ -116,4 +139,5 @@ def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,
     )
+    pool.connection_class = type("CancellableConnection", (Cancellable, pool.connection_class), {})
     return AsyncRedis.from_pool(pool)

@@ -49,3 +49,27 @@ async def test_more_callers_than_connections_wait_for_one(redis_url: str):
     await client.set("key", "value")
     assert await asyncio.gather(*(client.get("key") for _ in range(20))) == [b"value"] * 20
     await client.aclose()
+
+
+async def test_who_is_called_off_while_it_sends_ends(redis_url: str):
+    over = False
+
+    async def beat() -> None:
+        while not over:
+            await client.hset("key", "field", "value")  # type: ignore[misc]
+
+    client = connect_async(redis_url)
+    await client.ping()  # type: ignore[misc]
+    deaf: list[int] = []
+    for rounds in range(1, 40):  # of the loop, so that it is called off in each of the states of a command
+        beating = asyncio.create_task(beat())
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        beating.cancel()
+        await asyncio.wait([beating], timeout=2)
+        if not beating.cancelled():
+            deaf.append(rounds)
+            break
+    over = True
+    await client.aclose()
+    assert not deaf
