@@ -64,7 +64,8 @@ class Warden:
             return
         if name.startswith(names.LEARNER_HOST):
             try:
-                await asyncio.wait_for(actor.stop.remote(LEARNER_GRACE_S), LEARNER_GRACE_S + HOST_S)
+                async with asyncio.timeout(LEARNER_GRACE_S + HOST_S):
+                    await actor.stop.remote(LEARNER_GRACE_S)  # pyright: ignore[reportGeneralTypeIssues]
             except (RayError, TimeoutError) as error:
                 logger.warning("%s did not end in order: %r", name, error)
         ray.kill(actor, no_restart=True)

@@ -87,7 +87,8 @@ class WorkerPool:
         if actor is None:
             return Observation(Health.ABSENT, log=log)
         try:
-            await asyncio.wait_for(asyncio.shield(_as_future(actor.alive.remote(self._num_workers))), PING_S)
+            async with asyncio.timeout(PING_S):
+                await asyncio.shield(_as_future(actor.alive.remote(self._num_workers)))
         except (TimeoutError, ActorUnavailableError):
             return await self._silent(name, actor, log)
         except RayActorError as error:

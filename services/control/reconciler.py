@@ -9,6 +9,7 @@ remembered between two looks but in Redis, so a control replica that comes back,
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from redis.exceptions import RedisError
@@ -82,10 +83,9 @@ class Reconciler:
                 for run_id in await self._unfinished():
                     if run_id not in looking:
                         looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
-                try:
-                    await asyncio.wait_for(self._wake.wait(), self._reconcile_s)
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._reconcile_s):
+                        await self._wake.wait()
         finally:
             for task in looking.values():
                 task.cancel()

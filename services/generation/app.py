@@ -127,7 +127,8 @@ class GenerationDeployment:
 
     async def _wait_for_tenant(self) -> Tenancy:
         try:
-            await asyncio.wait_for(self._occupied.wait(), TENANT_S)
+            async with asyncio.timeout(TENANT_S):
+                await self._occupied.wait()
         except TimeoutError:
             raise RetryableError(f"{self._app} serves no run") from None
         assert self._tenancy is not None

@@ -168,7 +168,8 @@ async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float
     except ValueError:
         return
     try:
-        await asyncio.wait_for(actor.stop.remote(), grace_s)
+        async with asyncio.timeout(grace_s):
+            await actor.stop.remote()  # pyright: ignore[reportGeneralTypeIssues]
     except (RayError, TimeoutError) as error:
         log.warning("%s did not stop by itself: %r", worker_name(run_id, index), error)
     ray.kill(actor, no_restart=True)
