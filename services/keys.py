@@ -43,7 +43,8 @@ class RunKeys:
 
     @property
     def epoch(self) -> str:
-        """Integer: fencing epoch of the newest lease."""
+        """Integer: fencing epoch of the newest lease, or of the creation or deletion after it. Never goes down; outlives the
+        run's other keys, with an expiry once the run is deleted."""
         return self.key("epoch")
 
     @property

@@ -1,7 +1,8 @@
 """The learner's lease: one learner at a time holds a run, and what an earlier one still writes is refused.
 
 Invariant: each lease has an epoch of its own, greater than all before; whoever writes as the learner carries it, and Redis
-refuses every epoch but the newest. The lease's expiry only decides when a waiting learner may take over.
+refuses every epoch but the newest. The lease's expiry only decides when a waiting learner may take over. A run that is
+created anew under its name, or deleted, has a greater epoch from that moment on (`services.control.records`).
 """
 
 import logging

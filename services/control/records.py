@@ -1,7 +1,8 @@
 """Run records, all of them in Redis.
 
 Invariants: only the API changes `wanted`, only the reconciler changes `state`; a run id names at most one run that is
-not over, and so does a thing that runs claim; whatever a control replica knows, the next one reads here.
+not over, and so does a thing that runs claim; whatever a control replica knows, the next one reads here; the epochs of a
+run id never begin again, so that a learner that was cut off finds itself fenced, by the next run of its name too.
 """
 
 import fnmatch
@@ -42,6 +43,8 @@ ORPHANED_AFTER_S = 30.0
 OF_ONE_ATTEMPT = ("restarts", "components", "learner", "doing")
 """What is known of the processes that run a run; void when it is started again."""
 HISTORY_KEPT = 1000
+EPOCH_KEPT_S = 7 * 24 * 3600
+"""A deleted run's epoch outlives it by so much: longer than any learner that was cut off could take to come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,9 @@ class RunStore:
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
         """Record a run that shall go on; creating the same run again changes nothing.
 
-        A run of that name that is over is forgotten, or resumed if `spec.resume` says so; a resumed one keeps its settings,
-        but for those that its configuration now has otherwise. takeover: treat one that is not over as if nothing of it
-        ran, because the caller knows so.
+        A run of that name that is over is forgotten but for its epoch, which goes up and so fences who still holds it; or it
+        is resumed if `spec.resume` says so, and keeps its settings, but for those that its configuration now has otherwise.
+        takeover: treat one that is not over as if nothing of it ran, because the caller knows so.
 
         Returns:
             the record, and whether this call made it.
@@ -85,6 +88,9 @@ class RunStore:
                 pipe.multi()
                 if stale:
                     pipe.delete(*stale)
+                if not spec.resume:
+                    pipe.incr(keys.epoch)
+                pipe.persist(keys.epoch)  # a deleted run's expires
                 pipe.delete(keys.record, *(keys.key(name) for name in OF_ONE_ATTEMPT))
                 pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
                 pipe.zadd(RUNS, {spec.run_id: record.created_at})
@@ -247,7 +253,8 @@ class RunStore:
             await pipe.execute()
 
     async def delete(self, run_id: str) -> None:
-        """Forget a run whole: every key of it. One that another version has recorded must have been silent for a while.
+        """Forget a run: every key of it but its epoch, which goes up, to fence who still holds it, and stays for a while.
+        One that another version has recorded must have been silent for a while.
 
         Raises:
             UnknownRunError: there is none.
@@ -263,8 +270,14 @@ class RunStore:
         else:
             if not record.state.over:
                 raise RunStateError(f"run {run_id!r} is {record.state}: stop it first")
-        await self.redis.delete(*await self._keys_of(run_id))
-        await self.redis.zrem(RUNS, run_id)
+        stale, epoch = await self._keys_of(run_id), RunKeys(run_id).epoch
+        async with self.redis.pipeline() as pipe:
+            if stale:
+                pipe.delete(*stale)
+            pipe.incr(epoch)
+            pipe.expire(epoch, EPOCH_KEPT_S)
+            pipe.zrem(RUNS, run_id)
+            await pipe.execute()
 
     async def progress(self, run_id: str) -> Progress:
         """How far the published weights have come."""
@@ -333,8 +346,11 @@ class RunStore:
         pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=HISTORY_KEPT, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
-        pattern = RunKeys(run_id).prefix.replace("[", r"\[").replace("?", r"\?") + "*"
-        return [key async for key in self.redis.scan_iter(match=pattern, count=1000)]
+        """All but its epoch."""
+        keys = RunKeys(run_id)
+        pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
+        found = self.redis.scan_iter(match=pattern, count=1000)
+        return [key async for key in found if key != keys.epoch.encode()]
 
 
 def _differences(old: Settings, new: Settings) -> dict[str, float]:

@@ -19,6 +19,8 @@ UNATTENDED_S = 15.0
 """A run whose reconciler has not looked for so long is said to be without one."""
 NOTABLE_S = 0.05
 """A wait that is shorter is not worth its time in the sentence."""
+SLOW_FETCH_S = 30.0
+"""A replica that reads weights for so long is told of, whoever waits."""
 EVALUATING = "evaluating"
 
 
@@ -102,7 +104,8 @@ def _starting(picture: Picture) -> list[Link]:
         return [Link("run", "starting", "The run starts; no part of it has been looked at yet")]
     names = _listed(sorted(missing))
     links = [Link("run", "waits", f"The run starts and waits for {names}", next(iter(missing)))]
-    return links + [_component(picture, name, seen) for name, seen in missing.items()]
+    links += [_component(picture, name, seen) for name, seen in missing.items()]
+    return [*links, *_slow_fetches(picture)]
 
 
 def _component(picture: Picture, name: str, seen: Observation) -> Link:
@@ -149,7 +152,24 @@ def _running(picture: Picture) -> list[Link]:
 def _trouble(picture: Picture) -> list[Link]:
     """What goes wrong though nobody waits for it yet."""
     what = picture.learner.trouble
-    return [Link("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
+    unsaved = [Link("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
+    return [*unsaved, *_slow_fetches(picture)]
+
+
+def _slow_fetches(picture: Picture) -> list[Link]:
+    """Replicas that go on with what they serve because newer weights do not come."""
+    links: list[Link] = []
+    for name, each in picture.replicas.items():
+        if each.fetching is None or picture.now - each.at >= SILENT_S:
+            continue
+        since, version = picture.now - each.fetching.since, each.fetching.version
+        if since >= SLOW_FETCH_S:
+            serves = f"serves version {each.version}" if each.version >= 0 else "serves nothing yet"
+            says = f"but replica {name} {serves} and has been fetching version {version} for {since:.0f} s from "
+            detail = {"replica": name, "version": version, "source": each.fetching.source}
+            says += f"{each.fetching.source}: the share may hang"
+            links.append(Link("generation", "fetches", says, None, since, detail))
+    return links
 
 
 def _no_learner(picture: Picture, seen: Observation) -> Link:

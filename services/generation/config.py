@@ -55,7 +55,7 @@ class GenerationConfig(Config):
     request_timeout_s: float = Field(default=60.0, gt=0)
     """A turn that takes longer is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)
-    """A weight update that takes longer takes its replica out of routing."""
+    """Loading weights for longer takes their replica out of routing. Reading them has `weights.fetch_timeout_s`."""
 
 
 def app_name(run_id: str) -> str:

@@ -70,8 +70,8 @@ class GenerationReplica:
         Raises:
             GenerationError: it could not be loaded.
         """
-        manifest = await self._subscriber.newest()
         try:
+            manifest = await self._subscriber.newest()
             if manifest is not None:
                 await self._take(manifest)
         except WeightsError as error:

@@ -122,8 +122,13 @@ class Tenancy:
 
     async def begin(self) -> None:
         """Load the newest weights, if any, and follow the broker from here on. Raises `GenerationError`."""
-        await self.replica.catch_up()
-        self._tasks = [asyncio.create_task(self.replica.follow()), asyncio.create_task(self._report())]
+        reporting = asyncio.create_task(self._report())  # reading the weights may take long, and is told of
+        try:
+            await self.replica.catch_up()
+        except BaseException:
+            reporting.cancel()
+            raise
+        self._tasks = [asyncio.create_task(self.replica.follow()), reporting]
 
     async def end(self) -> None:
         """Answer no more; returns when nothing of the run goes on in the engine, and no half of its weights is loaded."""

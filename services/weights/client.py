@@ -43,11 +43,16 @@ class WeightSubscriber(Protocol):
     """The broker as a replica sees it; every call but `fetch` raises `RetryableError` while Redis does not answer."""
 
     async def newest(self) -> Manifest | None:
-        """The newest announced version whose bytes can be read, or None before the first."""
+        """The newest announced version whose bytes can be read, or None before the first. One whose read hangs is passed
+        over.
+
+        Raises:
+            WeightsError: looking for its bytes took longer than `weights.fetch_timeout_s`.
+        """
         ...
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
-        """The newest version once it is newer than `version`, or None when the time is over."""
+        """The newest version once it is newer than `version`, or None when the time is over. Raises as `newest`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
@@ -55,7 +60,7 @@ class WeightSubscriber(Protocol):
         the version is collected meanwhile. For an adapter, a folder as PEFT writes it (see `AdapterTransport.fetch`).
 
         Raises:
-            WeightsError: the bytes are gone or damaged.
+            WeightsError: the bytes are gone or damaged, or could not be read within `weights.fetch_timeout_s`.
         """
         ...
 

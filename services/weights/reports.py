@@ -19,6 +19,17 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetching:
+    """A read of weights that has not come back."""
+
+    version: int
+    since: float
+    """Unix time, s."""
+    source: str
+    """Where the bytes lie, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """The version that a replica served at a moment."""
 
@@ -30,6 +41,8 @@ class ReplicaReport:
     """Where it runs, for people."""
     memory: str = ""
     """`Place.memory` of where it runs."""
+    fetching: Fetching | None = None
+    """What it has been reading the longest, of versions newer than the one that it serves."""
 
 
 def encode_report(report: ReplicaReport) -> bytes:
@@ -40,4 +53,5 @@ def encode_report(report: ReplicaReport) -> bytes:
 def decode_report(blob: bytes) -> ReplicaReport:
     """Undo `encode_report`."""
     body = json.loads(blob)
-    return ReplicaReport(**{**body, "load": ReplicaLoad(**body["load"])})
+    fetching = Fetching(**body["fetching"]) if body.get("fetching") else None
+    return ReplicaReport(**{**body, "load": ReplicaLoad(**body["load"]), "fetching": fetching})

@@ -1,9 +1,8 @@
 """A replica's end of the broker: hears of new versions without polling, and fetches them."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from services.schema import Manifest
 from services.weights.client import IDLE
 from services.weights.config import WeightsConfig
 from services.weights.place import this_place
+from services.weights.reading import WeightReader
 from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
 from services.weights.transports import Transport, make_transport
 
@@ -52,16 +52,24 @@ class RedisWeightSubscriber:
         self._transport: Transport = make_transport(
             config, run_id, output_dir, redis=pulls, workers=workers, adapter={} if adapters else None
         )
+        self._reader = WeightReader(config.fetch_timeout_s)
 
     async def newest(self) -> Manifest | None:
         """See `WeightSubscriber.newest`."""
+        return await self._newest(-1)
+
+    async def _newest(self, served: int) -> Manifest | None:
+        """The newest readable version above `served`. One whose read hangs is passed over until that comes back."""
         seen: dict[bytes, bytes] | None = None
         while True:
             with _retryable():
                 blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.manifests))
             for _, blob in sorted(blobs.items(), key=lambda item: int(item[0]), reverse=True):
                 manifest = decode_manifest(blob)
-                if await asyncio.to_thread(self._transport.readable, manifest):
+                if manifest.version <= served:
+                    return None
+                hangs = self._reader.hangs(manifest.version)
+                if not hangs and await self._reader.call(self._transport.readable, manifest):
                     return manifest
             if blobs == seen:
                 return None
@@ -74,8 +82,8 @@ class RedisWeightSubscriber:
             last = await self._redis.xrevrange(self._keys.versions, count=1)
         after = last[0][0] if last else "0"
         while True:
-            manifest = await self.newest()
-            if manifest is not None and manifest.version > version:
+            manifest = await self._newest(version)
+            if manifest is not None:
                 return manifest
             heard: list[Any] | None = None
             while not heard:
@@ -87,22 +95,15 @@ class RedisWeightSubscriber:
                     heard = await self._redis.xread({self._keys.versions: after}, block=block_ms)
             after = heard[0][1][-1][0]
 
-    @asynccontextmanager
-    async def fetch(self, manifest: Manifest) -> AsyncIterator[Path]:
+    def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
         """See `WeightSubscriber.fetch`."""
-        context = self._transport.fetch(manifest)
-        path = await asyncio.to_thread(context.__enter__)
-        try:
-            yield path
-        except BaseException as error:
-            await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
-            raise
-        await asyncio.to_thread(context.__exit__, None, None, None)
+        return self._reader.opened(manifest, self._transport.fetch(manifest))
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""
         place = this_place()
-        report = ReplicaReport(version, time.time(), load, place.host, place.memory)
+        fetching = self._reader.fetching(newer_than=version)
+        report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching)
         with _retryable():
             await self._redis.hset(self._keys.served, replica_id, encode_report(report))
 

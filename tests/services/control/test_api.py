@@ -221,7 +221,7 @@ async def test_only_a_run_that_is_over_is_deleted_and_whole(api: ApiWorld, tmp_p
     await api.store.update("a", state=RunState.STOPPED)
     assert (await api.client.delete("a")).files == []
     assert folder.exists()
-    assert [key async for key in api.redis.scan_iter("offbeat:{a}*")] == []
+    assert [key async for key in api.redis.scan_iter("offbeat:{a}*")] == [b"offbeat:{a}:epoch"]
     await api.start("a", RunState.STOPPED, output_dir=str(folder))
     assert (await api.client.delete("a", files=True)).files == [str(folder)]
     assert not folder.exists()

@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.control.components import Health, Observation
-from services.control.records import ORPHANED_AFTER_S, RunStore
+from services.control.records import EPOCH_KEPT_S, ORPHANED_AFTER_S, RunStore
 from services.control.runs import (
     BusyError,
     ForeignRecordError,
@@ -116,15 +116,17 @@ async def test_who_looks_after_all_runs_takes_none_for_an_orphan_however_long_it
     assert await control.create(replace(SPEC, claims={"app": "generation-local"})) == (await store.load("lake"), False)
 
 
-async def test_a_run_that_is_over_is_forgotten_whole_by_the_next_of_its_name(store: RunStore):
+async def test_a_run_that_is_over_is_forgotten_by_the_next_of_its_name_but_for_its_epoch(store: RunStore):
     await store.create(SPEC)
     await store.update("lake", state=RunState.FINISHED)
-    await store.redis.set(RunKeys("lake").epoch, 5)
-    await store.redis.set(RunKeys("lake2").epoch, 6)
+    for run_id in ("lake", "lake2"):
+        await store.redis.set(RunKeys(run_id).epoch, 5)
+        await store.redis.set(RunKeys(run_id).lease, "somebody")
     record, _ = await store.create(OTHER)
     assert record.attempt == 1
-    assert await store.redis.get(RunKeys("lake").epoch) is None
-    assert await store.redis.get(RunKeys("lake2").epoch) == b"6"
+    assert await store.redis.get(RunKeys("lake").lease) is None
+    assert await store.redis.get(RunKeys("lake").epoch) == b"6", "who held it is fenced at once"
+    assert await store.redis.mget(RunKeys("lake2").lease, RunKeys("lake2").epoch) == [b"somebody", b"5"]
 
 
 async def test_a_resumed_run_keeps_what_it_left_in_redis(store: RunStore):
@@ -151,14 +153,27 @@ async def test_an_unknown_run_is_named(store: RunStore):
         await store.load("nobody")
 
 
-async def test_a_deleted_run_leaves_no_key(store: RunStore):
+async def test_a_deleted_run_leaves_no_key_but_its_epoch_for_a_while(store: RunStore):
     await store.create(SPEC)
     await store.set_observations("lake", {"learner": Observation(Health.READY)})
     with pytest.raises(RunStateError, match="stop it first"):
         await store.delete("lake")
     await store.update("lake", state=RunState.FAILED)
+    await store.redis.set(RunKeys("lake").epoch, 5)
     await store.delete("lake")
-    assert await store.redis.keys("*") == []
+    assert await store.redis.keys("*") == [RunKeys("lake").epoch.encode()]
+    assert await store.redis.ttl(RunKeys("lake").epoch) > EPOCH_KEPT_S - 600
+
+
+@pytest.mark.parametrize("resume", [False, True])
+async def test_the_epoch_of_a_deleted_run_expires_no_more_once_one_of_its_name_is_there(store: RunStore, resume: bool):
+    await store.create(SPEC)
+    await store.redis.set(RunKeys("lake").epoch, 5)
+    await store.update("lake", state=RunState.FAILED)
+    await store.delete("lake")
+    await store.create(replace(SPEC, resume=resume))
+    assert await store.redis.ttl(RunKeys("lake").epoch) == -1
+    assert int(await store.redis.get(RunKeys("lake").epoch) or 0) > 5
 
 
 async def test_what_a_run_claims_no_other_may_use_until_it_is_over(store: RunStore):

@@ -11,7 +11,7 @@ from services.buffer.client import Admission, Counters, GroupProgress, Snapshot,
 from services.control.components import Health, Observation
 from services.control.runs import LearnerReport, RunRecord, RunState
 from services.control.why import Link, Picture, chain, sentence
-from services.weights.reports import ReplicaLoad, ReplicaReport
+from services.weights.reports import Fetching, ReplicaLoad, ReplicaReport
 from tests.services.control.control_fakes import SETTINGS
 
 NOW = 1000.0
@@ -94,6 +94,29 @@ def test_each_link_waits_for_the_next():
 def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends: str):
     seen = READY | {"generation": Observation(Health.STARTING, "a replica is being replaced")}
     assert sentence(chain(picture(replicas=replicas, observations=seen))).endswith(ends)
+
+
+@pytest.mark.parametrize(("version", "serves"), [(11, "version 11"), (-1, "nothing yet")])
+def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(version: int, serves: str):
+    hangs = ReplicaReport(version, NOW - 0.3, ReplicaLoad(7), fetching=Fetching(12, NOW - 95.0, "fs:/nfs/weights"))
+    told_of = f"; but replica r0 serves {serves} and has been fetching version 12 for 95 s from fs:/nfs/weights: "
+    told_of += "the share may hang"
+    assert sentence(chain(picture(replicas={"r0": hangs}))).endswith(f"{told_of}.")
+    missing = {"generation": Observation(Health.STARTING)}
+    starting = picture(RunState.STARTING, replicas={"r0": hangs}, observations=missing)
+    assert sentence(chain(starting)).endswith(f"{told_of}.")
+
+
+@pytest.mark.parametrize(
+    "calm",
+    [
+        ReplicaReport(11, NOW - 0.3, fetching=Fetching(12, NOW - 3.0, "fs:/nfs/weights")),
+        ReplicaReport(11, NOW - 60, fetching=Fetching(12, NOW - 95.0, "fs:/nfs/weights")),
+    ],
+    ids=["it has only begun", "it has been silent since"],
+)
+def test_a_fetch_is_not_said_to_hang_before_it_does(calm: ReplicaReport):
+    assert "may hang" not in sentence(chain(picture(replicas={"r0": calm})))
 
 
 def test_episodes_wait_for_what_the_longest_of_them_waits_for():

@@ -1,0 +1,122 @@
+"""A learner that was cut off and comes back to a run that was created anew under its name is refused all that it asks."""
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from services.buffer.connection import connect
+from services.buffer.learner import RedisLearnerBuffer
+from services.buffer.watch import configure_buffer
+from services.control.records import EPOCH_KEPT_S, RunStore
+from services.control.runs import RunSpec, RunState
+from services.errors import FencedError
+from services.keys import RunKeys
+from services.lease import LearnerLease
+from services.weights.config import WeightsConfig
+from services.weights.publisher import RedisWeightPublisher
+from tests.services.buffer.buffer_play import RUN, limits
+from tests.services.control.control_fakes import SETTINGS
+from tests.waiting import wait_until
+
+KEYS = RunKeys(RUN)
+SPEC = RunSpec(RUN, "{}", "/tmp/run", 3, SETTINGS)
+
+
+@dataclass
+class Learner:
+    """All that a learner writes with."""
+
+    lease: LearnerLease
+    buffer: RedisLearnerBuffer
+    publisher: RedisWeightPublisher
+
+    @classmethod
+    def start(cls, redis: Redis, folder: Path) -> "Learner":
+        lease = LearnerLease(redis, RUN, "me", 2.0)
+        epoch = lease.acquire()
+        weights = WeightsConfig(transport="fs", url=str(folder))
+        publisher = RedisWeightPublisher(redis, RUN, weights, epoch, folder)
+        return cls(lease, RedisLearnerBuffer(redis, RUN, epoch), publisher)
+
+    def publish(self, version: int) -> None:
+        self.publisher.publish(version, version, [("w", torch.zeros(4))])
+        self.publisher.close()
+
+    async def refused(self) -> None:
+        """Nothing of it is taken any more, and it hears so by its lease too."""
+        for call in (
+            lambda: self.buffer.take(0),
+            lambda: self.buffer.ack(["1-1"], 1),
+            lambda: self.buffer.restore(0),
+            lambda: self.publish(7),
+        ):
+            with pytest.raises(FencedError):
+                call()
+        await wait_until(lambda: not self.lease.held())
+        with pytest.raises(FencedError, match="another learner has taken the run"):
+            self.lease.check()
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with connect(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[RunStore]:
+    async with AsyncRedis.from_url(redis_url) as client:
+        yield RunStore(client)
+
+
+async def make_anew(store: RunStore, redis: Redis, *, delete: bool) -> None:
+    await store.update(RUN, state=RunState.FAILED)
+    if delete:
+        await store.delete(RUN)
+    await store.create(SPEC)
+    configure_buffer(redis, RUN, limits())
+
+
+@pytest.mark.parametrize("delete", [False, True], ids=["created anew", "deleted first"])
+@pytest.mark.parametrize("when", ["before the new lease", "under the new lease", "after the new lease"])
+async def test_a_learner_of_the_run_before_is_fenced(
+    store: RunStore, redis: Redis, tmp_path: Path, delete: bool, when: str
+):
+    await store.create(SPEC)
+    configure_buffer(redis, RUN, limits())
+    old = Learner.start(redis, tmp_path)
+    await make_anew(store, redis, delete=delete)
+    with old.lease:
+        if when == "before the new lease":
+            await old.refused()
+        new = Learner.start(redis, tmp_path)
+        with new.lease:
+            assert new.lease.epoch > old.lease.epoch
+            if when == "under the new lease":
+                await old.refused()
+            new.buffer.take(0)
+            new.publish(0)
+        if when == "after the new lease":
+            await old.refused()
+        assert redis.hgetall(KEYS.progress) == {b"version": b"0", b"step": b"0"}
+    assert redis.get(KEYS.lease) is None
+    assert redis.ttl(KEYS.epoch) == -1, "the epoch of a run that goes on does not expire"
+
+
+async def test_a_learner_of_a_deleted_run_is_fenced_and_writes_no_key_of_it(
+    store: RunStore, redis: Redis, tmp_path: Path
+):
+    await store.create(SPEC)
+    old = Learner.start(redis, tmp_path)
+    await store.update(RUN, state=RunState.FAILED)
+    await store.delete(RUN)
+    with old.lease:
+        await old.refused()
+    assert redis.keys(f"{KEYS.prefix}*") == [KEYS.epoch.encode()]
+    assert EPOCH_KEPT_S - 600 < cast(int, redis.ttl(KEYS.epoch)) <= EPOCH_KEPT_S
