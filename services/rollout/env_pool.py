@@ -16,8 +16,8 @@ from envs.registry import held_out_config
 from services.rollout.config import CustomEnv
 from services.rollout.execution import EnvRunner, EnvSpec, EnvTraits, InlineEnv, ThreadEnv
 from services.rollout.process import ProcessEnv
-from services.rollout.threads import DaemonThreads
 from services.schema import EpisodeKind
+from services.threads import DaemonThreads
 
 Key = tuple[str, EpisodeKind]
 

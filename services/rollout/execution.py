@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from envs.registry import TextEnv, make
 from services.pictures import check_png
 from services.rollout.failures import EpisodeError
-from services.rollout.threads import DaemonThreads, HungError
+from services.threads import DaemonThreads, HungError
 from services.vision import encode_png
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,6 @@ class BrokerDeployment:
         self._broker = WeightBroker(connect_async(redis_url), run_id, config, output_dir)
         self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
 
-    async def cleanup(self) -> int:
-        """Remove all bytes of the run, once it has ended."""
-        return await self._broker.cleanup()
-
     async def check_health(self) -> None:
         """Called by Serve: raises what ended the watch."""
         if self._watching.done():

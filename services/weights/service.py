@@ -18,15 +18,18 @@ from redis.exceptions import ConnectionError, TimeoutError
 from services.codec import decode_manifest
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
+from services.threads import DaemonThreads, HungError
 from services.weights.config import WeightsConfig
 from services.weights.reports import ReplicaReport, decode_report
-from services.weights.transports import Transport, leaves_files, make_transport, remove_all
+from services.weights.transports import Transport, leaves_files, make_transport
 
 logger = logging.getLogger(__name__)
 
 UNANNOUNCED_AFTER_S = 300.0
 """A file that no manifest names is collected once it is so old; until then a learner may be about to announce it. It hashes
 what it has written first, a second for each GB."""
+LOOK_S = 30.0
+"""A look at the files that takes longer is left behind: the share hangs. The next one begins when it has come back."""
 SILENT_AFTER_S = 30.0
 """A replica that has not reported for so long is gone."""
 
@@ -49,6 +52,7 @@ class WeightBroker:
         self._transport: Transport | None = None
         if leaves_files(config):
             self._transport = make_transport(config, run_id, output_dir)
+        self._threads = DaemonThreads(1)
         self._clock = clock
 
     async def watch(self, every_s: float = 5.0) -> None:
@@ -66,10 +70,18 @@ class WeightBroker:
             await asyncio.sleep(1.0)
 
     async def collect(self) -> int:
-        """Remove the bytes of versions that no manifest names; returns how many files went."""
-        if self._transport is None:
+        """Remove the bytes of versions that no manifest names; returns how many files went. Does nothing while an earlier
+        call hangs in the share."""
+        if self._transport is None or self._threads.num_hung:
             return 0
-        stored = await asyncio.to_thread(self._transport.stored)
+        try:
+            return await self._collect(self._transport)
+        except HungError:
+            logger.warning("the files of weight versions could not be seen to within %g s: the share may hang", LOOK_S)
+            return 0
+
+    async def _collect(self, transport: Transport) -> int:
+        stored = await self._threads.run(transport.stored, LOOK_S)
         blobs = cast(list[bytes], await self._redis.hvals(self._keys.manifests))
         manifests = [decode_manifest(blob) for blob in blobs]
         named = {each.location for each in (*manifests, *(m.anchor for m in manifests if m.anchor))}
@@ -77,7 +89,7 @@ class WeightBroker:
         orphans = [file.location for file in stored if file.location not in named and file.modified_at < oldest]
         for location in orphans:
             logger.info("collecting %s: no manifest names it", location)
-            await asyncio.to_thread(self._transport.delete, location)
+            await self._threads.run(lambda location=location: transport.delete(location), LOOK_S)
         return len(orphans)
 
     async def replicas(self) -> dict[str, ReplicaReport]:
@@ -99,7 +111,3 @@ class WeightBroker:
             values = {"lag": Partial("last", lag), "lag_max": Partial("max", lag)}
             await self._metrics.append(MetricRecord("weights", values, labels={"replica": replica}))
         return lags
-
-    async def cleanup(self) -> int:
-        """Remove all bytes of the run, once it has ended; returns how many files went."""
-        return await asyncio.to_thread(remove_all, self._transport) if self._transport else 0

@@ -15,7 +15,7 @@ from services.rollout.execution import EnvRunner, EnvSpec, InlineEnv, StepResult
 from services.rollout.failures import EpisodeError
 from services.rollout.piped import MOST_PRINTED
 from services.rollout.process import ProcessEnv
-from services.rollout.threads import DaemonThreads, HungError
+from services.threads import DaemonThreads, HungError
 from tests.fakes_rollout import HERE
 from tests.waiting import wait_until
 

@@ -12,11 +12,13 @@ from redis.asyncio import Redis as AsyncRedis
 
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics
+from services.weights import service
 from services.weights.config import WeightsConfig
 from services.weights.publisher import RedisWeightPublisher
 from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
 from services.weights.subscriber import RedisWeightSubscriber
-from services.weights.transports import file_name, owner_of
+from services.weights.transports import StoredFile, cleanup, file_name, owner_of
+from tests.waiting import wait_until
 
 RUN = "broker"
 OWNER = owner_of(RUN, Path("unused"))
@@ -91,8 +93,7 @@ async def test_cleaning_up_removes_every_byte_of_the_run(
     client: AsyncRedis, redis_url: str, config: WeightsConfig, tmp_path: Path
 ) -> None:
     publish(redis_url, config, 3)
-    broker = WeightBroker(client, RUN, config, Path("unused"))
-    assert await broker.cleanup() == 2
+    assert cleanup(RUN, config, Path("unused")) == 2
     assert files(tmp_path) == set()
     assert await RedisWeightSubscriber(client, RUN, config, Path("unused")).newest() is None
 
@@ -105,3 +106,33 @@ async def test_a_large_version_is_not_collected_while_its_learner_hashes_it(
     hashed_for_s = 200.0  # of 150 GB, say
     os.utime(written, (time.time() - hashed_for_s, time.time() - hashed_for_s))
     assert await WeightBroker(client, RUN, config, Path("unused")).collect() == 0
+
+
+async def test_a_share_that_hangs_stops_collecting_until_it_comes_back_and_nothing_else(
+    client: AsyncRedis, config: WeightsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "LOOK_S", 0.2)
+    orphan, gate = tmp_path / file_name(OWNER, 1, 1), tmp_path / "gate"
+    orphan.touch()
+    os.utime(orphan, (0, 0))
+    os.mkfifo(gate)
+    broker, looks = WeightBroker(client, RUN, config, Path("unused")), 0
+    transport = broker._transport
+    assert transport is not None
+    look = transport.stored
+
+    def hanging() -> list[StoredFile]:
+        nonlocal looks
+        looks += 1
+        gate.open("rb").close()
+        return look()
+
+    monkeypatch.setattr(transport, "stored", hanging)
+    assert [await broker.collect() for _ in range(3)] == [0, 0, 0]
+    assert looks == 1
+    assert await broker.measure() == {}
+    monkeypatch.setattr(transport, "stored", look)
+    gate.open("wb").close()
+    await wait_until(lambda: broker._threads.num_hung == 0)
+    assert await broker.collect() == 1
+    assert not orphan.exists()
