@@ -70,12 +70,14 @@ class GenerationReplica:
         Raises:
             GenerationError: it could not be loaded.
         """
-        manifest = await self._subscriber.newest()
         try:
+            manifest = await self._subscriber.newest()
             if manifest is not None:
                 await self._take(manifest)
         except WeightsError as error:
             self._counts.refused_weights()
+            logger.warning("starting without weights: %s", error)
+        except RetryableError as error:
             logger.warning("starting without weights: %s", error)
 
     async def follow(self) -> None:

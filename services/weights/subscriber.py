@@ -11,9 +11,8 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import LONGEST_BLOCK_S
+from services.buffer.connection import LONGEST_BLOCK_S, retryable
 from services.codec import decode_manifest
-from services.errors import RetryableError
 from services.keys import RunKeys
 from services.schema import Manifest
 from services.weights.client import IDLE
@@ -28,7 +27,7 @@ def _retryable() -> Iterator[None]:
     try:
         yield
     except (ConnectionError, TimeoutError) as error:
-        raise RetryableError(f"Redis does not answer: {error}") from error
+        raise retryable(error) from error
 
 
 class RedisWeightSubscriber:
@@ -91,13 +90,16 @@ class RedisWeightSubscriber:
     async def fetch(self, manifest: Manifest) -> AsyncIterator[Path]:
         """See `WeightSubscriber.fetch`."""
         context = self._transport.fetch(manifest)
-        path = await asyncio.to_thread(context.__enter__)
+        with _retryable():
+            path = await asyncio.to_thread(context.__enter__)
         try:
             yield path
         except BaseException as error:
-            await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
+            with _retryable():
+                await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
             raise
-        await asyncio.to_thread(context.__exit__, None, None, None)
+        with _retryable():
+            await asyncio.to_thread(context.__exit__, None, None, None)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""
