@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from services.buffer.connection import connect
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.ledger import LedgerThread

@@ -1,8 +1,8 @@
 """Connections to the run's Redis that live through its restarts, and through times in which it refuses writes.
 
 A command whose connection breaks, or that Redis refuses because it can't take writes now, is sent again for about
-`patience_s`. Every script of the buffer, the lease and the broker may be repeated; do not use these clients for commands that
-may not.
+`patience_s`. Every script of the buffer, the lease and the broker may be repeated; do not use these clients for commands
+that may not.
 """
 
 import asyncio
@@ -57,11 +57,13 @@ REFUSAL = re.compile(rf"(?:^|: -?)(?P<code>{'|'.join(REMEDIES)}) (?P<why>.*)", r
 """A script's error has the code in front in Redis 7, and after the place in the script in Redis 6."""
 IN_PIPELINE = " of pipeline caused error: "
 """What redis-py writes before an error that it raises for one of many commands."""
+AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
+"""How its asynchronous pipelines write the error there."""
 
 
 class RefusesWritesError(redis_errors.ConnectionError):
-    """Redis is there and can't take writes now; it has done nothing of what it refused. To its callers it is as one that does
-    not answer."""
+    """Redis is there and can't take writes now; it has done nothing of what it refused. To its callers it is as one that
+    does not answer."""
 
 
 def complaint(error: Exception) -> str:
@@ -75,9 +77,9 @@ def retryable(error: Exception) -> RetryableError:
 
 
 def refused(error: redis_errors.ResponseError) -> RefusesWritesError | None:
-    """What Redis says if it refuses writes for now; None for every other error of a command. It checks before a command, or a
-    script's first write, so nothing has been done."""
-    text = str(error).rpartition(IN_PIPELINE)[2]
+    """What Redis says if it refuses writes for now; None for every other error of a command. It checks before a command, or
+    a script's first write, so nothing has been done."""
+    text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
     code = KINDS.get(type(error))
     if code is None:
         found = REFUSAL.search(text)

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from redis import exceptions as redis_errors
 
+from services.buffer.connection import complaint
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
+from services.errors import MeshError
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,9 @@ class RestartPolicy:
 
 def _of_redis(error: BaseException | None) -> bool:
     """Whether Redis does not answer, or refuses writes, and that is all."""
-    return error is not None and (isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)) or _of_redis(error.__cause__))
+    return error is not None and (
+        isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)) or _of_redis(error.__cause__)
+    )
 
 
 class Reconciler:
@@ -71,6 +75,8 @@ class Reconciler:
         self._foreign: set[str] = set()
         self._troubled_at = float("-inf")
         """Monotonic time at which Redis last could not be used."""
+        self.redis_trouble = ""
+        """What is wrong with Redis, for people; empty while it takes what is written."""
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
@@ -106,7 +112,7 @@ class Reconciler:
         try:
             run_ids = await self._store.unfinished()
         except redis_errors.RedisError as error:
-            self._troubled_at = time.monotonic()
+            self._redis_fails(error)
             logger.warning("no run is looked after now: %s", error)
             return []
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
@@ -125,10 +131,14 @@ class Reconciler:
         except Exception as error:
             # One look that failed is no reason to stop looking: the next one starts from what Redis says.
             if _of_redis(error):
-                self._troubled_at = time.monotonic()
+                self._redis_fails(error)
                 logger.warning("run %s is not looked after now: %s", run_id, error)
             else:
                 logger.exception("could not look after run %s", run_id)
+
+    def _redis_fails(self, error: Exception) -> None:
+        self._troubled_at = time.monotonic()
+        self.redis_trouble = str(error) if isinstance(error, MeshError) else complaint(error)
 
     async def look(self, run_id: str) -> RunState:
         """Do the next thing that the run needs, and say what it is then."""
@@ -171,6 +181,7 @@ class Reconciler:
         """Bring up what is missing, replace what died, and notice when all is done."""
         await mesh.steer(await self._store.settings(record), paused=record.wanted is Wanted.PAUSED)
         seen = await self._observe(record, mesh.components)
+        self.redis_trouble = ""
         if time.monotonic() < self._troubled_at + SETTLE_S:
             return record.state
         healths = {each.name: seen[each.name].health for each in mesh.components}

@@ -178,7 +178,7 @@ def test_a_redis_that_refuses_writes_ends_no_lease_and_the_renewing_thread_lives
             other.config_set("maxmemory", "1")
             try:
                 wait_until_sync(lambda: not other.exists(RunKeys(RUN).lease))
-                with pytest.raises(RetryableError, match="^Redis refuses writes: OOM"):
+                with pytest.raises(RetryableError, match=r"^Redis refuses writes: OOM"):
                     LearnerLease(redis, RUN, "another", 10).acquire()
             finally:
                 other.config_set("maxmemory", "0")

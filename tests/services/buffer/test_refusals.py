@@ -20,7 +20,7 @@ from services.errors import BufferError, RetryableError
 from services.keys import RunKeys
 from services.rollout.patience import patiently
 from tests.conftest import free_port, redis_server_binary
-from tests.services.buffer.buffer_play import RUN, Run
+from tests.services.buffer.buffer_play import RUN
 from tests.waiting import wait_until_sync
 
 Switch = Callable[[bool], None]
@@ -83,13 +83,14 @@ def test_a_command_that_is_refused_is_retryable_and_says_why_and_what_to_do(redi
             with pytest.raises(RefusesWritesError, match=r"^Redis refuses writes: [A-Z]+ .*\(.+\)$") as refused:
                 write()
             assert complaint(refused.value) == str(refused.value)
-        with pytest.raises(RetryableError, match="^Redis refuses writes: "):
+        with pytest.raises(RetryableError, match=r"^Redis refuses writes: "):
             RedisLearnerBuffer(client, RUN, 1).teach("state")
         assert client.get("key") is None
 
 
+@pytest.mark.usefixtures("run")
 async def test_a_workers_and_a_learners_commands_go_through_once_redis_takes_writes_again(
-    redis_url: str, run: Run, refusing: Switch
+    redis_url: str, refusing: Switch
 ) -> None:
     refusing(True)
     client = connect_async(redis_url, patience_s=20.0)
@@ -104,8 +105,9 @@ async def test_a_workers_and_a_learners_commands_go_through_once_redis_takes_wri
     await client.aclose()
 
 
+@pytest.mark.usefixtures("run")
 async def test_calls_that_travel_together_are_each_told_and_each_go_through_when_patiently_made_again(
-    redis_url: str, run: Run, refusing: Switch
+    redis_url: str, refusing: Switch
 ) -> None:
     refusing(True)
     client = connect_async(redis_url, patience_s=0.05)
@@ -136,15 +138,17 @@ def test_a_refusal_leaves_the_connection_and_other_errors_are_no_refusals(redis_
             RedisLearnerBuffer(client, RUN, 0).eval_result("nothing")
 
 
-async def test_a_transaction_that_is_refused_is_not_repeated_without_its_watch(redis_url: str, full: Switch) -> None:
+async def test_a_transaction_that_is_refused_is_not_repeated_without_its_watch(
+    redis_url: str, refusing: Switch
+) -> None:
     client = connect_async(redis_url, patience_s=20.0)
     async with client.pipeline() as pipe:
         await pipe.watch("key")
-        full(True)
+        refusing(True)
         pipe.multi()
         pipe.set("key", "mine")
         began = time.monotonic()
-        with pytest.raises(RefusesWritesError):
+        with pytest.raises(RefusesWritesError, match=r"^Redis refuses writes: [A-Z]+ [^(]*\([^(]+\)$"):
             await pipe.execute()
         assert time.monotonic() - began < 10.0
     await client.aclose()
@@ -171,12 +175,12 @@ def test_a_client_that_is_told_to_goes_on_beyond_its_patience_until_it_is_told_n
             other.set("key", "value")
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------------
+    """URL of a redis-server whose append-only file lies on a disk of a megabyte, and that disk as seen from here."""
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """URL of a redis-server whose append-only file lies on a disk of a megabyte, and where that disk is seen from here."""
+    """URL of a redis-server whose append-only file lies on a disk of a megabyte, and that disk as it is seen from here."""
     disk = tmp_path / "disk"
     disk.mkdir()
     port = free_port()
@@ -184,7 +188,8 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     told = f"{mount} --dir {disk} --save '' --appendonly yes --appendfsync everysec --logfile {tmp_path}/log"
     spaces = ["unshare", "--mount"] if shutil.which("unshare") else []
     command = [*spaces, "sh", "-c", told]
-    if not spaces or subprocess.run([*spaces, "sh", "-c", f"mount -t tmpfs tmpfs {disk}"], capture_output=True).returncode:
+    trial = [*spaces, "sh", "-c", f"mount -t tmpfs tmpfs {disk}"]
+    if not spaces or subprocess.run(trial, capture_output=True, check=False).returncode:
         pytest.skip("this platform lets nobody mount a tmpfs")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"redis://127.0.0.1:{port}/0"
@@ -221,7 +226,7 @@ def test_a_full_disk_is_waited_out_and_what_was_written_before_is_kept(small_dis
         wait_until_sync(refused)
         with pytest.raises(RefusesWritesError, match=r"^Redis refuses writes: MISCONF .*No space left.*make room"):
             client.set("after", "refused")
-        with pytest.raises(RetryableError, match="^Redis refuses writes: MISCONF"):
+        with pytest.raises(RetryableError, match=r"^Redis refuses writes: MISCONF"):
             RedisLearnerBuffer(client, RUN, 1).teach("state")
         assert client.get("before") == b"kept"
         ballast.unlink()
