@@ -22,6 +22,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from deploy.processes import dying_with_this_thread
+from services.buffer.connection import PatientRetry, connect
 from services.errors import RetryableError
 from services.keys import RunKeys
 from services.lease import free_lease_of, owner_of
@@ -31,6 +32,8 @@ from trainer.watchdog import HUNG
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.2
+PATIENCE_S = 0.5
+"""With Redis, before the learner is looked at again."""
 ALIVE_S = 6.0
 """A host that has been silent for so long is gone, and its learner with it."""
 KILL_S = 2.0
@@ -152,7 +155,7 @@ class LearnerHost:
         self._ended.clear()
         self._ending = False
         incarnation = uuid.uuid4().hex
-        with Redis.from_url(self._redis_url) as redis, redis.pipeline() as pipe:
+        with connect(self._redis_url) as redis, redis.pipeline() as pipe:
             pipe.delete(learner_key(self._run_id))
             pipe.hset(learner_key(self._run_id), mapping={"incarnation": incarnation, "host": socket.gethostname()})
             pipe.set(alive_key(self._run_id), incarnation, px=int(ALIVE_S * 1000))
@@ -179,7 +182,8 @@ class LearnerHost:
         process = self._process = self._spawn()
         self._held_at = None
         asked = ""
-        redis = Redis.from_url(self._redis_url, socket_timeout=2.0, socket_connect_timeout=2.0)
+        retry = PatientRetry(PATIENCE_S)
+        redis = Redis.from_url(self._redis_url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
         try:
             while True:
                 try:

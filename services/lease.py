@@ -16,6 +16,7 @@ from typing import Any, Self, cast
 from redis import Redis
 from redis import exceptions as redis_errors
 
+from services.buffer.connection import retryable
 from services.errors import FencedError, RetryableError
 from services.keys import RunKeys
 
@@ -86,7 +87,7 @@ def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
     try:
         return bool(redis.register_script(_FREE)(keys=[keys.lease, keys.key("lease", "bell")], args=[f"{owner} "]))
     except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-        raise RetryableError(f"Redis does not answer: {error}") from error
+        raise retryable(error) from error
 
 
 class LeaseHeldError(RetryableError):
@@ -209,7 +210,7 @@ class LearnerLease:
         try:
             return script(keys=self._keys, args=args)
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-            raise RetryableError(f"Redis does not answer: {error}") from error
+            raise retryable(error) from error
 
     def _keep(self) -> None:
         while not self._stop.wait(self._timeout_s / RENEWALS_PER_TIMEOUT):
@@ -232,11 +233,11 @@ class LearnerLease:
         try:
             entries = cast(list[Any], self._redis.xrevrange(self._bell, count=1))
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-            raise RetryableError(f"Redis does not answer: {error}") from error
+            raise retryable(error) from error
         return entries[0][0].decode() if entries else "0-0"
 
     def _wait_for_release(self, position: str, timeout_s: float) -> None:
         try:
             self._redis.xread({self._bell: position}, count=1, block=max(1, int(timeout_s * 1000)))
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-            raise RetryableError(f"Redis does not answer: {error}") from error
+            raise retryable(error) from error

@@ -56,9 +56,9 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, aga
             check_reach(redis, run_id, run.config.weights)
         except (ControlError, WeightsError) as error:
             return _fail(UNUSABLE, str(error))
-        _prepare_process(run)
-        os.environ[REDIS_VARIABLE] = redis_url  # for the other ranks
-        return _train(run, redis, num_processes, again, started)
+    _prepare_process(run)
+    os.environ[REDIS_VARIABLE] = redis_url  # for the other ranks
+    return _train(run, redis_url, num_processes, again, started)
 
 
 _RESUME = "start it again with resume_from_checkpoint=true, then attach"
@@ -94,7 +94,7 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
             )
 
 
-def _train(run: "LearnerRun", redis: "Redis", num_processes: int | None, again: str, started: float) -> int:
+def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: str, started: float) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
     from trainer.checkpoint import CheckpointError
@@ -106,7 +106,7 @@ def _train(run: "LearnerRun", redis: "Redis", num_processes: int | None, again: 
     view = open_view(run.config.max_steps) if _is_leader() else SilentView()
     view.say(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
     try:
-        process = LearnerProcess(run, redis, num_processes=number, follower=follower, view=view, started=started)
+        process = LearnerProcess(run, redis_url, num_processes=number, follower=follower, view=view, started=started)
         ended = process.run()
     except FencedError as error:
         return _fail(FENCED, f"run {run.run_id}: {error}", view)

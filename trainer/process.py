@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from redis import Redis
 
+from services.buffer.connection import connect
 from services.buffer.learner import RedisLearnerBuffer
 from services.buffer.ledger import LedgerThread
 from services.errors import CodecError, ControlError, RetryableError
@@ -24,6 +24,7 @@ from services.lease import LearnerLease, owner_of
 from services.telemetry import RedisMetrics
 from services.weights.place import check_reach
 from services.weights.publisher import RedisWeightPublisher
+from trainer import outage
 from trainer.assembly import parts_of
 from trainer.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from trainer.engines.processes import Ranks, process_group, ranks_of_environment
@@ -70,7 +71,7 @@ class LearnerProcess:
     def __init__(
         self,
         run: LearnerRun,
-        redis: Redis,
+        redis_url: str,
         *,
         num_processes: int,
         follower: Sequence[str],
@@ -79,17 +80,18 @@ class LearnerProcess:
     ) -> None:
         """follower: command line of the other ranks. started: monotonic time at which this process began."""
         self._run = run
-        self._redis = redis
         self._num_processes = num_processes
         self._follower = follower
         self._view = view or SilentView()
         hung_s = 60 * run.config.actor_train.backend_timeout + (OTHERS_FIRST_S if num_processes > 1 else 0.0)
         self._watchdog = Watchdog(hung_s)
-        board = RedisBoard(redis, run.run_id)
-        self._metrics = RedisMetrics(redis, run.run_id)
-        self._reporter = Reporter(self._metrics, board, self._view, self._watchdog.sign)
         self._stop = threading.Event()
         self._lost = threading.Event()
+        waiting = outage.Outage(self._may_wait, self._watchdog.sign, self._view.say)
+        self._redis = connect(redis_url, patience_s=outage.PATIENCE_S, goes_on=waiting.goes_on)
+        self._metrics = RedisMetrics(self._redis, run.run_id)
+        board = RedisBoard(self._redis, run.run_id)
+        self._reporter = Reporter(self._metrics, board, self._view, self._watchdog.sign)
         self._peers = Peers()
         self._silent_s = SILENT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._laps = _Laps(started)
@@ -99,7 +101,8 @@ class LearnerProcess:
 
         Raises:
             FencedError: another learner has taken the run.
-            RetryableError: Redis does not answer, or the run was started anew while this one stood by.
+            RetryableError, redis.ConnectionError: Redis could not be used when a signal came, or the run was started anew
+                while this one stood by.
             RankDiedError: one of the other ranks has ended.
             CheckpointError, ControlError, WeightsError: the checkpoint, the policy, the warm start or the transport can't be
                 used here.
@@ -114,6 +117,7 @@ class LearnerProcess:
                 follow(PolicyTrainer(self._run, ranks), ranks)
             return Ended()
         with (
+            self._redis,
             stopping_on_signals(self._interrupt),
             peers(self._num_processes, self._follower, self._silent_s) as self._peers,
             watched(self._watchdog),
@@ -123,6 +127,10 @@ class LearnerProcess:
             except (RuntimeError, ControlError):
                 self._peers.blame()
                 raise
+
+    def _may_wait(self) -> bool:
+        """Whether to wait on for a Redis that can't be used: it can't tell either that the run is to end."""
+        return not self._stop.is_set() and not self._lost.is_set()
 
     def _interrupt(self) -> None:
         self._stop.set()

@@ -30,6 +30,8 @@ class Act(StrEnum):
     """An env is told to; see `deploy.chaos.misbehaving`."""
     CONNECTIONS = "connections"
     """Something is done to the connections to Redis; see `deploy.chaos.proxy`."""
+    MEMORY = "memory"
+    """Redis has none left for writes, for a while."""
     DISK = "disk"
     """The disk of the checkpoints is filled up, for a while."""
 
@@ -89,6 +91,7 @@ FAULTS = (
     Fault("Redis answers cut in the middle", Act.CONNECTIONS, "torn"),
     Fault("Redis connections slow", Act.CONNECTIONS, "delayed"),
     Fault("Redis connections silent", Act.CONNECTIONS, "silent"),
+    Fault("Redis refuses writes", Act.MEMORY),
     Fault("checkpoint disk full", Act.DISK),
 )
 

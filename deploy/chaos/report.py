@@ -15,7 +15,7 @@ class Struck:
     """Since the run's first step."""
     step: int
     lasted_s: float = 0.0
-    """How long it was done: a process stopped, connections slow, the disk full."""
+    """How long it was done: a process stopped, connections slow, Redis or the disk full."""
     back_s: float | None = None
     """Until a process of its kind was there again, or checkpoints were written again; None where that says nothing."""
     next_step_s: float | None = None

@@ -19,6 +19,8 @@ DELAY_S = (0.02, 0.2)
 """Of each piece that travels, each way, while connections are slow."""
 WEATHER_S = (2.0, 8.0)
 """How long connections are slow or silent, or answers cut."""
+REFUSED_S = (4.0, 40.0)
+"""How long Redis refuses writes: also for longer than a call waits for it."""
 CLAIM_S = 20.0
 """For which an env may take to find its order."""
 FULL_S = (1.0, 4.0)
@@ -75,6 +77,8 @@ class Hand:
                 return self._misbehave(fault.what)
             case Act.CONNECTIONS:
                 return self._connections(fault.what)
+            case Act.MEMORY:
+                return self._refuse_writes()
             case Act.DISK:
                 return self._fill_disk()
 
@@ -112,6 +116,16 @@ class Hand:
         aside = self._orders / f".{what}"
         aside.write_text(str(seconds))
         aside.rename(self._orders / f"redis-{what}")
+
+    def _refuse_writes(self) -> float:
+        duration_s = self._rng.uniform(*REFUSED_S)
+        if not self._run.limit_memory(1):
+            raise MissedError("Redis did not answer at that moment")
+        try:
+            self._pause(duration_s)
+        finally:
+            self._wait(lambda: self._run.limit_memory(0), TROUBLE_S)
+        return duration_s
 
     def _fill_disk(self) -> float:
         if not self._disk.is_there:

@@ -123,6 +123,16 @@ class RunUnderChaos:
             redis.xtrim(self._keys.metrics, maxlen=metrics, approximate=False)
             redis.xtrim(self._keys.key("buffer", "life"), maxlen=events, approximate=False)
 
+    def limit_memory(self, num_bytes: int) -> bool:
+        """Let Redis refuse writes beyond so many bytes, 0: beyond none; False if it did not hear of it."""
+        redis = self.redis()
+        if redis is None:
+            return False
+        try:
+            return bool(redis.config_set("maxmemory", num_bytes))
+        except RedisError:
+            return False
+
     def wait(self, timeout_s: float) -> int | None:
         """Exit code, or None if it has not ended in time."""
         try:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, RedisError, ResponseError
 
-from services.buffer.connection import connect
+from services.buffer.connection import RefusesWritesError, connect
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ def refusal(url: str) -> str:
         if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
             return f"Redis at {place(url)} refuses the password: {error}"
         logger.debug("Redis does not tell its settings: %s", error)
+    except RefusesWritesError as error:  # every part waits until it takes them again
+        logger.error("%s: %s", place(url), error)
     except (RedisError, OSError) as error:
         return f"no Redis answers at {place(url)}: {error}{_hint(str(error), url)}"
     return ""

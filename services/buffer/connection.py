@@ -1,13 +1,15 @@
-"""Connections to the run's Redis that live through its restarts.
+"""Connections to the run's Redis that live through its restarts, and through times in which it refuses writes.
 
-A command whose connection breaks is sent again for about `patience_s`. Every script of the buffer, the lease and the broker
-may be repeated; do not use these clients for commands that may not.
+A command whose connection breaks, or that Redis refuses because it can't take writes now, is sent again for about
+`patience_s`. Every script of the buffer, the lease and the broker may be repeated; do not use these clients for commands
+that may not.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from redis import Redis
 from redis import exceptions as redis_errors
@@ -17,7 +19,11 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from services.errors import RetryableError
+
 T = TypeVar("T")
+WhilePatient = Callable[[Exception], bool]
+"""Asked before each further try once a call's patience is over: whether to go on."""
 
 SOCKET_TIMEOUT_S = 15.0
 """A Redis that answers nothing for so long counts as gone; above the longest blocking read."""
@@ -29,18 +35,112 @@ MAX_RETRIES = 200
 LONGEST_BLOCK_S = 5.0
 """Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
 
+REMEDIES = {
+    "MISCONF": "make room on its disk",
+    "OOM": "raise its maxmemory",
+    "READONLY": "it is a replica: promote it, or bring its primary back",
+    "NOREPLICAS": "bring its replicas back",
+    "CLUSTERDOWN": "bring its cluster back",
+    "MASTERDOWN": "bring its primary back",
+    "TRYAGAIN": "its slots are being moved",
+}
+"""Code of a refusal that passes -> what a person can do."""
+KINDS = {
+    redis_errors.OutOfMemoryError: "OOM",
+    redis_errors.ReadOnlyError: "READONLY",
+    redis_errors.ClusterDownError: "CLUSTERDOWN",
+    redis_errors.MasterDownError: "MASTERDOWN",
+    redis_errors.TryAgainError: "TRYAGAIN",
+}
+"""redis-py's own classes, whose text lacks the code."""
+REFUSAL = re.compile(rf"(?:^|: -?)(?P<code>{'|'.join(REMEDIES)}) (?P<why>.*)", re.DOTALL)
+"""A script's error has the code in front in Redis 7, and after the place in the script in Redis 6."""
+IN_PIPELINE = " of pipeline caused error: "
+"""What redis-py writes before an error that it raises for one of many commands."""
+AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
+"""How its asynchronous pipelines write the error there."""
 
-def _delay_s(failures: int) -> float:
-    return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(failures, 10))
+
+class RefusesWritesError(redis_errors.ConnectionError):
+    """Redis is there and can't take writes now; it has done nothing of what it refused. To its callers it is as one that
+    does not answer."""
+
+
+def complaint(error: Exception) -> str:
+    """What is wrong with a Redis that raised `error`, for people."""
+    return str(error) if isinstance(error, RefusesWritesError) else f"Redis does not answer: {error}"
+
+
+def retryable(error: Exception) -> RetryableError:
+    """A `ConnectionError` or `TimeoutError` of Redis as the mesh calls it."""
+    return RetryableError(complaint(error))
+
+
+def refused(error: redis_errors.ResponseError) -> RefusesWritesError | None:
+    """What Redis says if it refuses writes for now; None for every other error of a command. It checks before a command, or
+    a script's first write, so nothing has been done."""
+    text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
+    code = KINDS.get(type(error))
+    if code is None:
+        found = REFUSAL.search(text)
+        if found is None:
+            return None
+        code, text = found["code"], found["why"]
+    told = RefusesWritesError(f"Redis refuses writes: {code} {text.rstrip('.')} ({REMEDIES[code]})")
+    told.__cause__ = error
+    return told
+
+
+def _checked(answer: T) -> T:
+    """A pipeline may give errors as values: raises the first refusal."""
+    for each in cast(list[object], answer) if isinstance(answer, list) else ():
+        if isinstance(each, redis_errors.ResponseError) and refused(each):
+            raise each
+    return answer
+
+
+def _never(_: Exception) -> bool:
+    return False
+
+
+class _Patience:
+    """Of one call."""
+
+    def __init__(self, patience_s: float, goes_on: WhilePatient) -> None:
+        self._deadline = time.monotonic() + patience_s
+        self._goes_on = goes_on
+        self.failures = 0
+
+    def delay_s(self, error: Exception) -> float:
+        """Before the next try; raises `error` if there is none."""
+        over = time.monotonic() > self._deadline or self.failures > MAX_RETRIES
+        if over and (isinstance(error, redis_errors.AuthenticationError) or not self._goes_on(error)):
+            raise error
+        return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
+
+    def refused(self, error: redis_errors.ResponseError) -> RefusesWritesError:
+        """Count a refusal; raises `error` if it is none, and at once the refusal of a transaction: what that watched is not
+        watched any more, so it must be begun anew."""
+        told = refused(error)
+        if told is None:
+            raise error
+        if IN_PIPELINE in str(error) or isinstance(error, redis_errors.ExecAbortError):
+            raise told
+        self.failures += 1
+        return told
 
 
 class PatientRetry(Retry):
-    """Tries again until `patience_s` is over, however long a single try takes; redis-py's own counts tries, and a server
-    that hangs costs a socket timeout with each."""
+    """Tries again until `patience_s` is over, however long a single try takes, and then for as long as `goes_on` says so;
+    redis-py's own counts tries, and a server that hangs costs a socket timeout with each."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, goes_on: WhilePatient = _never) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
         self._patience_s = patience_s
+        self._goes_on = goes_on
+
+    def __deepcopy__(self, _: object) -> "PatientRetry":
+        return self  # redis-py copies it for each connection; it holds nothing of any
 
     def call_with_retry(
         self,
@@ -49,20 +149,21 @@ class PatientRetry(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """See `redis.retry.Retry.call_with_retry`. `fail` disconnects, so that the next `do` connects anew."""
-        deadline = time.monotonic() + self._patience_s
-        failures = 0
+        """See `redis.retry.Retry.call_with_retry`. `fail` disconnects, so that the next `do` connects anew; a refusal leaves
+        the connection as it is."""
+        patience = _Patience(self._patience_s, self._goes_on)
         while True:
             try:
-                return do()
+                return _checked(do())
+            except redis_errors.ResponseError as error:
+                failure: Exception = patience.refused(error)
             except self._supported_errors as error:
                 if is_retryable is not None and not is_retryable(error):
                     raise
-                failures += 1
-                _ = fail(error, failures) if with_failure_count else fail(error)
-                if time.monotonic() > deadline or failures > self._retries:
-                    raise
-            time.sleep(_delay_s(failures))
+                patience.failures += 1
+                _ = fail(error, patience.failures) if with_failure_count else fail(error)
+                failure = error
+            time.sleep(patience.delay_s(failure))
 
 
 class AsyncPatientRetry(AsyncRetry):
@@ -80,19 +181,19 @@ class AsyncPatientRetry(AsyncRetry):
         with_failure_count: bool = False,
     ) -> T:
         """See `PatientRetry.call_with_retry`."""
-        deadline = time.monotonic() + self._patience_s
-        failures = 0
+        patience = _Patience(self._patience_s, _never)
         while True:
             try:
-                return await do()
+                return _checked(await do())
+            except redis_errors.ResponseError as error:
+                failure: Exception = patience.refused(error)
             except self._supported_errors as error:
                 if is_retryable is not None and not is_retryable(error):
                     raise
-                failures += 1
-                await (fail(error, failures) if with_failure_count else fail(error))
-                if time.monotonic() > deadline or failures > self._retries:
-                    raise
-            await asyncio.sleep(_delay_s(failures))
+                patience.failures += 1
+                await (fail(error, patience.failures) if with_failure_count else fail(error))
+                failure = error
+            await asyncio.sleep(patience.delay_s(failure))
 
 
 class Cancellable:
@@ -117,11 +218,12 @@ class Cancellable:
             self.socket_timeout = limit
 
 
-def connect(url: str, *, patience_s: float = 30.0) -> Redis:
-    """A client for one process; thread-safe. Raises nothing before the first command."""
+def connect(url: str, *, patience_s: float = 30.0, goes_on: WhilePatient = _never) -> Redis:
+    """A client for one process; thread-safe. Raises nothing before the first command. goes_on: asked, in whichever thread
+    calls, once a call's patience is over."""
     return Redis.from_url(
         url,
-        retry=PatientRetry(patience_s),
+        retry=PatientRetry(patience_s, goes_on),
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,

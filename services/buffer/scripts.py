@@ -18,7 +18,8 @@ from redis import Redis
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis as AsyncRedis
 
-from services.errors import BufferError, FencedError, MeshError, RetryableError
+from services.buffer.connection import retryable
+from services.errors import BufferError, FencedError, MeshError
 from services.keys import RunKeys
 
 Argument = str | bytes | int | float
@@ -57,7 +58,7 @@ def errors_translated() -> Iterator[None]:
     """Turn what Redis raises into the mesh's errors.
 
     Raises:
-        RetryableError: Redis can't be reached or is loading; every command of the buffer may be sent again.
+        RetryableError: Redis can't be reached, is loading or refuses writes; every command of the buffer may be sent again.
         FencedError: a newer learner holds the run.
         BufferError: the buffer refused the command.
     """
@@ -70,7 +71,7 @@ def errors_translated() -> Iterator[None]:
 def _translated(error: Exception) -> MeshError:
     """One of `UNTRANSLATED` as the mesh calls it."""
     if not isinstance(error, redis_errors.ResponseError):
-        return RetryableError(f"Redis does not answer: {error}")
+        return retryable(error)
     # Redis 7 puts ERR before a code of our own, 6 does not.
     text = str(error).removeprefix("ERR ")
     return FencedError(text.removeprefix("FENCED ")) if text.startswith("FENCED ") else BufferError(text)

@@ -75,7 +75,7 @@ class ControlDeployment:
         self._reconciler = reconciler = Reconciler(
             store, wiring.build_mesh, reconcile_s=settings.reconcile_s, own_log=logs
         )
-        service = ControlService(store, wiring, wake=reconciler.wake)
+        service = ControlService(store, wiring, wake=reconciler.wake, redis_trouble=lambda: reconciler.redis_trouble)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,7 +1,7 @@
 """A run as REST tells it, put together from what Redis holds; reads only."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from services.buffer.client import GroupProgress, Quarantined, Snapshot
@@ -51,7 +51,8 @@ class BufferReader(Protocol):
 class Overview:
     """Tells how runs are."""
 
-    def __init__(self, store: RunStore, buffer: BufferReader) -> None:
+    def __init__(self, store: RunStore, buffer: BufferReader, redis_trouble: Callable[[], str]) -> None:
+        self._redis_trouble = redis_trouble
         self._store = store
         self._buffer = buffer
 
@@ -121,6 +122,7 @@ class Overview:
                 replicas=reports.replicas,
                 version=progress.version,
                 leased=reports.leased,
+                redis_trouble=self._redis_trouble(),
             )
         )
 

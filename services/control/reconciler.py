@@ -8,20 +8,25 @@ remembered between two looks but in Redis, so a control replica that comes back,
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from redis.exceptions import RedisError
+from redis import exceptions as redis_errors
 
+from services.buffer.connection import complaint
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
+from services.errors import MeshError
 
 logger = logging.getLogger(__name__)
 
 LONGEST_LOOK_S = 900.0
 """A look that takes longer hangs, in a call that Ray never answers, say: the next one begins, and does what is missing."""
+SETTLE_S = 3.0
+"""After a time in which Redis took nobody's word: who lives has said so by then, and nobody is missed before."""
 GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
@@ -40,6 +45,13 @@ class RestartPolicy:
     def delay_s(self, count: int) -> float:
         """Seconds to wait before restart number `count` (from 1)."""
         return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
+
+
+def _of_redis(error: BaseException | None) -> bool:
+    """Whether Redis does not answer, or refuses writes, and that is all."""
+    return error is not None and (
+        isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)) or _of_redis(error.__cause__)
+    )
 
 
 class Reconciler:
@@ -62,6 +74,10 @@ class Reconciler:
         self._policy = policy or RestartPolicy()
         self._meshes: dict[tuple[str, float], RunMesh] = {}
         self._foreign: set[str] = set()
+        self._troubled_at = float("-inf")
+        """Monotonic time at which Redis last could not be used."""
+        self.redis_trouble = ""
+        """What is wrong with Redis, for people; empty while it takes what is written."""
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
@@ -95,7 +111,8 @@ class Reconciler:
         """All runs that are not over; none while Redis does not answer: they are looked after as soon as it does."""
         try:
             run_ids = await self._store.unfinished()
-        except RedisError as error:
+        except redis_errors.RedisError as error:
+            self._redis_fails(error)
             logger.warning("no run is looked after now: %s", error)
             return []
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
@@ -111,9 +128,17 @@ class Reconciler:
             if run_id not in self._foreign:
                 self._foreign.add(run_id)
                 logger.error("not looked after: %s", error)
-        except Exception:
+        except Exception as error:
             # One look that failed is no reason to stop looking: the next one starts from what Redis says.
-            logger.exception("could not look after run %s", run_id)
+            if _of_redis(error):
+                self._redis_fails(error)
+                logger.warning("run %s is not looked after now: %s", run_id, error)
+            else:
+                logger.exception("could not look after run %s", run_id)
+
+    def _redis_fails(self, error: Exception) -> None:
+        self._troubled_at = time.monotonic()
+        self.redis_trouble = str(error) if isinstance(error, MeshError) else complaint(error)
 
     async def look(self, run_id: str) -> RunState:
         """Do the next thing that the run needs, and say what it is then."""
@@ -145,6 +170,8 @@ class Reconciler:
         try:
             await mesh.prepare()
         except Exception as error:
+            if _of_redis(error):
+                raise  # no fault of the run's: the next look tries again
             logger.exception("run %s can't be prepared", record.run_id)
             return await self._begin_draining(record, RunState.FAILED, f"preparation failed: {error}", self._own_log)
         await self._store.update(record.run_id, state=RunState.STARTING)
@@ -154,6 +181,9 @@ class Reconciler:
         """Bring up what is missing, replace what died, and notice when all is done."""
         await mesh.steer(await self._store.settings(record), paused=record.wanted is Wanted.PAUSED)
         seen = await self._observe(record, mesh.components)
+        self.redis_trouble = ""
+        if time.monotonic() < self._troubled_at + SETTLE_S:
+            return record.state
         healths = {each.name: seen[each.name].health for each in mesh.components}
         if Health.DONE in healths.values():
             return await self._begin_draining(record, RunState.FINISHED)
@@ -188,6 +218,8 @@ class Reconciler:
         try:
             await component.ensure()
         except Exception as error:
+            if _of_redis(error):
+                raise
             logger.exception("run %s: can't start %s", record.run_id, component.name)
             incident = f"start at {self._store.clock()}"
             failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)

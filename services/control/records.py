@@ -231,7 +231,8 @@ class RunStore:
     async def changes(self, run_id: str) -> list[Change]:
         """Every change of the run's settings, in the order in which they were asked for."""
         keys = RunKeys(run_id)
-        async with self.redis.pipeline() as pipe:
+        # Not a transaction, which a Redis without memory refuses to queue
+        async with self.redis.pipeline(transaction=False) as pipe:
             pipe.lrange(keys.changes, 0, -1)
             pipe.hgetall(keys.adopted)
             blobs, adopted = await pipe.execute()
@@ -325,7 +326,7 @@ class RunStore:
     async def reports(self, run_id: str) -> PartReports:
         """What env workers and replicas said last, and whether a learner holds the run."""
         keys = RunKeys(run_id)
-        async with self.redis.pipeline() as pipe:
+        async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.doing)
             pipe.hgetall(keys.served)
             pipe.exists(keys.lease)

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
+from services.buffer.connection import RefusesWritesError
 from services.control.runs import BusyError, ForeignRecordError, RunExistsError, RunStateError, UnknownRunError
 from services.control.service import InvalidPlaceError, InvalidRunError
 from services.control.views import ErrorBody, ErrorView, ProblemView
@@ -101,7 +102,9 @@ def answer_errors(api: FastAPI) -> None:
     @api.exception_handler(RetryableError)
     async def unreachable(request: Request, error: Exception) -> Response:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
-        return error_response(503, "state_unreachable", "Redis does not answer: try again")
+        refusal = error if isinstance(error, RefusesWritesError) else error.__cause__
+        what = str(refusal) if isinstance(refusal, RefusesWritesError) else "Redis does not answer"
+        return error_response(503, "state_unreachable", f"{what}: try again")
 
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -64,10 +64,18 @@ class Wiring(BufferReader, Protocol):
 class ControlService:
     """What the REST API offers. Every method that names a run raises `UnknownRunError` where there is none."""
 
-    def __init__(self, store: RunStore, wiring: Wiring, *, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: RunStore,
+        wiring: Wiring,
+        *,
+        wake: Callable[[], None],
+        redis_trouble: Callable[[], str] = lambda: "",
+    ) -> None:
+        """redis_trouble: see `Reconciler.redis_trouble`."""
         self.store = store
         self._wiring = wiring
-        self._overview = Overview(store, wiring)
+        self._overview = Overview(store, wiring, redis_trouble)
         self._wake = wake
         self._validating = ThreadPoolExecutor(VALIDATED_AT_ONCE, thread_name_prefix="validate")
 

@@ -29,7 +29,8 @@ class Link:
     """One part, and what it waits for."""
 
     who: str
-    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, or a component's name."""
+    """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component's
+    name."""
     state: str
     """In a word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
     says: str
@@ -58,17 +59,27 @@ class Picture:
     """Newest published; -1 before the first."""
     leased: bool = True
     """A learner holds the run."""
+    redis_trouble: str = ""
+    """What is wrong with Redis, where it lets itself be read and nothing be written."""
 
 
 def chain(picture: Picture) -> list[Link]:
     """From the one who waits most to the one who keeps all waiting; never empty."""
-    return [*_chain(picture), *_unattended(picture)]
+    return [*_refused(picture), *_chain(picture), *_unattended(picture)]
+
+
+def _refused(picture: Picture) -> list[Link]:
+    """Before all others: what they said last is old, and none of them goes on."""
+    if not picture.redis_trouble or picture.record.state.over:
+        return []
+    says = f"{picture.redis_trouble}: all wait for it, and go on by themselves then; what follows was said before"
+    return [Link("redis", "refuses", says)]
 
 
 def _unattended(picture: Picture) -> list[Link]:
     """What dies in a run that nobody looks after stays dead."""
     silent_s = picture.now - picture.record.beat
-    if picture.record.state.over or not picture.record.beat or silent_s < UNATTENDED_S:
+    if picture.record.state.over or picture.redis_trouble or not picture.record.beat or silent_s < UNATTENDED_S:
         return []
     says = f"and nobody has looked after the run for {silent_s:.0f} s: the control service hangs, or is being replaced"
     return [Link("control", "silent", says, None, silent_s)]

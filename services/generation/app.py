@@ -12,7 +12,7 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import connect_async
+from services.buffer.connection import complaint, connect_async
 from services.codec import decode_requests, encode_completions
 from services.errors import RetryableError
 from services.generation.client import DEPLOYMENT
@@ -119,7 +119,7 @@ class GenerationDeployment:
             try:
                 tenant = await find_tenant(self._redis, self._app)
             except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-                logger.warning("Redis does not answer, goes on as before: %s", error)
+                logger.warning("goes on as before: %s", complaint(error))
             else:
                 if tenant != (self._tenancy.tenant if self._tenancy else None):
                     await self._serve(tenant)

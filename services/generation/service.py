@@ -77,6 +77,8 @@ class GenerationReplica:
         except WeightsError as error:
             self._counts.refused_weights()
             logger.warning("starting without weights: %s", error)
+        except RetryableError as error:
+            logger.warning("starting without weights: %s", error)
 
     async def follow(self) -> None:
         """Take new versions as they are announced, always the newest, until cancelled.

@@ -18,7 +18,7 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import connect_async
+from services.buffer.connection import PatientRetry, connect_async
 from services.errors import RetryableError
 from services.generation.config import GenerationConfig
 from services.generation.engine import VllmEngine
@@ -103,7 +103,9 @@ class Tenancy:
         self, tenant: Tenant, replica_id: str, engine: VllmEngine, config: GenerationConfig, redis_url: str
     ) -> None:
         redis = connect_async(redis_url)
-        pulls = SyncRedis.from_url(redis_url)
+        pulls = SyncRedis.from_url(
+            redis_url, retry=PatientRetry(0.0)
+        )  # a request that came twice would be served twice
         self._replica_id = replica_id
         self._subscriber = subscriber = RedisWeightSubscriber(
             redis,

@@ -18,9 +18,8 @@ from ray.serve.exceptions import RayServeException
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
-from services.buffer.connection import connect_async
+from services.buffer.connection import connect_async, retryable
 from services.buffer.rollout import AsyncRolloutBuffer
-from services.errors import RetryableError
 from services.generation.client import ServeGenerationClient
 from services.keys import RunKeys
 from services.rollout.calling import load_playing_format
@@ -125,7 +124,7 @@ class _WaitsBoard:
         try:
             await self._redis.hset(self._key, worker_id, json.dumps(report))
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-            raise RetryableError(f"Redis does not answer: {error}") from error
+            raise retryable(error) from error
 
 
 class _PatientMetrics:
@@ -138,7 +137,7 @@ class _PatientMetrics:
         try:
             await self._metrics.append(record)
         except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-            raise RetryableError(f"Redis does not answer: {error}") from error
+            raise retryable(error) from error
 
 
 def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:

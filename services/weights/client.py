@@ -40,7 +40,7 @@ class WeightPublisher(Protocol):
 
 
 class WeightSubscriber(Protocol):
-    """The broker as a replica sees it; every call but `fetch` raises `RetryableError` while Redis does not answer."""
+    """The broker as a replica sees it; every call raises `RetryableError` while Redis does not answer, or refuses writes."""
 
     async def newest(self) -> Manifest | None:
         """The newest announced version whose bytes can be read, or None before the first. One whose read hangs is passed

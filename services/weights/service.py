@@ -15,6 +15,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
+from services.buffer.connection import complaint
 from services.codec import decode_manifest
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
@@ -66,7 +67,7 @@ class WeightBroker:
                 if heard:
                     after = heard[0][1][-1][0]
             except (ConnectionError, TimeoutError) as error:
-                logger.warning("Redis does not answer: %s", error)
+                logger.warning("%s", complaint(error))
             await asyncio.sleep(1.0)
 
     async def collect(self) -> int:

@@ -10,9 +10,8 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import LONGEST_BLOCK_S
+from services.buffer.connection import LONGEST_BLOCK_S, retryable
 from services.codec import decode_manifest
-from services.errors import RetryableError
 from services.keys import RunKeys
 from services.schema import Manifest
 from services.weights.client import IDLE
@@ -28,7 +27,7 @@ def _retryable() -> Iterator[None]:
     try:
         yield
     except (ConnectionError, TimeoutError) as error:
-        raise RetryableError(f"Redis does not answer: {error}") from error
+        raise retryable(error) from error
 
 
 class RedisWeightSubscriber:

@@ -221,6 +221,29 @@ def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
         assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_learner_whose_place_is_taken_while_redis_refuses_writes_is_told_of_once_it_takes_them(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("deploy.learner_host.SETTLE_S", 0.0)
+    host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
+    host.start()
+    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    wait_until_sync(lambda: told(tmp_path, "stands by") != [])
+    before = read_status(redis, "r")
+    redis.config_set("min-replicas-to-write", 1)
+    try:
+        os.kill(told(tmp_path, "up")[0], signal.SIGKILL)
+        wait_until_sync(lambda: "can't tell Redis of the new learner: Redis refuses writes" in caplog.text)
+    finally:
+        redis.config_set("min-replicas-to-write", 0)
+    wait_until_sync(lambda: read_status(redis, "r").died == before.incarnation)
+    wait_until_sync(lambda: read_status(redis, "r").alive)
+    assert not host.wait(0)
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+
+
 def test_a_learner_that_can_not_be_started_beside_it_does_not_end_the_one_that_trains(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -46,6 +46,7 @@ SMALL = (
     "weights.transport=fs",
     "custom_envs.FrozenLake.max_steps=4",
 )
+IMPATIENT = "from trainer import cli, outage; outage.PATIENCE_S = {}; cli.main()"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -62,9 +63,10 @@ class Run:
     def keys(self) -> RunKeys:
         return RunKeys(self.config.exp_name)
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """A learner process."""
-        command = [sys.executable, "-m", "trainer.cli", self.config.exp_name, "--redis", self.url]
+    def start(self, *, patience_s: float | None = None) -> subprocess.Popen[bytes]:
+        """A learner process. patience_s: after which it calls a Redis that can't be used an outage."""
+        program = ["-m", "trainer.cli"] if patience_s is None else ["-c", IMPATIENT.format(patience_s)]
+        command = [sys.executable, *program, self.config.exp_name, "--redis", self.url]
         with (self.config.output_dir / "stderr").open("wb") as errors:
             self.learners.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=errors))
         return self.learners[-1]

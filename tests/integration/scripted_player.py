@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from deploy.config import RunConfig
 from envs import registry
+from services.buffer.connection import connect_async
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.keys import RunKeys
 from services.rollout.chat import ChatFormat, load_chat_format
@@ -55,7 +56,7 @@ def play(config: RunConfig, chat: ChatFormat, task: Task, spec: EpisodeTask, ver
 
 async def play_forever(config: RunConfig, redis_url: str, model_folder: Path, stop: asyncio.Event) -> None:
     """Claim and play until `stop`; a task whose weights are not published yet waits."""
-    redis = Redis.from_url(redis_url)
+    redis = connect_async(redis_url, patience_s=240.0)
     buffer = AsyncRolloutBuffer(redis, config.exp_name)
     chat = load_chat_format(model_folder)
     evals = EvalTasks(config, config.seed)

@@ -1,11 +1,14 @@
 """The learner as a process over a real Redis: what it leaves when it ends, is killed, stopped or replaced."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +19,8 @@ from rich.console import Console
 
 from deploy.audit_command import audit_run
 from services.buffer.address import refusal
+from services.buffer.config import RedisConfig
+from services.buffer.redis_server import EmbeddedRedis
 from services.keys import RunKeys
 from services.lease import LearnerLease
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
@@ -174,6 +179,75 @@ def test_a_learner_whose_main_thread_hangs_ends_and_its_successor_trains_all(
         assert run.counters().trained < 6
         assert run.start().wait(timeout=240) == 0, run.complaint()
         assert run.counters().trained == 6
+
+
+def log_of(run: Run) -> str:
+    return (run.config.output_dir / "logs" / "learner.log").read_text()
+
+
+@contextmanager
+def without_memory(run: Run) -> Iterator[None]:
+    """The run's Redis refuses writes."""
+    run.redis.config_set("maxmemory", "1")
+    try:
+        yield
+    finally:
+        run.redis.config_set("maxmemory", "0")
+
+
+def test_a_learner_waits_for_a_redis_that_refuses_writes_and_trains_each_group_once(
+    redis_server: str, tmp_path: Path, undisturbed: Run
+) -> None:
+    """For longer than its patience, than its lease, and than its main thread may come no further."""
+    hung_s = 6.0
+    with a_run(redis_server, tmp_path, "refused", [f"actor_train.backend_timeout={hung_s / 60}"]) as run:
+        learner = run.start(patience_s=0.5)
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
+        with without_memory(run):
+            wait_until_sync(lambda: "waits on: Redis refuses writes: OOM" in log_of(run))
+            began = time.monotonic()
+            wait_until_sync(lambda: time.monotonic() > began + 1.5 * hung_s)
+            assert not run.redis.exists(run.keys.lease)
+            assert learner.poll() is None, run.complaint()
+            assert run.published() < 6
+        assert learner.wait(timeout=240) == 0, run.complaint()
+        counters = run.counters()
+        assert (counters.admitted, counters.trained, counters.in_flight) == (12, 12, 0)
+        steps = [r.step for r in run.records() if r.source == "learner" and r.step is not None]
+        assert steps == [1, 2, 3, 4, 5, 6], "nothing was repeated"
+        assert run.redis.get(run.keys.epoch) == b"1"
+        for name, tensor in undisturbed.weights(6).items():
+            assert torch.equal(tensor, run.weights(6)[name]), name
+
+
+def test_a_learner_that_waits_for_redis_ends_at_a_signal_and_says_why(redis_server: str, tmp_path: Path) -> None:
+    with a_run(redis_server, tmp_path, "refused-stop", ["save_steps=1"]) as run:
+        learner = run.start(patience_s=0.5)
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
+        with without_memory(run):
+            wait_until_sync(lambda: "waits on: Redis refuses writes: OOM" in log_of(run))
+            learner.send_signal(signal.SIGTERM)
+            assert learner.wait(timeout=60) == 1
+        assert "offbeat learner: run refused-stop: Redis refuses writes: OOM" in run.complaint()
+        assert run.start().wait(timeout=240) == 0, run.complaint()
+        assert run.counters().trained == 12
+
+
+def test_a_learner_waits_for_a_redis_that_is_gone(tmp_path: Path) -> None:
+    with (
+        EmbeddedRedis(tmp_path / "redis", RedisConfig()) as server,
+        a_run(server.url, tmp_path, "redis-gone") as run,
+    ):
+        learner = run.start(patience_s=0.5)
+        wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until_sync(lambda: "waits on: Redis does not answer: " in log_of(run))
+        assert learner.poll() is None, run.complaint()
+        server.restart()
+        assert learner.wait(timeout=240) == 0, run.complaint()
+        assert run.counters().trained == 12
+        assert run.redis.get(run.keys.epoch) == b"1"
 
 
 def test_a_checkpoint_that_can_not_be_used_is_refused_with_one_line(redis_server: str, tmp_path: Path) -> None:

@@ -168,3 +168,19 @@ def test_a_redis_that_is_away_gives_no_lease_and_says_try_again():
     nowhere = connect("redis://127.0.0.1:1/0", patience_s=0.0)
     with LearnerLease(nowhere, RUN, "me", 0.2) as lease, pytest.raises(RetryableError):
         lease.acquire()
+
+
+def test_a_redis_that_refuses_writes_ends_no_lease_and_the_renewing_thread_lives_on(redis_url: str):
+    with connect(redis_url, patience_s=0.05) as redis, Redis.from_url(redis_url) as other:
+        lost = threading.Event()
+        with LearnerLease(redis, RUN, "me", 0.4, on_lost=lost.set) as lease:
+            lease.acquire()
+            other.config_set("maxmemory", "1")
+            try:
+                wait_until_sync(lambda: not other.exists(RunKeys(RUN).lease))
+                with pytest.raises(RetryableError, match=r"^Redis refuses writes: OOM"):
+                    LearnerLease(redis, RUN, "another", 10).acquire()
+            finally:
+                other.config_set("maxmemory", "0")
+            wait_until_sync(lambda: bool(other.exists(RunKeys(RUN).lease)) and lease.held())
+            assert not lost.is_set()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.buffer.connection import connect_async
 from services.control import service
 from services.control.bodies import MAX_BODY_BYTES
 from services.control.client import ControlRefusedError
@@ -249,6 +250,24 @@ async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
         assert (await api.http.get("/healthz")).status_code == 503
         with pytest.raises(RetryableError):
             await api.client.runs()
+
+
+async def test_a_redis_that_refuses_writes_is_a_503_that_says_so_and_what_can_be_read_is_told(redis_url: str):
+    redis = connect_async(redis_url, patience_s=0.05)
+    world = ApiWorld(redis, redis_url, None, None)
+    await world.start("a")
+    await redis.config_set("maxmemory", "1")
+    try:
+        answer = await world.http.post("/runs/a/stop")
+        assert (answer.status_code, code(answer)) == (503, "state_unreachable")
+        assert answer.json()["error"]["message"].startswith("Redis refuses writes: OOM ")
+        for path in ("/runs", "/runs/a", "/runs/a/why"):
+            assert (await world.http.get(path)).status_code == 200, path
+    finally:
+        await redis.config_set("maxmemory", "0")
+    assert (await world.http.post("/runs/a/stop")).status_code == 202
+    await world.http.aclose()
+    await redis.aclose()
 
 
 async def test_an_unexpected_failure_tells_no_traceback(api: ApiWorld):

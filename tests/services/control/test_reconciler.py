@@ -6,10 +6,12 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
+from services.buffer.connection import connect_async
 from services.control.components import Health
 from services.control.reconciler import Reconciler, RestartPolicy
 from services.control.records import RunStore
 from services.control.runs import RunRecord, RunSpec, RunState, Wanted
+from services.errors import RetryableError
 from services.keys import RunKeys
 from tests.services.control.control_fakes import SETTINGS, FakeClock, FakeMesh
 from tests.waiting import wait_until
@@ -357,3 +359,58 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     assert "over" not in looked
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not_replaced(
+    store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("services.control.reconciler.SETTLE_S", 2.0)
+    client = connect_async(redis_url, patience_s=0.05)
+    reconciler = Reconciler(RunStore(client), lambda _: mesh, reconcile_s=0.02)
+    running = asyncio.create_task(reconciler.run())
+    try:
+        await wait_until(lambda: mesh["learner"].starts == 1)
+        await redis.config_set("maxmemory", "1")
+        looks: list[None] = []
+        observe = mesh["learner"].observe
+        mesh["learner"].observe = lambda: looks.append(None) or observe()
+        mesh["learner"].die("its host fell silent")
+        await wait_until(lambda: len(looks) > 3)
+        await redis.config_set("maxmemory", "0")
+        looks.clear()
+        await wait_until(lambda: len(looks) > 3)
+        mesh["learner"].health = Health.READY
+        looks.clear()
+        await wait_until(lambda: len(looks) > 3)
+        assert mesh["learner"].starts == 1
+        assert await store.restarts("lake") == {}
+        mesh["learner"].die("really")
+        await wait_until(lambda: mesh["learner"].starts == 2)
+    finally:
+        await redis.config_set("maxmemory", "0")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.aclose()
+
+
+@pytest.mark.parametrize("what", ["prepare", "ensure"])
+async def test_what_fails_because_redis_can_not_be_used_is_tried_again_and_counts_for_nothing(
+    reconciler: Reconciler, store: RunStore, mesh: FakeMesh, what: str
+):
+    refusal = RetryableError("Redis refuses writes: OOM")
+    refusal.__cause__ = ConnectionError("OOM")
+    owner = mesh if what == "prepare" else mesh["learner"]
+    works, tries = getattr(owner, what), []
+
+    async def fails_ten_times() -> None:
+        tries.append(None)
+        if len(tries) <= 10:
+            raise refusal
+        await works()
+
+    setattr(owner, what, fails_ten_times)
+    for _ in range(10):
+        with pytest.raises(RetryableError):
+            await reconciler.look("lake")
+    await look_until(reconciler, RunState.RUNNING)
+    assert await store.restarts("lake") == {}

@@ -286,3 +286,14 @@ def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
 def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
     learner = LearnerReport("training", {"stage": stage, "step": 12, "since": NOW - 3.0})
     assert chain(picture(learner=learner))[-1].says == says
+
+
+def test_a_redis_that_takes_nothing_comes_first_and_nobody_is_accused_of_the_silence_that_follows():
+    refusal = "Redis refuses writes: OOM command not allowed (raise its maxmemory)"
+    silent = replace(picture().record, beat=NOW - 500)
+    links = chain(picture(redis_trouble=refusal, record=silent))
+    assert told(links)[0] == ("redis", "refuses", None)
+    assert sentence(links).startswith(f"{refusal}: all wait for it")
+    assert "control" not in [link.who for link in links]
+    over = replace(silent, state=RunState.FINISHED)
+    assert told(chain(picture(redis_trouble=refusal, record=over))) == [("run", "finished", None)]
