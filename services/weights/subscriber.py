@@ -90,16 +90,13 @@ class RedisWeightSubscriber:
     async def fetch(self, manifest: Manifest) -> AsyncIterator[Path]:
         """See `WeightSubscriber.fetch`."""
         context = self._transport.fetch(manifest)
-        with _retryable():
-            path = await asyncio.to_thread(context.__enter__)
+        path = await asyncio.to_thread(context.__enter__)
         try:
             yield path
         except BaseException as error:
-            with _retryable():
-                await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
+            await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
             raise
-        with _retryable():
-            await asyncio.to_thread(context.__exit__, None, None, None)
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""

@@ -174,7 +174,6 @@ def test_a_client_that_is_told_to_goes_on_beyond_its_patience_until_it_is_told_n
         with connect(redis_url, patience_s=0.05, goes_on=lambda _: False) as other, pytest.raises(RefusesWritesError):
             other.set("key", "value")
 
-
     """URL of a redis-server whose append-only file lies on a disk of a megabyte, and that disk as seen from here."""
 
 
