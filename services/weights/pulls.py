@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from redis import Redis
+from redis import exceptions as redis_errors
 
+from services.buffer.connection import retryable
 from services.errors import WeightsError
 from services.keys import RunKeys
 
@@ -87,17 +89,27 @@ def holder(redis: Redis, run_id: str) -> str:
 
 
 @contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        raise retryable(error) from error
+
+
+@contextmanager
 def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[Ticket]:
     """A replica's side: the ticket; leaving the context says whether loading went well.
 
     Raises:
         WeightsError: the learner refused, or did not answer in time.
+        RetryableError: Redis does not answer, or refuses writes.
     """
     keys = RunKeys(run_id)
     pull = Pull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
     request = {name: getattr(pull, name) for name in Pull.__slots__}
-    redis.rpush(keys.key("pulls"), json.dumps(request))
-    heard = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
+    with _asking():
+        redis.rpush(keys.key("pulls"), json.dumps(request))
+        heard = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
     if heard is None:
         raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
     ticket: Ticket = json.loads(heard[1])
@@ -109,5 +121,6 @@ def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: 
         yield ticket
         outcome = "ok"
     finally:
-        redis.rpush(done, outcome)
-        redis.expire(done, FORGOTTEN_AFTER_S)
+        with _asking():
+            redis.rpush(done, outcome)
+            redis.expire(done, FORGOTTEN_AFTER_S)

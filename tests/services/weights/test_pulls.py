@@ -11,7 +11,8 @@ import torch
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.errors import WeightsError
+from services.buffer.connection import PatientRetry
+from services.errors import RetryableError, WeightsError
 from services.schema import Manifest
 from services.weights import device, pulls
 from services.weights.device import DeviceTransport, Held, checksum
@@ -156,3 +157,17 @@ def test_a_replica_may_load_for_longer_than_a_read_of_the_learner_lasts_and_its_
                 time.sleep(0.05)
         wait_until_sync(lambda: outcomes == ["sent"], timeout_s=5)
         learner.close()
+
+
+def test_a_replica_whose_redis_refuses_writes_may_ask_again(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, retry=PatientRetry(0.0)) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            with (
+                pytest.raises(RetryableError, match=r"^Redis refuses writes: OOM"),
+                pulls.pulled(client, RUN, 3, workers=1, timeout_s=1.0),
+            ):
+                pass
+        finally:
+            client.config_set("maxmemory", 0)
+        assert not client.keys("*pull*")
