@@ -16,7 +16,7 @@ from typing import Any, Self, cast
 from redis import Redis
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import retryable
+from services.buffer.refusals import retryable
 from services.errors import FencedError, RetryableError
 from services.keys import RunKeys
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from services.buffer.connection import complaint
+from services.buffer.refusals import complaint
 
 logger = logging.getLogger(__name__)
 

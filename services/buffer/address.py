@@ -10,7 +10,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, RedisError, ResponseError
 
-from services.buffer.connection import RefusesWritesError, connect
+from services.buffer.connection import connect
+from services.buffer.refusals import RefusesWritesError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from redis import Redis
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.connection import retryable
+from services.buffer.refusals import retryable
 from services.errors import BufferError, FencedError, MeshError
 from services.keys import RunKeys
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import complaint
+from services.buffer.refusals import complaint
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted

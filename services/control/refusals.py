@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 
-from services.buffer.connection import RefusesWritesError
+from services.buffer.refusals import RefusesWritesError
 from services.control.runs import BusyError, ForeignRecordError, RunExistsError, RunStateError, UnknownRunError
 from services.control.service import InvalidPlaceError, InvalidRunError
 from services.control.views import ErrorBody, ErrorView, ProblemView

@@ -12,7 +12,8 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import complaint, connect_async
+from services.buffer.connection import connect_async
+from services.buffer.refusals import complaint
 from services.codec import decode_requests, encode_completions
 from services.errors import RetryableError
 from services.generation.client import DEPLOYMENT

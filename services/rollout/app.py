@@ -18,7 +18,8 @@ from ray.serve.exceptions import RayServeException
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis
 
-from services.buffer.connection import connect_async, retryable
+from services.buffer.connection import connect_async
+from services.buffer.refusals import retryable
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.generation.client import ServeGenerationClient
 from services.keys import RunKeys

@@ -15,7 +15,7 @@ from typing import Any, cast
 from redis import Redis
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import retryable
+from services.buffer.refusals import retryable
 from services.errors import WeightsError
 from services.keys import RunKeys
 

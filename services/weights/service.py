@@ -15,7 +15,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import complaint
+from services.buffer.refusals import complaint
 from services.codec import decode_manifest
 from services.keys import RunKeys
 from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial

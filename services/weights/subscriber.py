@@ -10,7 +10,8 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import LONGEST_BLOCK_S, retryable
+from services.buffer.connection import LONGEST_BLOCK_S
+from services.buffer.refusals import retryable
 from services.codec import decode_manifest
 from services.keys import RunKeys
 from services.schema import Manifest

@@ -13,8 +13,9 @@ import pytest
 from redis import Redis
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import RefusesWritesError, complaint, connect, connect_async
+from services.buffer.connection import connect, connect_async
 from services.buffer.learner import RedisLearnerBuffer
+from services.buffer.refusals import RefusesWritesError, complaint
 from services.buffer.rollout import AsyncRolloutBuffer
 from services.errors import BufferError, RetryableError
 from services.keys import RunKeys
