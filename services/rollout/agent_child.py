@@ -6,13 +6,17 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import IO, Any
 
 from services.rollout.agent_task import AgentTask
 from services.rollout.pipe_end import serve
 
 TOLD = 2_000
 """Characters of a failed command's output that are told."""
+TAIL, PIECE = 1 << 20, 1 << 16
+"""Bytes of a command's output that are kept, and read at a time; what it returns is among the former."""
 
 
 def find_agent(path: str) -> Callable[[AgentTask], Any]:
@@ -43,24 +47,40 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
         RuntimeError: it ended with another status than 0.
     """
     task = AgentTask.of(plain)
-    done = subprocess.run(
-        list(command),
-        input=json.dumps(task.plain()),
-        env={**os.environ, **task.environment()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        raise RuntimeError(f"exit status {done.returncode}: {done.stderr.strip()[-TOLD:]}")
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    environment = {**os.environ, **task.environment()}
+    pipe = subprocess.PIPE
+    with (
+        ThreadPoolExecutor(2) as readers,
+        subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process,
+    ):
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        said, complained = readers.submit(_tail, process.stdout), readers.submit(_tail, process.stderr)
+        with suppress(BrokenPipeError):  # it may not want to hear it
+            process.stdin.write(json.dumps(task.plain()).encode())
+            process.stdin.close()
+        output, errors = said.result(), complained.result()
+    sys.stderr.write(errors)
+    if process.returncode:
+        raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-TOLD:]}")
+    lines = [line for line in output.splitlines() if line.strip()]
     if not lines:
         return None
     try:
         return json.loads(lines[-1])
     except ValueError:
         return lines[-1]
+
+
+def _tail(stream: IO[bytes]) -> str:
+    """The end of what a stream says: an agent may say much in an episode."""
+    kept = bytearray()
+    while chunk := os.read(stream.fileno(), PIECE):
+        kept += chunk
+        if len(kept) > 2 * TAIL:
+            del kept[:-TAIL]
+    return kept[-TAIL:].decode(errors="replace")
 
 
 if __name__ == "__main__":

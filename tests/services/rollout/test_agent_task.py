@@ -1,8 +1,13 @@
 import json
+import sys
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
+from services.rollout.agent_child import TAIL, run
 from services.rollout.agent_task import AgentTask
 
 
@@ -49,3 +54,18 @@ def test_an_agent_that_thought_for_longer_than_its_connection_lasts_goes_on():
             assert AgentTask.of(json.loads(task.environment()["OFFBEAT_TASK"])) == task
         server.shutdown()
         serving.join()
+
+
+def test_of_what_a_command_says_only_the_end_is_kept(capfd: pytest.CaptureFixture[str]):
+    much = "[print('x' * 2**16, file=file) for file in (sys.stdout, sys.stderr) for _ in range(512)]"
+    says = f"import sys; {much}; print('{{\"reward\": 1}}')"
+    plain = AgentTask("", "", "", "", "policy", "Tag", 1, "", "", 3).plain()
+    tracemalloc.start()
+    try:
+        assert run([sys.executable, "-c", says], plain) == {"reward": 1}
+        assert tracemalloc.get_traced_memory()[1] < 16 * TAIL
+    finally:
+        tracemalloc.stop()
+    assert len(capfd.readouterr().err) <= TAIL
+    with pytest.raises(RuntimeError, match=r"exit status 3: .*no such room"):
+        run([sys.executable, "-c", "import sys; print('no such room', file=sys.stderr); sys.exit(3)"], plain)
