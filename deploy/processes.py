@@ -114,7 +114,7 @@ def _made_by_multiprocessing(processes: Iterable[psutil.Process]) -> tuple[set[P
     # Listed first: what is made meanwhile would seem nobody's
     files = {path for pattern in MULTIPROCESSING for path in SHARED_MEMORY.glob(pattern)}
     mapped: set[int] = set()
-    for process in processes:
+    for process in processes if files else ():
         with suppress(OSError):
             lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
             mapped |= {int(line.split(maxsplit=5)[4]) for line in lines if str(SHARED_MEMORY) in line}

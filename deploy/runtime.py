@@ -81,6 +81,8 @@ ANSWER_S = 120.0
 """What the control service gets to take the run, once it is up: on a busy machine it is slow at first."""
 REDIS_LOOK_S = 0.2
 """How long the embedded Redis may be dead unnoticed."""
+MEMORY_LOOK_S = 1.0
+"""Between two looks at what the run's processes hold in shared memory."""
 REDIS_PING_S, REDIS_HUNG_S = 2.0, 15.0
 """It is asked so often whether it answers; one that has not for so long hangs, and is killed. All is well again before those
 who are patient with Redis (`services.buffer.connection`) lose their patience."""
@@ -103,6 +105,7 @@ class LocalMesh:
         self._learner: LearnerHost | None = None
         self._ray_temp: Path | None = None
         self._ray: subprocess.Popen[bytes] | None = None
+        self._held: set[Path] = set()
         self.timings: dict[str, float] = {}
         """Seconds from the command's start until each part stood."""
 
@@ -247,6 +250,14 @@ class LocalMesh:
                 answered = time.monotonic()
             await asyncio.sleep(REDIS_LOOK_S)
 
+    async def watch_shared_memory(self) -> None:
+        """Note what Python's multiprocessing makes for the run's processes, until cancelled. An engine that is killed while
+        it starts leaves its semaphore if its resource tracker is killed with it, as Ray does."""
+        while True:
+            held = await asyncio.to_thread(shared_memory_held)
+            self._held = held | {path for path in self._held if path.exists()}
+            await asyncio.sleep(MEMORY_LOOK_S)
+
     async def end_learner(self) -> int:
         """Let the learner finish its step, save a checkpoint and end; one that takes longer than that should is killed.
 
@@ -282,11 +293,12 @@ class LocalMesh:
     def kill(self) -> None:
         """End everything at once, without a word to anybody; what is saved stays saved."""
         end_descendants(0.0)
+        remove_left_behind(self._held)
         self._remove_leftovers()
 
     def _stop(self, outcome: RunState | None) -> None:
         spared = [self._server.pid] if self._server and self._server.pid else []
-        held = shared_memory_held()  # before Ray ends its workers in its own way
+        held = self._held | shared_memory_held()  # before Ray ends its workers in its own way
         self._stop_ray()
         killed = end_descendants(END_GRACE_S, besides=spared)
         if killed:

@@ -147,11 +147,13 @@ class TrainCommand:
             self._view.say(f"Control service at {client.url}, Redis at {self._mesh.redis_place}")
             self._report.timings = self._mesh.timings
             # Beside the watch: who asks a service whose Redis is gone waits for its answer
-            keeper = asyncio.create_task(self._mesh.keep_redis(), name="keep redis")
+            chores = {"keep redis": self._mesh.keep_redis(), "watch memory": self._mesh.watch_shared_memory()}
+            keepers = [asyncio.create_task(chore, name=name) for name, chore in chores.items()]
             try:
                 view = await self._watch(client)
             finally:
-                keeper.cancel()
+                for keeper in keepers:
+                    keeper.cancel()
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
             raise RunFailedError(f"{view.error}\nRead {_shown(log)}")

@@ -115,6 +115,50 @@ def test_semaphores_of_processes_that_were_killed_with_their_tracker_are_removed
     assert done.stdout.endswith("done\n"), done.stderr
 
 
+DIED_EARLY = """
+    import asyncio, multiprocessing, os, subprocess, sys, time
+    from pathlib import Path
+    from deploy.loading import load_run
+    from deploy.processes import adopt_orphans, descendants
+    from deploy.runtime import LocalMesh
+
+    async def watch(mesh, child, name):
+        watching = asyncio.create_task(mesh.watch_shared_memory())
+        while name not in map(str, mesh._held):
+            await asyncio.sleep(0.01)
+        for process in descendants():  # its resource tracker, too
+            process.kill()
+        child.wait()
+        watching.cancel()
+
+    hold = (
+        "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
+        "print(lock._semlock.name, flush=True); time.sleep(100)"
+    )
+    adopt_orphans()
+    child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
+    config = load_run(Path("deploy/configs/quickstart.yaml")).model_copy(update={"output_dir": Path(sys.argv[1])})
+    mesh = LocalMesh(config, began=time.time())
+    asyncio.run(watch(mesh, child, name))
+    assert os.path.exists(name)
+    asyncio.run(mesh.stop())
+    assert not os.path.exists(name)
+    print("done")
+"""
+
+
+def test_semaphores_of_processes_that_died_long_before_the_end_are_removed_at_the_end(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(DIED_EARLY), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
 ENDS_IN_ORDER = """
 import pathlib, signal, sys, time
 def end(*_):
