@@ -13,12 +13,13 @@ REMEDIES = {
     "MISCONF": "make room on its disk",
     "OOM": "raise its maxmemory",
     "READONLY": "it is a replica: promote it, or bring its primary back",
+    "UNBLOCKED": "it became a replica: promote it, or bring its primary back",
     "NOREPLICAS": "bring its replicas back",
     "CLUSTERDOWN": "bring its cluster back",
     "MASTERDOWN": "bring its primary back",
     "TRYAGAIN": "its slots are being moved",
 }
-"""Code of a refusal that passes -> what a person can do."""
+"""Code of a refusal that passes -> what a person can do. UNBLOCKED is what a blocking read hears that was under way."""
 KINDS = {
     redis_errors.OutOfMemoryError: "OOM",
     redis_errors.ReadOnlyError: "READONLY",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from redis import Redis
@@ -22,7 +23,7 @@ from services.keys import RunKeys
 from services.rollout.patience import patiently
 from tests.conftest import free_port, redis_server_binary
 from tests.services.buffer.buffer_play import RUN
-from tests.waiting import wait_until_sync
+from tests.waiting import wait_until, wait_until_sync
 
 Switch = Callable[[bool], None]
 """Lets a Redis refuse writes, or take them."""
@@ -155,6 +156,24 @@ async def test_a_transaction_that_is_refused_is_not_repeated_without_its_watch(
     await client.aclose()
 
 
+async def test_a_blocking_read_that_is_under_way_when_its_redis_is_demoted_goes_on(redis_url: str) -> None:
+    client = connect_async(redis_url, patience_s=20.0)
+    with Redis.from_url(redis_url) as other:
+        demote = demoted(other)
+
+        def waits() -> bool:
+            return cast(dict[str, int], other.info("clients"))["blocked_clients"] == 1
+
+        reading = asyncio.ensure_future(cast(Any, client.xread({"stream": "0"}, block=10_000)))
+        await wait_until(waits)
+        demote(True)
+        demote(False)
+        await wait_until(waits)
+        other.xadd("stream", {"a": "b"})
+        assert await reading
+    await client.aclose()
+
+
 def test_a_client_that_is_told_to_goes_on_beyond_its_patience_until_it_is_told_not_to(
     redis_url: str, full: Switch
 ) -> None:
@@ -171,11 +190,8 @@ def test_a_client_that_is_told_to_goes_on_beyond_its_patience_until_it_is_told_n
         assert client.set("key", "value")
         assert len(asked) >= 3
         full(True)
-        asked.clear()
         with connect(redis_url, patience_s=0.05, goes_on=lambda _: False) as other, pytest.raises(RefusesWritesError):
             other.set("key", "value")
-
-    """URL of a redis-server whose append-only file lies on a disk of a megabyte, and that disk as seen from here."""
 
 
 @pytest.fixture
