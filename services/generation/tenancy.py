@@ -103,9 +103,8 @@ class Tenancy:
         self, tenant: Tenant, replica_id: str, engine: VllmEngine, config: GenerationConfig, redis_url: str
     ) -> None:
         redis = connect_async(redis_url)
-        pulls = SyncRedis.from_url(
-            redis_url, retry=PatientRetry(0.0)
-        )  # a request that came twice would be served twice
+        # Without patience: a request that came twice would be served twice.
+        pulls = SyncRedis.from_url(redis_url, retry=PatientRetry(0.0))
         self._replica_id = replica_id
         self._subscriber = subscriber = RedisWeightSubscriber(
             redis,

@@ -82,18 +82,19 @@ class PullDesk:
         self._redis.delete(self._keys.key("pulls", "holder"))
 
 
-def holder(redis: Redis, run_id: str) -> str:
-    """Token of whoever is at the desk now, or an empty string."""
-    token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
-    return token.decode() if token else ""
-
-
 @contextmanager
 def _asking() -> Iterator[None]:
     try:
         yield
     except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
         raise retryable(error) from error
+
+
+def holder(redis: Redis, run_id: str) -> str:
+    """Token of whoever is at the desk now, or an empty string. Raises `RetryableError`: Redis does not answer."""
+    with _asking():
+        token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
+    return token.decode() if token else ""
 
 
 @contextmanager

@@ -171,3 +171,13 @@ def test_a_replica_whose_redis_refuses_writes_may_ask_again(redis_url: str) -> N
         finally:
             client.config_set("maxmemory", 0)
         assert not client.keys("*pull*")
+
+
+def test_a_replica_that_asks_whether_weights_are_there_while_redis_is_away_may_ask_again(
+    learner: Callable[..., DeviceTransport],
+) -> None:
+    manifest = stage(learner(), 3)
+    with redis.Redis.from_url("redis://127.0.0.1:1/0", retry=PatientRetry(0.0)) as nowhere:
+        replica = DeviceTransport("ipc", RUN, nowhere)
+        with pytest.raises(RetryableError, match=r"^Redis does not answer: "):
+            replica.readable(manifest)
