@@ -35,7 +35,7 @@ class Outage:
         now = time.monotonic()
         if now > self._last + OVER_S:
             self._began, self._told = now - PATIENCE_S, float("-inf")
-            self._say(f"Waiting: {complaint(error)}. Training goes on by itself once it does again.")
+            self._say(f"Waiting: {complaint(error).rstrip('.')}. Training goes on once Redis can be used again.")
         self._last = now
         if now > self._told + TELL_EVERY_S:
             self._told = now

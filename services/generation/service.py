@@ -97,7 +97,7 @@ class GenerationReplica:
                 logger.warning("going on with version %d: %s", self._version, error)
                 await asyncio.sleep(RETRY_S)
             except RetryableError as error:
-                logger.warning("the broker does not answer: %s", error)
+                logger.warning("going on with version %d: %s", self._version, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _take(self, manifest: Manifest) -> None:
