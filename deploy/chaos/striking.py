@@ -119,9 +119,9 @@ class Hand:
 
     def _refuse_writes(self) -> float:
         duration_s = self._rng.uniform(*REFUSED_S)
-        if not self._run.limit_memory(1):
-            raise MissedError("Redis did not answer at that moment")
         try:
+            if not self._run.limit_memory(1):  # it may have heard of it all the same
+                raise MissedError("Redis did not answer at that moment")
             self._pause(duration_s)
         finally:
             self._wait(lambda: self._run.limit_memory(0), TROUBLE_S)
