@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from redis import exceptions as redis_errors
 
-from services.buffer.refusals import complaint
+from services.buffer.refusals import RefusesWritesError
 from services.control.components import Component, Health, Observation, RunMesh
 from services.control.records import RunStore
 from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
-from services.errors import MeshError
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +46,11 @@ class RestartPolicy:
         return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
 
 
-def _of_redis(error: BaseException | None) -> bool:
-    """Whether Redis does not answer, or refuses writes, and that is all."""
-    return error is not None and (
-        isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)) or _of_redis(error.__cause__)
-    )
+def _of_redis(error: BaseException | None) -> redis_errors.RedisError | None:
+    """What is behind `error` if that is a Redis that does not answer, or refuses writes."""
+    while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
+        error = error.__cause__
+    return error
 
 
 class Reconciler:
@@ -77,7 +76,7 @@ class Reconciler:
         self._troubled_at = float("-inf")
         """Monotonic time at which Redis last could not be used."""
         self.redis_trouble = ""
-        """What is wrong with Redis, for people; empty while it takes what is written."""
+        """What a Redis says that refuses writes, for people; empty once it takes them."""
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
@@ -130,15 +129,16 @@ class Reconciler:
                 logger.error("not looked after: %s", error)
         except Exception as error:
             # One look that failed is no reason to stop looking: the next one starts from what Redis says.
-            if _of_redis(error):
-                self._redis_fails(error)
+            if cause := _of_redis(error):
+                self._redis_fails(cause)
                 logger.warning("run %s is not looked after now: %s", run_id, error)
             else:
                 logger.exception("could not look after run %s", run_id)
 
-    def _redis_fails(self, error: Exception) -> None:
+    def _redis_fails(self, error: redis_errors.RedisError) -> None:
         self._troubled_at = time.monotonic()
-        self.redis_trouble = str(error) if isinstance(error, MeshError) else complaint(error)
+        if isinstance(error, RefusesWritesError):  # of one that does not answer nobody can read anything
+            self.redis_trouble = str(error)
 
     async def look(self, run_id: str) -> RunState:
         """Do the next thing that the run needs, and say what it is then."""
@@ -181,7 +181,6 @@ class Reconciler:
         """Bring up what is missing, replace what died, and notice when all is done."""
         await mesh.steer(await self._store.settings(record), paused=record.wanted is Wanted.PAUSED)
         seen = await self._observe(record, mesh.components)
-        self.redis_trouble = ""
         if time.monotonic() < self._troubled_at + SETTLE_S:
             return record.state
         healths = {each.name: seen[each.name].health for each in mesh.components}
@@ -252,6 +251,7 @@ class Reconciler:
         found = await asyncio.gather(*(one(component) for component in components))
         seen = {component.name: observation for component, observation in zip(components, found, strict=True)}
         await self._store.set_observations(record.run_id, seen)
+        self.redis_trouble = ""
         return seen
 
     async def _begin_draining(self, record: RunRecord, outcome: RunState, error: str = "", log: str = "") -> RunState:

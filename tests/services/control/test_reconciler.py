@@ -364,7 +364,7 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
 async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not_replaced(
     store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("services.control.reconciler.SETTLE_S", 2.0)
+    monkeypatch.setattr("services.control.reconciler.SETTLE_S", 60.0)
     client = connect_async(redis_url, patience_s=0.05)
     reconciler = Reconciler(RunStore(client), lambda _: mesh, reconcile_s=0.02)
     running = asyncio.create_task(reconciler.run())
@@ -376,16 +376,41 @@ async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not
         mesh["learner"].observe = lambda: looks.append(None) or observe()
         mesh["learner"].die("its host fell silent")
         await wait_until(lambda: len(looks) > 3)
+        assert reconciler.redis_trouble.startswith("Redis refuses writes: OOM ")
         await redis.config_set("maxmemory", "0")
         looks.clear()
         await wait_until(lambda: len(looks) > 3)
+        assert reconciler.redis_trouble == ""
         mesh["learner"].health = Health.READY
+        monkeypatch.setattr("services.control.reconciler.SETTLE_S", 0.0)
         looks.clear()
         await wait_until(lambda: len(looks) > 3)
         assert mesh["learner"].starts == 1
         assert await store.restarts("lake") == {}
         mesh["learner"].die("really")
         await wait_until(lambda: mesh["learner"].starts == 2)
+    finally:
+        await redis.config_set("maxmemory", "0")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.aclose()
+
+
+async def test_that_redis_refuses_writes_is_told_for_as_long_as_it_does_also_of_a_run_that_ends(
+    store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str
+):
+    client = connect_async(redis_url, patience_s=0.05)
+    reconciler = Reconciler(RunStore(client), lambda _: mesh, reconcile_s=0.02)
+    mesh["learner"].stops_at_once = False
+    running = asyncio.create_task(reconciler.run())
+    try:
+        await wait_until(lambda: mesh["learner"].starts == 1)
+        await store.want("lake", Wanted.STOPPED)
+        await wait_until(lambda: mesh["learner"].stops != [])
+        await redis.config_set("maxmemory", "1")
+        await wait_until(lambda: reconciler.redis_trouble.startswith("Redis refuses writes: OOM "))
+        await redis.config_set("maxmemory", "0")
+        await wait_until(lambda: reconciler.redis_trouble == "")
     finally:
         await redis.config_set("maxmemory", "0")
         running.cancel()
