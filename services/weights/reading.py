@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, Generic, TypeVar
@@ -90,7 +90,7 @@ class WeightReader:
         self._reads.append(read)
         well = False
         try:
-            if not await _done(read.entered, self._timeout_s):
+            if not await _any_done([read.entered], self._timeout_s):
                 raise WeightsError(
                     f"version {manifest.version} could not be read within {self._timeout_s:g} s from {source(manifest)}: "
                     "the share may hang"
@@ -99,7 +99,7 @@ class WeightReader:
             well = True
         finally:
             read.leave(well=well)
-            if read.entered.done() and not await _done(read.ended, CLOSE_S):
+            if read.entered.done() and not await _any_done([read.ended], CLOSE_S):
                 logger.warning("version %d could not be closed within %g s", manifest.version, CLOSE_S)
         if read.ended.done():
             read.ended.result()
@@ -122,11 +122,7 @@ class WeightReader:
         hung = self._under_way()
         if len(hung) < MOST_HUNG:
             return
-        waits = [asyncio.wrap_future(read.ended) for read in hung]
-        done, _ = await asyncio.wait(waits, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        if not done:
+        if not await _any_done([read.ended for read in hung], self._timeout_s):
             raise WeightsError(
                 f"{len(hung)} reads of weights from {source(hung[0].manifest)} hang: nothing more is tried there"
             )
@@ -142,11 +138,12 @@ def _called(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
     yield call(manifest)
 
 
-async def _done(future: "Future[Any]", timeout_s: float) -> bool:
-    """Whether a thread's future is done in time."""
-    waiting = asyncio.wrap_future(future)
+async def _any_done(futures: "Sequence[Future[Any]]", timeout_s: float) -> bool:
+    """Whether one of these futures of threads is done in time."""
+    waits = [asyncio.wrap_future(future) for future in futures]
     try:
-        await asyncio.wait([waiting], timeout=timeout_s)
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiting.cancel()
-    return future.done()
+        for wait in waits:
+            wait.cancel()  # left alone it would complain that nobody asked how it ended, or that its loop is closed
+    return any(future.done() for future in futures)

@@ -237,6 +237,7 @@ async def test_what_is_opened_ends_well_only_for_a_caller_that_stays_and_does_we
     may_open.set()
     await wait_until(lambda: not reader.hangs(1))
     assert ends == ["badly"], "it was opened late, and closed though nobody waited"
+    reader = WeightReader(60)
     with pytest.raises(KeyError, match="the engine"):
         async with reader.opened(manifest, opened()):
             raise KeyError("the engine")
