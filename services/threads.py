@@ -24,7 +24,7 @@ class _Thread:
         self._loop = loop
         self.calls: queue.SimpleQueue[tuple[Callable[[], Any], Callable[..., None]] | None] = queue.SimpleQueue()
         self.hung = False
-        threading.Thread(target=self._work, name="env", daemon=True).start()
+        threading.Thread(target=self._work, name="daemon-thread", daemon=True).start()
 
     def _work(self) -> None:
         while (item := self.calls.get()) is not None:
