@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from deploy import run_folder
 from deploy.config import RunConfig
@@ -25,6 +26,7 @@ from deploy.preparation import LOGS
 from deploy.report import ReportMaker
 from deploy.runtime import LocalMesh
 from deploy.signals import ending_signals
+from services.buffer.refusals import retryable
 from services.control.client import ControlClient
 from services.control.components import Health
 from services.control.runs import RunState
@@ -116,6 +118,8 @@ class TrainCommand:
             await self._until_interrupted(self._run_to_its_end())
         except (RunFailedError, MeshError) as error:
             return await self._end_failed(error)
+        except RedisConnectionError as error:
+            return await self._end_failed(retryable(error))
         if self._interrupted.is_set():
             self._view.say("Stopping ... (Ctrl-C again kills at once)")
             return await self._end_stopped()

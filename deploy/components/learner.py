@@ -5,6 +5,7 @@ import asyncio
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayTaskError
 from redis import Redis
 
 from deploy import names
@@ -76,7 +77,10 @@ class ManagedLearner:
                 self._config.control.standby_learner,
             )
         )
-        ray.get(actor.start.remote(), timeout=60.0)
+        try:
+            ray.get(actor.start.remote(), timeout=60.0)
+        except RayTaskError as error:
+            raise error.cause from error
 
     async def stop(self, *, now: bool) -> None:
         """Ask its host to end it."""

@@ -73,6 +73,8 @@ class Reconciler:
         self._policy = policy or RestartPolicy()
         self._meshes: dict[tuple[str, float], RunMesh] = {}
         self._foreign: set[str] = set()
+        self._excused: set[tuple[str, str]] = set()
+        """Components of runs whose last start failed for Redis alone, which nobody else has missed since."""
         self._troubled_at = float("-inf")
         """Monotonic time at which Redis last could not be used."""
         self.redis_trouble = ""
@@ -137,6 +139,7 @@ class Reconciler:
 
     def _redis_fails(self, error: redis_errors.RedisError) -> None:
         self._troubled_at = time.monotonic()
+        self._excused.clear()
         if isinstance(error, RefusesWritesError):  # of one that does not answer nobody can read anything
             self.redis_trouble = str(error)
 
@@ -158,6 +161,7 @@ class Reconciler:
                 return await self._keep_up(record, mesh)
 
     def _forget(self, run_id: str) -> None:
+        self._excused = {key for key in self._excused if key[0] != run_id}
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] != run_id}
 
     def _mesh(self, record: RunRecord) -> RunMesh:
@@ -214,11 +218,15 @@ class Reconciler:
                 return ""
         elif seen.health is not Health.ABSENT:
             return ""
+        key = record.run_id, component.name
         try:
             await component.ensure()
+            self._excused.discard(key)
         except Exception as error:
-            if _of_redis(error):
-                raise
+            if _of_redis(error) and key not in self._excused:
+                self._excused.add(key)  # if Redis is well, it can't reach it, and fails so again
+                logger.warning("run %s: can't start %s now: %s", *key, error)
+                return ""
             logger.exception("run %s: can't start %s", record.run_id, component.name)
             incident = f"start at {self._store.clock()}"
             failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)

@@ -24,6 +24,7 @@ from services.control.views import (
     WhyView,
 )
 from services.errors import ControlError
+from services.keys import RUNS
 from services.telemetry import AsyncRedisMetrics
 
 T = TypeVar("T")
@@ -202,7 +203,8 @@ class ControlService:
 
     async def healthy(self) -> bool:
         """Whether the state can be reached."""
-        return bool(await self.store.redis.ping())  # pyright: ignore[reportGeneralTypeIssues]
+        await self.store.redis.exists(RUNS)  # Redis answers no PING while its disk is full
+        return True
 
 
 def _place(text: str | None) -> tuple[float, str] | None:

@@ -18,9 +18,9 @@ class WeightsConfig(Config):
     keep_versions: int = Field(default=2, ge=1)
     """Newest versions that stay; older ones are collected."""
     fetch_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a replica reads a version before it gives up for now, and goes on with the one that it serves. What hangs
-    is passed over until it comes back; newer versions are tried. Loading has a limit of its own,
-    `actor_infer.update_timeout_s`."""
+    """How long a replica reads a version, and a second more for each 100 MB, before it gives up for now, and goes on with
+    the one that it serves. What hangs is passed over until it comes back; newer versions are tried. Loading has a limit of
+    its own, `actor_infer.update_timeout_s`."""
     dtype: Literal["as_trained", "bfloat16"] = "as_trained"
     """What the weights are rounded to before they travel; engines of another `dtype` convert them when they load."""
     anchor_every: int = Field(default=1, ge=1)

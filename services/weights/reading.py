@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 MOST_HUNG = 3
 """Each may hold a part of a version in memory, or on the local disk."""
+SLOWEST_BYTES_PER_S = 100e6
+"""A share that is slower counts as one that hangs: what is read too late would be begun anew, for ever."""
 CLOSE_S = 10.0
 """How long the end of a read may take before it is left behind."""
 
@@ -79,7 +81,9 @@ class WeightReader:
             return result
 
     @asynccontextmanager
-    async def opened(self, manifest: Manifest, context: AbstractContextManager[T]) -> AsyncIterator[T]:
+    async def opened(
+        self, manifest: Manifest, context: AbstractContextManager[T], num_bytes: int = 0
+    ) -> AsyncIterator[T]:
         """Be inside a context of a transport; it ends with an error if the caller's part does.
 
         Raises:
@@ -90,9 +94,10 @@ class WeightReader:
         self._reads.append(read)
         well = False
         try:
-            if not await _any_done([read.entered], self._timeout_s):
+            limit_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+            if not await _any_done([read.entered], limit_s):
                 raise WeightsError(
-                    f"version {manifest.version} could not be read within {self._timeout_s:g} s from {source(manifest)}: "
+                    f"version {manifest.version} could not be read within {limit_s:g} s from {source(manifest)}: "
                     "the share may hang"
                 )
             yield read.entered.result()

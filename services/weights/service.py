@@ -107,7 +107,8 @@ class WeightBroker:
         newest = cast(bytes | None, await self._redis.hget(self._keys.progress, "version"))
         if newest is None:
             return {}
-        lags = {replica: int(newest) - report.version for replica, report in (await self.replicas()).items()}
+        serving = {replica: each.version for replica, each in (await self.replicas()).items() if each.version >= 0}
+        lags = {replica: int(newest) - version for replica, version in serving.items()}
         for replica, lag in lags.items():
             values = {"lag": Partial("last", lag), "lag_max": Partial("max", lag)}
             await self._metrics.append(MetricRecord("weights", values, labels={"replica": replica}))

@@ -97,7 +97,7 @@ class RedisWeightSubscriber:
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
         """See `WeightSubscriber.fetch`."""
-        return self._reader.opened(manifest, self._transport.fetch(manifest))
+        return self._reader.opened(manifest, self._transport.fetch(manifest), manifest.num_bytes)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""

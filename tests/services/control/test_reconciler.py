@@ -418,24 +418,48 @@ async def test_that_redis_refuses_writes_is_told_for_as_long_as_it_does_also_of_
         await client.aclose()
 
 
-@pytest.mark.parametrize("what", ["prepare", "ensure"])
-async def test_what_fails_because_redis_can_not_be_used_is_tried_again_and_counts_for_nothing(
-    reconciler: Reconciler, store: RunStore, mesh: FakeMesh, what: str
-):
+def redis_is_away() -> RetryableError:
     refusal = RetryableError("Redis refuses writes: OOM")
     refusal.__cause__ = ConnectionError("OOM")
-    owner = mesh if what == "prepare" else mesh["learner"]
-    works, tries = getattr(owner, what), []
+    return refusal
+
+
+async def test_a_preparation_that_fails_because_redis_can_not_be_used_is_tried_again(
+    reconciler: Reconciler, store: RunStore, mesh: FakeMesh
+):
+    prepare, tries = mesh.prepare, []
 
     async def fails_ten_times() -> None:
         tries.append(None)
         if len(tries) <= 10:
-            raise refusal
-        await works()
+            raise redis_is_away()
+        await prepare()
 
-    setattr(owner, what, fails_ten_times)
+    mesh.prepare = fails_ten_times
     for _ in range(10):
         with pytest.raises(RetryableError):
             await reconciler.look("lake")
     await look_until(reconciler, RunState.RUNNING)
     assert await store.restarts("lake") == {}
+
+
+@pytest.mark.parametrize("missed_by_all", [True, False])
+async def test_a_start_that_fails_because_redis_can_not_be_used_counts_once_redis_is_well(
+    reconciler: Reconciler,
+    store: RunStore,
+    mesh: FakeMesh,
+    missed_by_all: bool,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("services.control.reconciler.SETTLE_S", 0.0)
+
+    async def fails() -> None:
+        if missed_by_all:
+            reconciler._redis_fails(ConnectionError("OOM"))
+        raise redis_is_away()
+
+    mesh["learner"].ensure = fails
+    for _ in range(3):
+        await reconciler.look("lake")
+    counted = {name: restarts.total for name, restarts in (await store.restarts("lake")).items()}
+    assert counted == ({} if missed_by_all else {"learner": 1})
