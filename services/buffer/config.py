@@ -36,4 +36,4 @@ class BufferConfig(Config):
     worker_timeout_s: float = Field(default=15.0, gt=0)
     """An env worker that has not been heard of for so long is dead; its episodes go to others."""
     learner_timeout_s: float = Field(default=10.0, gt=0)
-    """A learner that has not renewed its lease for so long is dead; the next one may take it."""
+    """A learner that could renew its lease and has not for so long is dead; the next one may take it."""

@@ -174,9 +174,9 @@ WAITS_FOR_THE_LEASE = [
     "-c",
     """if True:
     import os, time
-    from redis import Redis
+    from services.buffer.connection import connect
     from services.lease import LearnerLease, LeaseHeldError, owner_of
-    lease = LearnerLease(Redis.from_url(os.environ["OFFBEAT_REDIS"]), "r", owner_of(os.getpid()), 600.0)
+    lease = LearnerLease(connect(os.environ["OFFBEAT_REDIS"]), "r", owner_of(os.getpid()), 600.0)
     while True:
         try:
             lease.acquire(wait_s=1.0)

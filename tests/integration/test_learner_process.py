@@ -160,8 +160,8 @@ def test_a_learner_that_lost_its_lease_stops_with_its_own_code(redis_server: str
         learner = run.start()
         wait_until_sync(lambda: run.published() >= 1, timeout_s=240)
         learner.send_signal(signal.SIGSTOP)
-        with LearnerLease(run.redis, run.config.exp_name, "successor", 30.0) as lease:
-            lease.acquire(wait_s=10.0)
+        with LearnerLease(run.redis, run.config.exp_name, "successor", 10.0) as lease:
+            lease.acquire(wait_s=60.0)
             learner.send_signal(signal.SIGCONT)
             assert learner.wait(timeout=120) == 3
         assert "offbeat learner: run fenced: " in run.complaint()

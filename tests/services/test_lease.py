@@ -1,19 +1,22 @@
 import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 from redis import Redis
 
-from services.buffer.connection import connect
+from services.buffer.connection import RETRY_CAP_S, connect
 from services.errors import FencedError, RetryableError
 from services.keys import RunKeys
-from services.lease import LearnerLease, LeaseHeldError, free_lease_of
+from services.lease import RENEWALS_PER_TIMEOUT, LearnerLease, LeaseHeldError, free_lease_of
 from tests.waiting import wait_until_sync
 
 RUN = "run"
 TIMEOUT_S = 3.0
 """Where the lease must live on: a busy machine may keep its renewing thread waiting for three quarters of this."""
+RENEWED_S = TIMEOUT_S / RENEWALS_PER_TIMEOUT + RETRY_CAP_S
+"""How long an expired lease is left to its holder, once Redis can be used again."""
 
 
 @pytest.fixture
@@ -72,8 +75,14 @@ def test_two_learners_of_the_same_name_are_told_apart(redis: Redis):
 
 def test_an_acquire_whose_answer_got_lost_gives_the_same_epoch(redis: Redis):
     with LearnerLease(redis, RUN, "me", 10) as lease:
-        first = lease._call(lease._acquire, lease._holder, 10_000)
-        assert lease.acquire() == first[1] == 1
+        first = lease._call(lease._acquire, *lease._acquire_args)
+        redis.delete(RunKeys(RUN).lease)  # what its expiry does
+        again = lease._call(lease._acquire, *lease._acquire_args)
+        assert lease.acquire() == again[1] == first[1] == 1
+
+
+def somebody_waits(redis: Redis) -> bool:
+    return "'cmd': 'xread'" in str(redis.client_list())
 
 
 def test_a_waiting_learner_takes_over_as_soon_as_the_lease_is_released(redis: Redis):
@@ -81,7 +90,7 @@ def test_a_waiting_learner_takes_over_as_soon_as_the_lease_is_released(redis: Re
     holder.acquire()
     thread = threading.Thread(target=waiting.acquire, args=(30,))
     thread.start()
-    wait_until_sync(lambda: "'cmd': 'xread'" in str(redis.client_list()))
+    wait_until_sync(lambda: somebody_waits(redis))
     holder.release()
     thread.join(25)
     assert not thread.is_alive()
@@ -89,16 +98,77 @@ def test_a_waiting_learner_takes_over_as_soon_as_the_lease_is_released(redis: Re
     waiting.release()
 
 
-def test_a_dead_learners_lease_expires(redis: Redis):
-    dead = LearnerLease(redis, RUN, "dead", 0.3)
+def dead_learner(redis: Redis, timeout_s: float) -> LearnerLease:
+    """One that held the lease; its renewing thread dies with its process."""
+    dead = LearnerLease(redis, RUN, "host:71", timeout_s)
     dead.acquire()
-    dead._stop.set()  # its renewing thread dies with its process
-    started = time.monotonic()
-    with LearnerLease(redis, RUN, "next", 10) as successor:
-        assert successor.acquire(wait_s=10) == 2
-        assert time.monotonic() - started < 5
+    dead._stop.set()
+    return dead
+
+
+def expired(redis: Redis) -> bool:
+    return not redis.exists(RunKeys(RUN).lease)
+
+
+def test_a_learner_that_waits_all_the_while_has_a_dead_learners_lease_as_soon_as_it_expires(redis: Redis):
+    dead = dead_learner(redis, TIMEOUT_S)
+    began = time.monotonic()
+    with LearnerLease(redis, RUN, "next", TIMEOUT_S) as successor:
+        wait_until_sync(lambda: _try(successor, wait_s=1.0))
+        assert time.monotonic() - began < TIMEOUT_S + RENEWED_S
+        assert successor.epoch == 2
         assert not dead.held()
     dead.release()
+
+
+def test_a_learner_that_comes_when_the_lease_has_expired_leaves_its_holder_time_to_renew_it(redis: Redis):
+    holder = dead_learner(redis, TIMEOUT_S)
+    began = time.time()
+    wait_until_sync(lambda: expired(redis))
+    with LearnerLease(redis, RUN, "a", TIMEOUT_S) as one, LearnerLease(redis, RUN, "b", TIMEOUT_S) as other:
+        for waiting in (one, other, one):
+            with pytest.raises(LeaseHeldError) as refused:
+                waiting.acquire()
+            assert refused.value.owner == "host:71"
+            assert began - TIMEOUT_S - 1 <= refused.value.since <= began
+        assert holder._call(holder._renew, holder._holder, holder._timeout_ms, 1)
+        with pytest.raises(LeaseHeldError):
+            one.acquire(wait_s=RENEWED_S)
+        assert one.acquire(wait_s=60) == 2
+
+
+def test_a_learner_that_comes_when_the_lease_has_expired_has_it_a_renewal_later(redis: Redis):
+    dead_learner(redis, 0.3)
+    wait_until_sync(lambda: expired(redis))
+    began = time.monotonic()
+    with LearnerLease(redis, RUN, "next", TIMEOUT_S) as successor:
+        assert successor.acquire(wait_s=60) == 2
+        assert RENEWED_S <= time.monotonic() - began + 0.01 < 2 * RENEWED_S
+
+
+@pytest.mark.parametrize("why", ["known to be dead", "fenced"])
+def test_an_expired_lease_of_a_learner_that_will_not_renew_it_is_free_at_once(redis: Redis, why: str):
+    dead_learner(redis, 0.3)
+    wait_until_sync(lambda: expired(redis))
+    with LearnerLease(redis, RUN, "next", 60) as successor:
+        with pytest.raises(LeaseHeldError):
+            successor.acquire()
+        if why == "fenced":
+            redis.incr(RunKeys(RUN).epoch)  # as for a run that is killed
+        else:
+            assert free_lease_of(redis, RUN, "host:71")
+        assert successor.acquire() > 1
+
+
+def test_a_lease_that_was_given_up_leaves_nothing_but_its_epoch_and_its_bell(redis: Redis):
+    with LearnerLease(redis, RUN, "a", TIMEOUT_S) as holder, LearnerLease(redis, RUN, "b", TIMEOUT_S) as other:
+        holder.acquire()
+        with pytest.raises(LeaseHeldError):
+            other.acquire()
+        holder.release()
+        assert other.acquire() == 2
+    kept = {RunKeys(RUN).epoch.encode(), RunKeys(RUN).key("lease", "bell").encode()}
+    wait_until_sync(lambda: set(cast(list[bytes], redis.keys())) == kept)
 
 
 def test_the_lease_of_a_learner_that_is_known_to_be_dead_is_free_at_once_and_nobody_elses(redis: Redis):
@@ -126,9 +196,8 @@ def test_a_learner_that_was_replaced_hears_of_it_and_cannot_take_the_run_back(re
     old = LearnerLease(redis, RUN, "old", 0.2, on_lost=heard.set)
     old.acquire()
     old.check()
-    redis.delete(RunKeys(RUN).lease)  # it was stopped for long, say, and its lease expired
     with LearnerLease(redis, RUN, "new", 10) as new:
-        wait_until_sync(lambda: _try(new))
+        wait_until_sync(lambda: free_lease_of(redis, RUN, "old") and _try(new))  # it was taken for dead
         assert heard.wait(30)
         assert not old.held()
         with pytest.raises(FencedError):
@@ -138,9 +207,9 @@ def test_a_learner_that_was_replaced_hears_of_it_and_cannot_take_the_run_back(re
         assert redis.get(RunKeys(RUN).lease) is not None
 
 
-def _try(lease: LearnerLease) -> bool:
+def _try(lease: LearnerLease, wait_s: float = 0.0) -> bool:
     try:
-        lease.acquire()
+        lease.acquire(wait_s)
     except RetryableError:
         return False
     return True
@@ -184,3 +253,38 @@ def test_a_redis_that_refuses_writes_ends_no_lease_and_the_renewing_thread_lives
                 other.config_set("maxmemory", "0")
             wait_until_sync(lambda: bool(other.exists(RunKeys(RUN).lease)) and lease.held())
             assert not lost.is_set()
+
+
+def test_a_redis_that_refuses_writes_for_longer_than_the_lease_lasts_leaves_it_to_its_holder(redis_url: str):
+    """The one that waits asks more often than the holder, whose patience is over."""
+    over = threading.Event()
+    with (
+        connect(redis_url, patience_s=0.05) as redis,
+        connect(redis_url, patience_s=60.0) as others,
+        Redis.from_url(redis_url) as raw,
+        LearnerLease(redis, RUN, "holder", TIMEOUT_S) as holder,
+        LearnerLease(others, RUN, "standby", TIMEOUT_S) as standby,
+    ):
+        epoch = holder.acquire()
+
+        def waits() -> None:
+            while not over.is_set() and not _try(standby, wait_s=1.0):
+                pass
+
+        thread = threading.Thread(target=waits)
+        thread.start()
+        try:
+            for _ in range(4):
+                wait_until_sync(lambda: somebody_waits(raw) and holder.held())
+                raw.config_set("maxmemory", "1")
+                wait_until_sync(lambda: expired(raw) and not holder.held())
+                raw.config_set("maxmemory", "0")
+                wait_until_sync(lambda: not expired(raw))
+                assert cast(bytes, raw.get(RunKeys(RUN).lease)).startswith(b"holder ")
+            wait_until_sync(holder.held)
+            assert (holder.epoch, raw.get(RunKeys(RUN).epoch)) == (epoch, str(epoch).encode())
+        finally:
+            raw.config_set("maxmemory", "0")
+            over.set()
+            thread.join(60)
+        assert not standby.held()

@@ -9,8 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from services.buffer.learner import RedisLearnerBuffer
 from services.errors import FencedError
-from services.keys import RunKeys
-from services.lease import LearnerLease, LeaseHeldError
+from services.lease import LearnerLease, LeaseHeldError, free_lease_of
 from services.schema import Group
 from tests.services.buffer.buffer_play import RUN
 from tests.services.buffer.protocol_play import GROUPS_PER_STEP, LIMITS, STEPS, Checkpoint, Played
@@ -107,7 +106,7 @@ class LearnerRules(Played):
     @rule()
     def learner_crashes(self) -> None:
         self.zombie, durable = self.learner, self.durable
-        self.redis.delete(RunKeys(RUN).lease)  # what its expiry does
+        free_lease_of(self.redis, RUN, "learner")
         self.learner = self._new_learner()
         buffer = self.learner.buffer
         self.learner.start_up = [
