@@ -12,8 +12,18 @@ RunFolder = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the report there.", show_default=False)
 ]
+
+
+def _not_ours(overrides: list[str] | None) -> list[str] | None:
+    for each in overrides or ():
+        if each.partition("=")[0].strip("+~") in ("output_dir", "exp_name"):
+            raise typer.BadParameter(f"{each}: where the run lies is said with --out, and its name is this command's")
+    return overrides
+
+
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Of the run.", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Of the run.", show_default=False, callback=_not_ours),
 ]
 
 

@@ -15,11 +15,13 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
+from typer.testing import CliRunner
 
 from deploy.chaos import proxy
 from deploy.chaos.faults import FAULTS, PROCESSES, Act, Fault, plan, processes_of, strike
 from deploy.chaos.options import write_report
 from deploy.chaos.report import ChaosReport, Struck
+from deploy.cli import app
 from services.buffer.config import RedisConfig
 from services.buffer.redis_server import EmbeddedRedis, server_binary
 from tests.waiting import wait_until_sync
@@ -190,3 +192,11 @@ def test_a_run_does_not_outlive_who_watches_it(tmp_path: Path):
 def test_a_report_is_written_into_a_folder_that_is_made(tmp_path: Path):
     write_report(tmp_path / "deep" / "report.json", {"passed": True})
     assert (tmp_path / "deep" / "report.json").read_text() == '{\n  "passed": true\n}\n'
+
+
+@pytest.mark.parametrize("command", ["chaos", "soak"])
+@pytest.mark.parametrize("override", ["output_dir=/elsewhere", "+exp_name=other"])
+def test_the_folder_and_the_name_of_the_run_are_the_commands(command: str, override: str):
+    outcome = CliRunner().invoke(app, [command, "num_env_groups=2", override], env={"COLUMNS": "200"})
+    assert outcome.exit_code == 2
+    assert f"{override}: where the run lies is said with --out" in outcome.output
