@@ -41,6 +41,8 @@ class Options:
     concurrency: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     answer_s: float = 0.05
     """Of the scripted policy for one turn."""
+    coalesce_s: float = 0.01
+    """See `rollout.coalesce_s`; 0 with answers at once keeps the worker busy, however few it plays."""
     window_s: float = 4.0
     """At least; a window lasts until as many episodes ended as are played at a time, because they end in waves."""
     rounds: int = 3
@@ -109,7 +111,7 @@ class _Setting:
             f"bench-{next(_NUMBERS)}-{self._count}",
             custom_envs={TAG: lake},
             train_env_manager=manager(self._count // GROUP_SIZE, GROUP_SIZE),
-            rollout=RolloutConfig(max_env_num_per_worker=self._count),
+            rollout=RolloutConfig(max_env_num_per_worker=self._count, coalesce_s=self._options.coalesce_s),
             max_staleness=1e6,
             max_steps=ENDLESS,
         )
