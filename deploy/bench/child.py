@@ -1,7 +1,7 @@
 """A process of a benchmark's own that is told what to do over a pipe.
 
 Invariants: it ends with its parent, however that ends; what it raises is raised in the parent; one that ended without a word
-is missed by the next call, which says how it ended and what it wrote last.
+is missed by the next call, or at the end, which says how it ended and what it wrote last.
 """
 
 import ctypes
@@ -53,6 +53,9 @@ class Child:
             else:
                 self._process.terminate()
             self._process.join(END_S)
+            # It may have been told in the moment in which it died.
+            if kind is None and self._process.exitcode:
+                raise RuntimeError(self._last_words())
         finally:
             if self._process.is_alive():
                 self._process.kill()

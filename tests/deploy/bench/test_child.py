@@ -42,6 +42,13 @@ class Adder:
     def close(self) -> None: ...
 
 
+class Falling(Adder):
+    """Is killed while it ends: it was told to, and did not come to it."""
+
+    def close(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -97,6 +104,12 @@ def test_a_process_that_ended_between_two_calls_is_missed_by_the_next_one(tmp_pa
 def test_a_process_that_ended_after_its_last_call_is_missed_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="code -9"), Servant(Adder(0), tmp_path / "log") as adder:
         kill(adder.pid)
+
+
+def test_a_process_that_ends_just_when_it_is_told_to_is_missed(tmp_path: Path) -> None:
+    """The pipe of one that dies takes the goodbye for as long as a thread of it is left."""
+    with pytest.raises(RuntimeError, match="code -9"), Servant(Falling(0), tmp_path / "log") as adder:
+        adder.call("add", 1)
 
 
 def test_a_process_dies_with_its_parent_whatever_it_is_doing(tmp_path: Path) -> None:
