@@ -22,6 +22,8 @@ class {cls}(gymnasium.Env[str, str]):
     """Two numbers are shown, the larger one is wanted."""
 
     metadata = {{"render_modes": ["ansi"]}}
+    observation_space = Text(max_length=100, charset=PRINTABLE)  # of the class: a worker holds thousands of envs
+    action_space = Text(min_length=0, max_length=100_000, charset=PRINTABLE)
     words = WORDS
     system_prompt = "Say the larger number ."
 
@@ -30,8 +32,6 @@ class {cls}(gymnasium.Env[str, str]):
         if not 1 <= largest <= 9:
             raise ValueError(f"largest must lie between 1 and 9, got {{largest}}")
         self.largest, self.render_mode = largest, render_mode
-        self.observation_space = Text(max_length=100, charset=PRINTABLE)
-        self.action_space = Text(min_length=0, max_length=100_000, charset=PRINTABLE)
         self._shown = (0, 0)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

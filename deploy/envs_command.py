@@ -59,6 +59,7 @@ def check(
     if report.num_turns:
         times = f"make {_ms(report.make_s)}, reset {_ms(report.reset_s)}, step {_ms(report.step_s)}"
         typer.echo(f"{report.num_episodes} episodes, {report.num_turns} turns; slowest {times}: {_execution(report)}")
+        typer.echo(f"one more env takes {report.bytes_per_env / 1024:.3g} KiB")
     if report.sandbox:
         typer.echo(f"programs that it runs are {report.sandbox}")
     if report.problems:

@@ -6,6 +6,7 @@ A finding names what is wrong, what was seen, and what would be right. Nothing h
 import math
 import random
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from envs.registry import TextEnv
 
 NONSENSE = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
 """Answers that a policy may well give; an env answers them like any other."""
+
+MOST_BYTES = 1 << 20
+"""That an env may take without advice: a worker holds one for each episode that it plays."""
 
 Call = Callable[[str], None]
 """Told the name of each call of the env before it is made, so that one that hangs can be named."""
@@ -48,6 +52,8 @@ class ContractReport:
     step_s: float = 0.0
     mean_s: float = 0.0
     """Of resets and steps."""
+    bytes_per_env: int = 0
+    """That one more env takes in this process."""
     sandbox: str = ""
     """What holds in the programs that the env runs; empty where it runs none."""
     digest: str = ""
@@ -146,13 +152,31 @@ class _Player:
                 break
         return seen
 
+    def weigh(self) -> int:
+        """Bytes of one more env after its first reset; not timed, because it is slower while it is watched."""
+        self._tell("make")
+        tracemalloc.start(1)
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            env = registry.make(self.env_type, self.env_config)
+            self._made.append(env)
+            self._tell("reset(seed=1)")
+            env.reset(seed=1)
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        return max(0, after - before)
+
     def close(self) -> None:
         for env in self._made:
             env.close()
 
-    def _timed(self, doing: str, call: Callable[[], Any]) -> tuple[Any, float]:
+    def _tell(self, doing: str) -> None:
         self.doing = doing
         self._on_call(doing)
+
+    def _timed(self, doing: str, call: Callable[[], Any]) -> tuple[Any, float]:
+        self._tell(doing)
         began = time.perf_counter()
         return call(), time.perf_counter() - began
 
@@ -263,6 +287,17 @@ def _knows_its_tasks(player: _Player, num_seeds: int) -> Found:
             yield "problem", f"{len(shared)} task(s) of `split: held_out` turn up in training too"
 
 
+def _is_small(player: _Player, _: int) -> Found:
+    player.report.bytes_per_env = player.weigh()
+    if player.report.bytes_per_env > MOST_BYTES:
+        mib = player.report.bytes_per_env / (1 << 20)
+        yield (
+            "advice",
+            f"one more env takes {mib:.1f} MiB, and a worker holds one for each episode that it plays: keep what all share "
+            "in the class or a cache",
+        )
+
+
 _CHECKS: dict[str, Callable[[_Player, int], Found]] = {
     "text": _speaks_text,
     "gymnasium": _passes_gymnasium,
@@ -270,6 +305,7 @@ _CHECKS: dict[str, Callable[[_Player, int], Found]] = {
     "own generator": _leaves_global_generators_alone,
     "any answer": _takes_any_answer,
     "tasks": _knows_its_tasks,
+    "memory": _is_small,
 }
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, ClassVar
 
 import gymnasium
@@ -21,9 +22,17 @@ class TextEnv(gymnasium.Env[str, str]):
     system_prompt: str = ""
 
     def __init__(self, system_prompt: str = "") -> None:
-        self.observation_space = Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
-        self.action_space = Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
         self.system_prompt = system_prompt or self.system_prompt
+
+    @cached_property
+    def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
+
+    @cached_property
+    def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it is told; made when asked for, see `observation_space`."""
+        return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:

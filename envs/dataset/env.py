@@ -6,6 +6,7 @@ held-out rows, each once before any comes again.
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -74,10 +75,18 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         """Raises ValueError where the data can't be read."""
         self.config = config
         self.render_mode = "ansi"
-        self.observation_space = Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
-        self.action_space = Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET[3:98])
         self._rows = _rows_of(config)
         self._row: Row | None = None
+
+    @cached_property
+    def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
+
+    @cached_property
+    def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it is told; made when asked for, see `observation_space`."""
+        return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET[3:98])
 
     @abstractmethod
     def judge(self, row: Row, answer: str) -> Judgement:

@@ -4,6 +4,7 @@ Invariants: all that is random comes from the env's own generator, which `reset(
 give the same map and the same slips.
 """
 
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -65,12 +66,19 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
     def __init__(self, config: FrozenLakeConfig | None = None) -> None:
         self.config = config or FrozenLakeConfig()
         self.render_mode = self.config.render_mode
-        cells = self.config.size**2
-        self.observation_space = Text(max_length=4 * cells + 64, charset=OBSERVATION_CHARS)
-        self.action_space = Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=ANSWER_CHARS)
         self._parse = ActionParser(self.config.action_pattern, {name: i for i, name in enumerate(ACTIONS)})
         self._lake: LakeMap | None = None
         self._agent: Cell = (0, 0)
+
+    @cached_property
+    def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        return Text(max_length=4 * self.config.size**2 + 64, charset=OBSERVATION_CHARS)
+
+    @cached_property
+    def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it is told; made when asked for, see `observation_space`."""
+        return Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=ANSWER_CHARS)
 
     @property
     def lake(self) -> LakeMap:

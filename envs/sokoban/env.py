@@ -4,6 +4,7 @@ Invariants: all that is random is the room, drawn from the env's own generator, 
 and settings give the same room; every room can be solved.
 """
 
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -109,14 +110,22 @@ class SokobanEnv(gymnasium.Env[str, str]):
         self.config = config or SokobanConfig()
         self.render_mode = self.config.render_mode
         self.system_prompt = system_prompt(self.config)
-        shown = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
-        longest = (max(map(len, shown)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
-        self.observation_space = Text(max_length=longest, charset="".join(sorted({*"".join(shown), *"0123456789 \n"})))
-        self.action_space = Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=PRINTABLE)
         words = self.config.action_lookup
         self._parse = ActionParser(self.config.action_pattern, {words[i]: i - 1 for i in words})
         self._room: Room | None = None
         self._steps = 0
+
+    @cached_property
+    def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        shown = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
+        longest = (max(map(len, shown)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
+        return Text(max_length=longest, charset="".join(sorted({*"".join(shown), *"0123456789 \n"})))
+
+    @cached_property
+    def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it is told; made when asked for, see `observation_space`."""
+        return Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=PRINTABLE)
 
     @property
     def room(self) -> Room:

@@ -4,7 +4,7 @@ Invariant: the env underneath never hears of a call; its rewards and its end are
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, cast
 
 import gymnasium
@@ -70,11 +70,19 @@ class ToolEnv(gymnasium.Env[str, str]):
             self._offer_functions()
         modes = cast(dict[str, str], getattr(inner, "metrics_agg_mode", {}))
         self.metrics_agg_mode = {**modes, "tool_use_counter": "sum", "tool_success_counter": "sum"}
-        self.observation_space = self._env.observation_space
-        self.action_space = self._env.action_space
         if hasattr(inner, "task_id"):
             self.task_id = inner.task_id
         self._uses = 0
+
+    @cached_property
+    def observation_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the env underneath, which may make it when asked for."""
+        return self._env.observation_space
+
+    @cached_property
+    def action_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the env underneath."""
+        return self._env.action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Begin; see `gymnasium.Env.reset`."""

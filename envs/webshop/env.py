@@ -5,7 +5,7 @@ with the same settings share one shop, which nobody changes.
 """
 
 import re
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -97,13 +97,21 @@ class WebShopEnv(gymnasium.Env[str, str]):
         )
         self._goals = self._catalogue.split(self.config.split)
         self._judge = Judge()
-        charset = PRINTABLE if self.config.data_dir is None else "".join(map(chr, range(9, 0x2FFF)))
-        self.observation_space = Text(max_length=MAX_CHARS, charset=charset)
-        self.action_space = Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
         self._pattern = compile_pattern(self.config.action_pattern)
         self._goal: Goal | None = None
         self._page: Page = SearchPage()
         self._steps = 0
+
+    @cached_property
+    def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        charset = PRINTABLE if self.config.data_dir is None else "".join(map(chr, range(9, 0x2FFF)))
+        return Text(max_length=MAX_CHARS, charset=charset)
+
+    @cached_property
+    def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of what it is told; made when asked for, see `observation_space`."""
+        return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
     @property
     def goal(self) -> Goal:

@@ -44,6 +44,11 @@ class Constant(Sound):
         return self.word, {}
 
 
+class Heavy(Sound):
+    def __init__(self):
+        self.table = bytearray(3 << 20)
+
+
 class NotText(Sound):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

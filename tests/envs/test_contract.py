@@ -10,6 +10,7 @@ from envs.contract_process import check_apart
 from tests.envs.sandbox.needs import needs_sandbox
 
 FAULTY = Path(__file__).parent
+SMALL = 16 * 1024
 
 ENVS = [
     ("frozen_lake", {}),
@@ -34,6 +35,7 @@ def test_every_env_holds_the_contract(env_type: str, env_config: dict[str, objec
     report = check_contract(env_type, env_config)
     assert report.findings == []
     assert report.num_turns > 20
+    assert report.bytes_per_env < SMALL, "a worker holds thousands"
 
 
 def test_every_built_in_env_is_among_those_checked():
@@ -66,6 +68,9 @@ def test_a_sound_env_has_no_problem_and_is_told_what_it_could_have():
     assert [(finding.severity, finding.rule) for finding in report.findings] == [("advice", "gymnasium")]
     constant = check_contract("faulty_envs:Constant", {})
     assert "does reset use its seed" in constant.findings[-1].message
+    heavy = check_contract("faulty_envs:Heavy", {})
+    assert (heavy.findings[-1].severity, heavy.findings[-1].rule) == ("advice", "memory")
+    assert "one more env takes 3.0 MiB" in heavy.findings[-1].message
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_an_adapted_env_holds_the_contract(module: str, env_type: str, env_confi
     report = check_contract(env_type, env_config, num_seeds=4)
     assert report.problems == []
     assert report.num_turns > 10
+    assert "memory" not in {finding.rule for finding in report.findings}
 
 
 def test_what_a_gymnasium_env_pays_and_shows_is_what_it_pays_and_shows_itself():

@@ -38,7 +38,9 @@ def judged(env: Any, answer: str) -> tuple[float, bool, bool]:
 
 
 def test_the_env_over_a_file_holds_the_contract(sums: str):
-    assert check_contract("math", {"dataset_name": sums}).findings == []
+    report = check_contract("math", {"dataset_name": sums})
+    assert report.findings == []
+    assert 0 < report.bytes_per_env < 16 * 1024, "a worker holds thousands over one file"
 
 
 def test_training_draws_rows_by_seed_and_never_a_held_out_one(sums: str):
