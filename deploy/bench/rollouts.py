@@ -90,11 +90,9 @@ class _Host:
 
     async def serve(self) -> None:
         from services.rollout.chat import load_chat_format
-        from services.rollout.collector import calm_collector
 
         self._chat = load_chat_format(self._model)
         engine = await self._engine()
-        calm_collector()
         self._pipe.send("ready")
         try:
             while (message := await asyncio.to_thread(self._pipe.recv))[0] == "play":
@@ -121,6 +119,7 @@ class _Host:
     async def _playing(self, settings: WorkerSettings, engine: Any) -> AsyncIterator["_Meter"]:
         from services.buffer.connection import connect_async
         from services.buffer.rollout import AsyncRolloutBuffer
+        from services.rollout.collector import calm_collector
         from services.rollout.service import EnvWorker
         from services.telemetry import AsyncRedisMetrics
 
@@ -135,6 +134,7 @@ class _Host:
                 chat=self._chat,
             )
             meter = _Meter(worker)
+            calm_collector(settings.rollout.max_env_num_per_worker)
             working = self._watched("env worker", worker.run())
             chores = [self._watched("meter", meter.watch())]
             if replica is not None:

@@ -93,7 +93,7 @@ class EnvWorkerActor:
                 chat=self._chat,
                 board=_WaitsBoard(redis, self._settings.run_id),
             )
-            calm_collector()
+            calm_collector(self._settings.rollout.max_env_num_per_worker)
             log.info("%s works", self._name)
             end = await self._worker.run()
         except Exception:

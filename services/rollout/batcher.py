@@ -1,7 +1,8 @@
 """Turns that become ready together travel in one call to generation.
 
 Invariants: a turn that comes alone is sent at once; no turn waits for the answer to another; a turn that nobody waits for
-any more is taken back, or aborted if it was sent.
+any more is taken back, or aborted if it was sent. The time limit is a call's, and one timer: thousands of turns with timers
+of their own cost more at a time than apart.
 """
 
 import asyncio
@@ -18,9 +19,11 @@ log = logging.getLogger(__name__)
 class TurnBatcher:
     """Sends turns through a `GenerationClient`, at most one call per `coalesce_s`."""
 
-    def __init__(self, client: GenerationClient, coalesce_s: float) -> None:
+    def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
+        """timeout_s: of a call; what it has not answered by then is aborted. None waits as long as it takes."""
         self._client = client
         self._coalesce_s = coalesce_s
+        self._timeout_s = timeout_s
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._unsent: dict[str, GenerateRequest] = {}
         self._unwanted: list[str] = []
@@ -36,6 +39,7 @@ class TurnBatcher:
         Raises:
             RetryableError: it can't be answered now, and may be sent again under another request id.
             GenerationError: it was refused.
+            TimeoutError: nobody answered; it may be sent again.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Completion] = loop.create_future()
@@ -87,22 +91,31 @@ class TurnBatcher:
 
     async def _call(self, requests: Sequence[GenerateRequest]) -> None:
         """One call; each turn of it gets an answer or an error."""
-        error: MeshError = RetryableError("generation ended before it had answered")
+        error: Exception = RetryableError("generation ended before it had answered")
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            async for completions in self._client.generate(requests):
-                for completion in completions:
-                    answer = self._waiting.get(completion.request_id)
-                    if answer is not None and not answer.done():
-                        answer.set_result(completion)
+            async with limit:
+                async for completions in self._client.generate(requests):
+                    for completion in completions:
+                        answer = self._waiting.get(completion.request_id)
+                        if answer is not None and not answer.done():
+                            answer.set_result(completion)
         except MeshError as raised:
             error = raised
         except Exception as raised:
-            log.exception("a call to generation failed in an unknown way")
-            error = GenerationError(f"{type(raised).__name__}: {raised}")
+            if limit.expired():
+                error = TimeoutError(f"no answer in {self._timeout_s:g} s")
+            else:
+                log.exception("a call to generation failed in an unknown way")
+                error = GenerationError(f"{type(raised).__name__}: {raised}")
         for request in requests:
             answer = self._waiting.get(request.request_id)
             if answer is not None and not answer.done():
                 answer.set_exception(error)
+                if limit.expired():
+                    self._unwanted.append(request.request_id)
+        if self._unwanted:
+            self._arm(asyncio.get_running_loop())
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         try:

@@ -81,7 +81,8 @@ class OneSequence:
         self._turns: list[Turn] = []
         self._tokens: list[int] = []
         self._pictures: list[Picture] = []
-        self._logprobs: list[tuple[int, tuple[float, ...]]] = []
+        self._logprobs: list[float] = []
+        """Of the sampled tokens alone."""
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: Message) -> Sent:
@@ -103,7 +104,7 @@ class OneSequence:
         start, count = len(self._tokens), len(completion.token_ids)
         check_completion(completion)
         self._tokens.extend(completion.token_ids)
-        self._logprobs.append((start, completion.logprobs))
+        self._logprobs.extend(completion.logprobs)
         for span in completion.versions:
             last = self._spans[-1] if self._spans else None
             if last is not None and last.end == start + span.start and last.version == span.version:
@@ -122,10 +123,10 @@ class OneSequence:
         """See `Recorded.record`: one segment."""
         length = self._turns[-1].end if self._turns else len(self._tokens)
         mask = np.zeros(length, dtype=np.bool_)
+        for turn in self._turns:
+            mask[turn.start : turn.end] = True
         logprobs = np.zeros(length, dtype=np.float32)
-        for start, values in self._logprobs:
-            mask[start : start + len(values)] = True
-            logprobs[start : start + len(values)] = values
+        logprobs[mask] = self._logprobs
         pictures = tuple(picture for picture in self._pictures if picture.start + picture.count <= length)
         tokens = np.array(self._tokens[:length], dtype=np.int32)
         return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),))

@@ -5,6 +5,7 @@ which are trusted to answer at once); an env that failed or hung is never played
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from services.vision import encode_png
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+NUMBERS = (int, float, np.bool_, np.integer, np.floating)
+"""What of an env's info becomes a metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +116,9 @@ def do_step(env: TextEnv, action: str) -> StepResult:
     """
     observation, reward, terminated, truncated, info = env.step(action)
     value = float(reward)
-    if not np.isfinite(value):
+    if not math.isfinite(value):
         raise ValueError(f"the env's reward is {value}")
-    metrics = {
-        str(k): float(v) for k, v in info.items() if isinstance(v, int | float | np.bool_ | np.integer | np.floating)
-    }
+    metrics = {str(k): float(v) for k, v in info.items() if isinstance(v, NUMBERS)}
     return StepResult(_text(observation), value, bool(terminated), bool(truncated), metrics)
 
 

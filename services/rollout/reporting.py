@@ -1,5 +1,8 @@
 """What a worker saw, as metric records: sums and means that merge with those of other workers."""
 
+from collections import defaultdict
+from dataclasses import dataclass
+
 from services.schema import Completion, EpisodeKind, Trajectory
 from services.telemetry import MetricRecord, Partial
 
@@ -14,12 +17,40 @@ OWN_FOLDERS = ("stop/", "failed/", "submitted/")
 """What is counted here goes by these names; an env's metric of such a name goes by `env/<name>`."""
 
 
+@dataclass(slots=True)
+class _Calls:
+    """Of env and policy; plain numbers, because every turn of every episode adds to them."""
+
+    turns: int = 0
+    tokens: int = 0
+    generation_s: float = 0.0
+    generation_max_s: float = 0.0
+    env_calls: int = 0
+    env_s: float = 0.0
+    env_max_s: float = 0.0
+
+    def parts(self) -> dict[str, Partial]:
+        """What there was."""
+        of_policy = {
+            "turns": Partial("sum", float(self.turns), float(self.turns)),
+            "tokens_sampled": Partial("sum", float(self.tokens), float(self.turns)),
+            "generation_s": Partial("mean", self.generation_s, float(self.turns)),
+            "generation_max_s": Partial("max", self.generation_max_s),
+        }
+        of_env = {
+            "env_s": Partial("mean", self.env_s, float(self.env_calls)),
+            "env_max_s": Partial("max", self.env_max_s),
+        }
+        return {**(of_policy if self.turns else {}), **(of_env if self.env_calls else {})}
+
+
 class Reporter:
     """Collects between two calls of `records`."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
-        self._totals: dict[tuple[str, str], dict[str, Partial]] = {}
+        self._totals: defaultdict[tuple[str, str], dict[str, Partial]] = defaultdict(dict)
+        self._calls: defaultdict[tuple[str, str], _Calls] = defaultdict(_Calls)
 
     def finished(self, kind: EpisodeKind, trajectory: Trajectory) -> None:
         """An episode was played to its end."""
@@ -52,21 +83,25 @@ class Reporter:
 
     def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
         """The policy answered, `generation_s` after it was asked."""
-        add = self._adder(kind, tag)
-        add("turns", Partial("sum", 1.0))
-        add("tokens_sampled", Partial("sum", float(len(completion.token_ids))))
-        add("generation_s", Partial("mean", generation_s))
-        add("generation_max_s", Partial("max", generation_s))
+        calls = self._calls[kind.value, tag]
+        calls.turns += 1
+        calls.tokens += len(completion.token_ids)
+        calls.generation_s += generation_s
+        calls.generation_max_s = max(calls.generation_max_s, generation_s)
 
     def env_call(self, kind: EpisodeKind, tag: str, env_s: float) -> None:
         """The env took `env_s` for a reset or step."""
-        add = self._adder(kind, tag)
-        add("env_s", Partial("mean", env_s))
-        add("env_max_s", Partial("max", env_s))
+        calls = self._calls[kind.value, tag]
+        calls.env_calls += 1
+        calls.env_s += env_s
+        calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
         """Everything since the last call, one record per kind of episode and tag, and the worker's own."""
-        totals, self._totals = self._totals, {}
+        for key, made in self._calls.items():
+            self._totals[key].update(made.parts())
+        totals, self._totals = self._totals, defaultdict(dict)
+        self._calls.clear()
         own = {
             "playing": Partial("mean", float(playing)),
             "hung_threads": Partial("max", float(hung_threads)),
@@ -80,7 +115,7 @@ class Reporter:
         return [*by_tag, MetricRecord(SOURCE, own, labels=labels)]
 
     def _adder(self, kind: EpisodeKind, tag: str) -> "_Adder":
-        return _Adder(self._totals.setdefault((kind.value, tag), {}))
+        return _Adder(self._totals[kind.value, tag])
 
 
 class _Adder:

@@ -1,4 +1,4 @@
-"""Getting a turn answered: under a time limit, and again while generation is being replaced.
+"""Getting a turn answered, and asking again while generation is being replaced.
 
 Invariant: only the turn in flight is ever lost; the episode's tokens stay, and the same prompt is sent again.
 """
@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable
 
 from services.errors import MeshError, RetryableError
 from services.rollout.batcher import TurnBatcher
@@ -31,23 +30,12 @@ def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, 
 class EpisodeSampler:
     """Samples the turns of one episode."""
 
-    def __init__(
-        self,
-        batcher: TurnBatcher,
-        sampling: Sampling,
-        min_version: int,
-        *,
-        timeout_s: float,
-        retry_s: float,
-        on_answer: Callable[[Completion, float], None],
-    ) -> None:
-        """timeout_s: of one attempt. retry_s: time after which a turn is given up. on_answer: (completion, seconds)."""
+    def __init__(self, batcher: TurnBatcher, sampling: Sampling, min_version: int, *, retry_s: float) -> None:
+        """retry_s: time after which a turn is given up."""
         self._batcher = batcher
         self._sampling = sampling
         self._min_version = min_version
-        self._timeout_s = timeout_s
         self._retry_s = retry_s
-        self._on_answer = on_answer
         # The part before the slash names the episode: requests that share it share their prefix.
         self._name = uuid.uuid4().hex[:16]
         self._numbers = itertools.count()
@@ -58,8 +46,8 @@ class EpisodeSampler:
     ) -> Completion:
         """The policy's answer to `prompt`, which holds these pictures.
 
-        A replica itself refuses a turn that takes it too long; one that is not answered at all within `timeout_s` (no
-        replica is there, or it hangs) is aborted and sent again.
+        A replica itself refuses a turn that takes it too long; one that is not answered at all within the batcher's time
+        limit (no replica is there, or it hangs) is sent again.
 
         Raises:
             EpisodeError: `generation_refused`; or `generation_unavailable` or `generation_timeout` after `retry_s`.
@@ -67,17 +55,13 @@ class EpisodeSampler:
         began, wait_s = time.monotonic(), FIRST_WAIT_S
         while True:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    completion = await self._batcher.sample(self._request(prompt, max_new_tokens, pictures))
-            except TimeoutError:
-                failure = EpisodeError("generation_timeout", f"no answer in {self._timeout_s:g} s, again and again")
+                return await self._batcher.sample(self._request(prompt, max_new_tokens, pictures))
+            except TimeoutError as error:
+                failure = EpisodeError("generation_timeout", f"{error}, again and again")
             except RetryableError as error:
                 failure = EpisodeError("generation_unavailable", str(error))
             except MeshError as error:
                 raise EpisodeError("generation_refused", str(error)) from error
-            else:
-                self._on_answer(completion, time.monotonic() - began)
-                return completion
             if time.monotonic() - began + wait_s > self._retry_s:
                 raise failure
             await asyncio.sleep(wait_s)

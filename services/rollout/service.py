@@ -6,8 +6,7 @@ reaches another or the worker; while Redis or generation do not answer, the work
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -21,15 +20,15 @@ from services.rollout.chat import ChatFormat
 from services.rollout.config import WorkerSettings
 from services.rollout.env_pool import EnvPool, Lent
 from services.rollout.episode import EpisodePlan, play
-from services.rollout.execution import StepResult
+from services.rollout.episode_calls import EpisodeCalls
 from services.rollout.failures import EpisodeError
 from services.rollout.patience import patiently
 from services.rollout.reporting import Reporter
 from services.rollout.sampling import EpisodeSampler, samplings
 from services.rollout.task_book import TaskBook
 from services.rollout.tasks import EvalTasks, Task
-from services.rollout.waits import Wait, Waits
-from services.schema import Completion, EpisodeKind, EpisodeTask, Picture, Trajectory
+from services.rollout.waits import Wait, Waiting, Waits
+from services.schema import EpisodeKind, EpisodeTask, Trajectory
 from services.telemetry import MetricRecord
 
 log = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class EnvWorker:
         self._chat = chat
         self._board = board
         self._waits = Waits()
-        self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s)
+        self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
         self._desk = desk_for(settings.custom_envs, settings.model_folder)
         self._reporter = Reporter(worker_id)
@@ -244,9 +243,9 @@ class EnvWorker:
         try:
             what = await self._task_of(task)
             tag = what.tag
-            self._waits.enter(task, Wait.PLACE)
-            trajectory = await self._play(task, what)
-            self._waits.enter(task, Wait.BUFFER)
+            waiting = self._waits.begin(task)
+            trajectory = await self._play(task, what, waiting)
+            waiting.enter(Wait.BUFFER)
             result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
         except asyncio.CancelledError:
             if not self._ended.is_set():  # at the worker's end it is given back
@@ -262,7 +261,7 @@ class EnvWorker:
             self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
 
-    async def _play(self, task: EpisodeTask, what: Task) -> Trajectory:
+    async def _play(self, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
         """Play an episode in an env of the pool.
 
         Raises:
@@ -275,7 +274,7 @@ class EnvWorker:
                 lent = await self._envs.take(what.tag, task.kind)
                 finished = False
                 try:
-                    trajectory = await self._play_in(lent, task, what)
+                    trajectory = await self._play_in(lent, task, what, waiting)
                     finished = True
                 finally:
                     await asyncio.shield(self._envs.give_back(lent, finished=finished))
@@ -285,7 +284,7 @@ class EnvWorker:
                 raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
             raise
 
-    async def _play_in(self, lent: Lent, task: EpisodeTask, what: Task) -> Trajectory:
+    async def _play_in(self, lent: Lent, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
         settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
         sampling = self._samplings[task.sampling_name]
         if task.temperature is not None:
@@ -300,37 +299,22 @@ class EnvWorker:
             keep_text=keep,
             worker_id=self._worker_id,
         )
-        sample = EpisodeSampler(
-            self._batcher,
-            sampling,
-            task.min_version,
-            timeout_s=settings.request_timeout_s,
-            retry_s=settings.rollout.max_generation_retry_s,
-            on_answer=lambda completion, seconds: self._reporter.turn(task.kind, what.tag, completion, seconds),
+        calls = EpisodeCalls(
+            task.kind,
+            what.tag,
+            env=lent.runner,
+            turnstile=self._envs.turnstile(what.tag),
+            sampler=EpisodeSampler(
+                self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
+            ),
+            waiting=waiting,
+            reporter=self._reporter,
+            between=Wait.AGENT if plan.env.agent_runner else None,
         )
-
-        def after() -> None:
-            if plan.env.agent_runner:
-                self._waits.enter(task, Wait.AGENT)
-
-        env = _TimedEnv(
-            lent,
-            self._envs.turnstile(what.tag),
-            lambda seconds: self._reporter.env_call(task.kind, what.tag, seconds),
-            lambda: self._waits.enter(task, Wait.ENV),
-            after,
-        )
-
-        async def answer(prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
-            self._waits.enter(task, Wait.GENERATION)
-            completion = await sample(prompt, most, pictures)
-            after()
-            return completion
-
         if plan.env.agent_runner and self._desk:
-            played = await play_with_agent(plan, plan.env.agent_runner, env, lent.traits, answer, self._desk)
+            played = await play_with_agent(plan, plan.env.agent_runner, calls, lent.traits, calls.sample, self._desk)
         else:
-            played = await play(plan, env, lent.traits, answer, self._chat)
+            played = await play(plan, calls, lent.traits, calls.sample, self._chat)
         return replace(played, baseline=task.is_baseline)
 
     async def _task_of(self, task: EpisodeTask) -> Task:
@@ -339,45 +323,3 @@ class EnvWorker:
                 # its env makes each task once, to know it from the others: seconds in which other episodes go on
                 return await asyncio.to_thread(self._eval_tasks.task, task.number)
         return await self._train_tasks.task(task.number)
-
-
-class _TimedEnv:
-    """An env whose calls are timed, and told before they begin and after they have ended."""
-
-    def __init__(
-        self,
-        lent: Lent,
-        turnstile: AbstractAsyncContextManager[Any],
-        on_call: Callable[[float], None],
-        before: Callable[[], None],
-        after: Callable[[], None],
-    ) -> None:
-        """turnstile: lets as many calls through as the tag may have under way."""
-        self._runner = lent.runner
-        self._turnstile = turnstile
-        self._on_call = on_call
-        self._before = before
-        self._after = after
-        self._clock = asyncio.get_running_loop().time
-
-    async def reset(self, seed: int) -> str:
-        self._before()
-        async with self._turnstile:
-            began = self._clock()
-            observation = await self._runner.reset(seed)
-            self._on_call(self._clock() - began)
-        self._after()
-        return observation
-
-    async def picture(self) -> bytes:
-        self._before()
-        return await self._runner.picture()
-
-    async def step(self, action: str) -> StepResult:
-        self._before()
-        async with self._turnstile:
-            began = self._clock()
-            result = await self._runner.step(action)
-            self._on_call(self._clock() - began)
-        self._after()
-        return result

@@ -25,16 +25,31 @@ class Wait(StrEnum):
     """Its trajectory is handed in."""
 
 
+@dataclass(slots=True)
+class Waiting:
+    """What one episode waits for."""
+
+    wait: Wait
+    since: float
+    """Unix time."""
+    clock: Callable[[], float]
+
+    def enter(self, wait: Wait) -> None:
+        """The episode waits for this from now on."""
+        self.wait, self.since = wait, self.clock()
+
+
 @dataclass
 class Waits:
     """Kept up to date by the worker."""
 
     clock: Callable[[], float] = time.time
-    _of: dict[EpisodeTask, tuple[Wait, float]] = field(default_factory=dict[EpisodeTask, tuple[Wait, float]])
+    _of: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
-    def enter(self, task: EpisodeTask, wait: Wait) -> None:
-        """The episode waits for this from now on."""
-        self._of[task] = (wait, self.clock())
+    def begin(self, task: EpisodeTask) -> Waiting:
+        """The episode waits for its place; the rest is told to what comes back."""
+        self._of[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
+        return self._of[task]
 
     def leave(self, task: EpisodeTask) -> None:
         """The episode is over."""
@@ -44,9 +59,9 @@ class Waits:
         """`at`: Unix time; `groups` and `evaluations`: number or id -> wait -> [episodes, since when the longest]."""
         groups: dict[str, dict[str, list[float]]] = {}
         evaluations: dict[str, dict[str, list[float]]] = {}
-        for task, (wait, since) in self._of.items():
+        for task, episode in self._of.items():
             train = task.kind is EpisodeKind.TRAIN
             of_unit = (groups if train else evaluations).setdefault(str(task.number) if train else task.group_id, {})
-            count, longest = of_unit.get(wait.value, (0, since))
-            of_unit[wait.value] = [count + 1, min(longest, since)]
+            count, longest = of_unit.get(episode.wait.value, (0, episode.since))
+            of_unit[episode.wait.value] = [count + 1, min(longest, episode.since)]
         return {"at": self.clock(), "groups": groups, "evaluations": evaluations}

@@ -135,3 +135,16 @@ async def test_a_turn_that_was_not_sent_yet_is_taken_back_unsent():
     await batcher.sample(request("third"))
     assert [[r.request_id for r in call] for call in client.calls] == [["first"], ["third"]]
     assert client.aborted == []
+
+
+async def test_what_a_call_has_not_answered_in_its_time_is_aborted_and_its_answers_stand():
+    client = FakeGeneration(echo, delay_s=lambda r: 60.0 if r.request_id == "slow" else 0.0)
+    batcher = TurnBatcher(client, coalesce_s=0.0, timeout_s=0.5)
+    fast, slow = await asyncio.gather(
+        batcher.sample(request("fast")), batcher.sample(request("slow")), return_exceptions=True
+    )
+    assert isinstance(fast, Completion)
+    assert isinstance(slow, TimeoutError)
+    assert str(slow) == "no answer in 0.5 s"
+    await wait_until(lambda: client.aborted == ["slow"])
+    assert [len(call) for call in client.calls] == [2]

@@ -9,19 +9,9 @@ from tests.fakes_rollout import FakeGeneration, worker_settings
 from tests.waiting import wait_until
 
 
-def sampler(
-    client: FakeGeneration, *, timeout_s: float = 5.0, retry_s: float = 5.0, seen: list[float] | None = None
-) -> EpisodeSampler:
-    times = [] if seen is None else seen
+def sampler(client: FakeGeneration, *, timeout_s: float = 5.0, retry_s: float = 5.0) -> EpisodeSampler:
     sampling = Sampling(0.5, 0.9, 7, 64, stop_token_ids=(3,))
-    return EpisodeSampler(
-        TurnBatcher(client, 0.0),
-        sampling,
-        2,
-        timeout_s=timeout_s,
-        retry_s=retry_s,
-        on_answer=lambda _, s: times.append(s),
-    )
+    return EpisodeSampler(TurnBatcher(client, 0.0, timeout_s), sampling, 2, retry_s=retry_s)
 
 
 def answer(_: GenerateRequest) -> tuple[int, ...]:
@@ -29,13 +19,12 @@ def answer(_: GenerateRequest) -> tuple[int, ...]:
 
 
 async def test_a_turn_is_sent_with_its_limit_and_the_episodes_sampling():
-    client, seen = FakeGeneration(answer), []
-    got = await sampler(client, seen=seen)((1, 2), 5)
+    client = FakeGeneration(answer)
+    got = await sampler(client)((1, 2), 5)
     (request,) = client.calls[0]
     assert isinstance(got, Completion)
     assert (request.prompt, request.min_version) == ((1, 2), 2)
     assert request.sampling == Sampling(0.5, 0.9, 7, 5, (3,))
-    assert len(seen) == 1
 
 
 async def test_while_generation_is_replaced_the_same_turn_is_sent_again():
