@@ -153,14 +153,14 @@ def bench_scale(
     concurrency: Annotated[
         list[int] | None, typer.Option(min=8, help="Episodes at a time; may be repeated. Default: 16 to 4096.")
     ] = None,
-    answer_s: Annotated[float, typer.Option(metavar="S", help="Of the scripted policy for a turn.")] = 0.05,
-    coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.01,
+    answer_s: Annotated[float, typer.Option(metavar="S", help="Of the scripted policy for a turn.")] = 0.0,
+    coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Windows of each setting.")] = 3,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 episodes at a time. With
-    --answer-s 0 --coalesce-s 0 the worker is busy at each number."""
+    """Trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 episodes at a time. It is
+    busy at each number; with --answer-s 0.05 --coalesce-s 0.01 it waits for answers as in a run."""
     from deploy.bench import scale
 
     options = scale.Options(
@@ -170,7 +170,7 @@ def bench_scale(
         rounds=rounds,
     )
     if quick:
-        options = scale.Options(concurrency=(16, 64), answer_s=0.01, window_s=1.0, rounds=1)
+        options = scale.Options(concurrency=(16, 64), window_s=1.0, rounds=1)
     _run("scale", scale.run, options, json)
 
 

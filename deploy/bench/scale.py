@@ -1,15 +1,18 @@
 """`offbeat bench scale`: what an episode costs when one env worker plays 16 to 4,096 of them at a time.
 
 Real: Redis with its append-only file, the buffer, the env worker, FrozenLake. The policy is a script that answers each turn
-after a given time. CPU is that of the worker's process and of Redis; whoever takes the groups out is not counted.
+at once, so that the worker is busy at each number, or after a given time. CPU is that of the worker's process and of Redis;
+whoever takes the groups out is not counted.
 
-Invariant: a measurement begins when every place has finished an episode, so that starts and ends are mixed as in a long run.
+Invariant: what is measured is a long run. Episodes that began together end in waves: a measurement begins when every place
+has ended some, and counts many generations; one at its edge is paid for in one window and counted in the next. Every number
+has its turn in each round, so that a machine that grows slower makes none dearer than the others.
 """
 
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -25,6 +28,8 @@ from services.rollout.config import CustomEnv, RolloutConfig
 GROUP_SIZE = 8
 WARM_UP = 64
 """Episodes at a time of a setting that is not reported."""
+EARLY = 3
+"""Episodes of each place that are not measured."""
 ENDLESS = 10**6
 """Steps: no run ends, and with it what is played, while it is measured."""
 FLAT = 0.2
@@ -39,14 +44,16 @@ class Options:
     """What is measured; times in seconds."""
 
     concurrency: tuple[int, ...] = (16, 64, 256, 1024, 4096)
-    answer_s: float = 0.05
+    answer_s: float = 0.0
     """Of the scripted policy for one turn."""
-    coalesce_s: float = 0.01
-    """See `rollout.coalesce_s`; 0 with answers at once keeps the worker busy, however few it plays."""
-    window_s: float = 4.0
-    """At least; a window lasts until as many episodes ended as are played at a time, because they end in waves."""
+    coalesce_s: float = 0.0
+    """See `rollout.coalesce_s`."""
+    window_s: float = 8.0
+    """At least; see `generations`."""
+    generations: int = 8
+    """A window lasts until so many episodes of each place ended, on average."""
     rounds: int = 3
-    """Windows of each setting."""
+    """In each, one window of every setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +66,33 @@ class Look:
     redis_cpu_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one window showed."""
+
+    trajectories_per_s: float
+    worker_cpu_ms: float
+    """Per trajectory."""
+    redis_cpu_ms: float
+    """Per trajectory."""
+    bytes_per_episode: float
+    """That the process grew by; where an earlier window left it room, too little."""
+
+
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, ground() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
         policy = PolicySpec("client", delay_s=options.answer_s)
-        rows: list[dict[str, Any]] = []
+        windows: dict[int, list[Window]] = {count: [] for count in options.concurrency}
         with Rollouts(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
-            _Setting(replace(options, rounds=1), base, rollouts, WARM_UP).measure()  # imports, caches, connections
-            for count in options.concurrency:
-                status.update(f"{count} episodes at a time")
-                rows.append(_Setting(options, base, rollouts, count).measure())
+            _Setting(options, base, rollouts, WARM_UP).measure()  # imports, caches, connections
+            for number in range(options.rounds):
+                for count in options.concurrency:
+                    status.update(f"round {number + 1} of {options.rounds}: {count} episodes at a time")
+                    windows[count].append(_Setting(options, base, rollouts, count).measure())
+    rows = [_row(count, seen) for count, seen in windows.items()]
     cost = [row["cpu_ms"].median for row in rows]
     spread = max(cost) / min(cost) - 1
     _show(rows, spread)
@@ -78,7 +100,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 class _Setting:
-    """One number of episodes at a time."""
+    """One number of episodes at a time, in a run of its own."""
 
     def __init__(self, options: Options, base: Ground, rollouts: Rollouts, count: int) -> None:
         self._options = options
@@ -88,22 +110,27 @@ class _Setting:
         self._redis = psutil.Process(base.server_pid)
         self._taken = 0
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self) -> Window:
         config = self._config()
         epoch = self._ground.prepare(config)
         self._publish(config)
         self._buffer = RedisLearnerBuffer(self._ground.redis, config.exp_name, epoch)
         idle_bytes = psutil.Process(self._rollouts.pid).memory_info().rss
         self._rollouts.play(self._ground.worker_settings(config))
-        self._take_until(lambda: self._taken >= self._count)
-        looks = [self._look()]
-        for _ in range(self._options.rounds):
-            end, count = time.monotonic() + self._options.window_s, self._taken + self._count
-            self._take_until(lambda end=end, count=count: time.monotonic() >= end and self._taken >= count)
-            looks.append(self._look())
-        usage = self._rollouts.stop()
+        self._take_until(lambda: self._taken >= EARLY * self._count)
+        before = self._look()
+        end, count = before.at + self._options.window_s, self._taken + self._options.generations * self._count
+        self._take_until(lambda: time.monotonic() >= end and self._taken >= count)
+        after = self._look()
+        grown = self._rollouts.stop().rss_bytes - idle_bytes
         self._ground.redis.flushdb()
-        return self._row(looks, (usage.rss_bytes - idle_bytes) / self._count)
+        done = after.trajectories - before.trajectories
+        return Window(
+            trajectories_per_s=done / (after.at - before.at),
+            worker_cpu_ms=1000 * (after.worker_cpu_s - before.worker_cpu_s) / done,
+            redis_cpu_ms=1000 * (after.redis_cpu_s - before.redis_cpu_s) / done,
+            bytes_per_episode=grown / self._count,
+        )
 
     def _config(self) -> RunConfig:
         lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
@@ -135,24 +162,16 @@ class _Setting:
         redis_cpu_s = sum(self._redis.cpu_times()[:2])
         return Look(time.monotonic(), self._taken, usage.cpu_s, redis_cpu_s)
 
-    def _row(self, looks: Sequence[Look], bytes_per_episode: float) -> dict[str, Any]:
-        pairs = list(itertools.pairwise(looks))
-        done = [after.trajectories - before.trajectories for before, after in pairs]
 
-        def per_trajectory(name: str) -> list[float]:
-            spent = [getattr(after, name) - getattr(before, name) for before, after in pairs]
-            return [1000 * s / max(n, 1) for s, n in zip(spent, done, strict=True)]
-
-        worker, redis = per_trajectory("worker_cpu_s"), per_trajectory("redis_cpu_s")
-        rates = [n / (after.at - before.at) for n, (before, after) in zip(done, pairs, strict=True)]
-        return {
-            "concurrency": self._count,
-            "trajectories_per_s": Spread.of(rates),
-            "cpu_ms": Spread.of(map(sum, zip(worker, redis, strict=True))),
-            "worker_cpu_ms": Spread.of(worker),
-            "redis_cpu_ms": Spread.of(redis),
-            "kib_per_episode": bytes_per_episode / 1024,
-        }
+def _row(count: int, windows: Sequence[Window]) -> dict[str, Any]:
+    return {
+        "concurrency": count,
+        "trajectories_per_s": Spread.of(each.trajectories_per_s for each in windows),
+        "cpu_ms": Spread.of(each.worker_cpu_ms + each.redis_cpu_ms for each in windows),
+        "worker_cpu_ms": Spread.of(each.worker_cpu_ms for each in windows),
+        "redis_cpu_ms": Spread.of(each.redis_cpu_ms for each in windows),
+        "kib_per_episode": max(each.bytes_per_episode for each in windows) / 1024,
+    }
 
 
 def _show(rows: Sequence[dict[str, Any]], spread: float) -> None:
