@@ -84,23 +84,26 @@ def test_shared_memory_of_killed_processes_is_removed_by_their_tracker_or_withou
 
 
 UNTRACKED = """
-    import multiprocessing, os, signal, subprocess, sys
+    import os, subprocess, sys
+    import psutil
     from deploy.processes import (
-        descendants, end_descendants, remove_left_behind, shared_memory_held, shared_memory_of_nobody
+        adopt_orphans, descendants, remove_left_behind, shared_memory_held, shared_memory_of_nobody
     )
 
     hold = (
         "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
         "print(lock._semlock.name, flush=True); time.sleep(100)"
     )
+    adopt_orphans()
     child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
     held = shared_memory_held()
     assert [str(path) for path in held] == [name]
     assert held.isdisjoint(shared_memory_of_nobody())
-    for process in descendants():  # its resource tracker, too, which would have tidied up
+    killed = descendants()  # its resource tracker, too, which would have tidied up
+    for process in killed:
         process.kill()
-    end_descendants(0.0)
+    assert not psutil.wait_procs(killed, timeout=30)[1]
     assert held <= shared_memory_of_nobody()
     remove_left_behind(held)
     assert not os.path.exists(name)
