@@ -241,9 +241,10 @@ class BadEnv(CountingEnv):
 
     def _misbehave(self) -> None:
         if self.marker:
-            if Path(self.marker).exists():
+            try:
+                Path(self.marker).touch(exist_ok=False)  # of envs in several processes one
+            except FileExistsError:
                 return
-            Path(self.marker).touch()
         match self.how:
             case "raise":
                 raise RuntimeError("broken")

@@ -23,6 +23,7 @@ from services.rollout.episode import EpisodePlan, play
 from services.rollout.episode_calls import EpisodeCalls
 from services.rollout.failures import EpisodeError
 from services.rollout.patience import patiently
+from services.rollout.places import Place, Places
 from services.rollout.reporting import Reporter
 from services.rollout.sampling import EpisodeSampler, samplings
 from services.rollout.task_book import TaskBook
@@ -33,8 +34,6 @@ from services.telemetry import MetricRecord
 
 log = logging.getLogger(__name__)
 
-GATHER_S = 0.01
-"""Time that freed places gather for before the next claim."""
 LONGEST_IDLE_S = 1.0
 LONGEST_HEARTBEAT_S = 0.5
 REPORT_S = 1.0
@@ -94,7 +93,7 @@ class EnvWorker:
         self._train_tasks = TaskBook(settings, settings.seed, buffer)
         self._samplings = samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
-        self._place_freed = asyncio.Event()
+        self._places = Places(settings.rollout.max_env_num_per_worker)
         self._may_claim = asyncio.Event()
         self._may_claim.set()
         self._drained = False
@@ -171,16 +170,14 @@ class EnvWorker:
         position = "$"
         while True:
             await self._may_claim.wait()
-            free = self._settings.rollout.max_env_num_per_worker - len(self._playing)
-            self._place_freed.clear()
+            free = self._places.num_free
             tasks = await patiently(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
             for task in tasks:
                 self._begin(task)
             if len(tasks) < free:
                 position = await patiently(lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S))
             else:
-                await self._place_freed.wait()
-                await asyncio.sleep(GATHER_S)
+                await self._places.freed()
 
     async def _heartbeat(self) -> None:
         every_s = min(LONGEST_HEARTBEAT_S, self._settings.worker_timeout_s / 5)
@@ -222,22 +219,23 @@ class EnvWorker:
     # --- one episode ----------------------------------------------------------------------------------------------------
 
     def _begin(self, task: EpisodeTask) -> None:
-        playing = asyncio.create_task(self._see_through(task), name=f"{task.group_id}/{task.index}")
+        place = self._places.take()
+        playing = asyncio.create_task(self._see_through(task, place), name=f"{task.group_id}/{task.index}")
         self._playing[task] = playing
-        playing.add_done_callback(lambda done: self._let_go(task, done))
+        playing.add_done_callback(lambda done: self._let_go(task, place, done))
 
-    def _let_go(self, task: EpisodeTask, done: "asyncio.Task[None]") -> None:
-        if self._playing.get(task) is done:
+    def _let_go(self, task: EpisodeTask, place: Place, done: "asyncio.Task[None]") -> None:
+        if self._playing.get(task) is done:  # and not its next attempt
             del self._playing[task]
-        self._waits.leave(task)
-        self._place_freed.set()
+            self._waits.leave(task)
+        place.leave()
         if not done.cancelled() and (error := done.exception()):
             # The buffer would not even hear of its failure. It takes the episode back when this worker is replaced.
             log.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)
             self._lost = error
             self._ended.set()
 
-    async def _see_through(self, task: EpisodeTask) -> None:
+    async def _see_through(self, task: EpisodeTask, place: Place) -> None:
         """Play an episode and hand in what became of it."""
         tag = ""
         try:
@@ -246,6 +244,7 @@ class EnvWorker:
             waiting = self._waits.begin(task)
             trajectory = await self._play(task, what, waiting)
             waiting.enter(Wait.BUFFER)
+            await place.depart()
             result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
         except asyncio.CancelledError:
             if not self._ended.is_set():  # at the worker's end it is given back
