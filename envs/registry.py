@@ -11,11 +11,11 @@ An env of Offbeat is a `gymnasium.Env` with these habits:
   averaged over turns (`action_is_valid`, `action_is_effective`, `format_penalty`, ...) unless the attribute
   `metrics_agg_mode: dict[str, str]` says `sum`, `mean`, `min`, `max`, `first` or `last`.
 - Optional: `config_class`, a pydantic model that `env_config` is validated by, whose instance is then the constructor's
-  only argument; without it `env_config` are keyword arguments. Optional: a setting `split` that takes `"held_out"`, which
-  evaluation sets, so that it never meets a training task. Optional: `task_id(seed)`, equal for seeds of equal tasks, so that
-  evaluation plays each task once. Optional: `random_answer(rng)`, an answer that the env may understand, for a random agent
-  and the contract's checks. Optional: `render()`. Optional: `functions`, which the policy may call in its chat template's
-  own form (`envs.tools.functions`).
+  only argument (if the model is frozen, one instance for all envs of a tag); without it `env_config` are keyword arguments.
+  Optional: a setting `split` that takes `"held_out"`, which evaluation sets, so that it never meets a training task.
+  Optional: `task_id(seed)`, equal for seeds of equal tasks, so that evaluation plays each task once. Optional:
+  `random_answer(rng)`, an answer that the env may understand, for a random agent and the contract's checks. Optional:
+  `render()`. Optional: `functions`, which the policy may call in its chat template's own form (`envs.tools.functions`).
 """
 
 import inspect
@@ -24,6 +24,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -68,10 +69,20 @@ def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
         raise ValueError("; ".join(problems))
     factory = find(env_type)
     model = _config_class(factory)
-    env = factory(**env_config) if model is None else factory(model.model_validate_json(json.dumps(env_config)))
+    env = factory(**env_config) if model is None else factory(_config(model, json.dumps(env_config)))
     if not isinstance(env, gymnasium.Env):
         raise ValueError(f"{env_type} makes a {type(env).__name__}, not a gymnasium.Env")
     return cast(TextEnv, env)
+
+
+def _config(model: type[BaseModel], text: str) -> BaseModel:
+    """The settings, the same object for all envs of a tag: thousands of them are played in turn."""
+    return _shared_config(model, text) if model.model_config.get("frozen") else model.model_validate_json(text)
+
+
+@lru_cache
+def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
+    return model.model_validate_json(text)
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:

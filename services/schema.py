@@ -4,7 +4,7 @@ Invariants: tokens are recorded as sampled and never re-made from text; `loss_ma
 policy sampled; `versions` covers exactly those tokens; `logprobs` is zero elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -84,7 +84,8 @@ class GenerateRequest:
     """One turn to sample: token ids in, those of pictures written out."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
+    """As an `array("i")` it travels without a look at each token."""
     sampling: Sampling
     min_version: int = 0
     """The replica holds the request until it serves at least this version."""

@@ -1,4 +1,6 @@
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -135,6 +137,13 @@ def test_another_schema_version_is_refused_by_name():
 
     with pytest.raises(CodecError, match="schema version 99"):
         codec.decode_trajectory(cast(bytes, msgpack.packb(["trajectory", 99, []])))
+
+
+def test_a_prompt_travels_as_the_same_bytes_whether_it_is_a_tuple_or_an_array():
+    prompts: list[Sequence[int]] = [(1, 2, 151_000), (), *(array("i", each) for each in [(1, 2, 151_000), ()])]
+    blobs = [codec.encode_requests([GenerateRequest("r", prompt, Sampling())]) for prompt in prompts]
+    assert blobs[:2] == blobs[2:]
+    assert [codec.decode_requests(blob)[0].prompt for blob in blobs[2:]] == [(1, 2, 151_000), ()]
 
 
 def test_requests_completions_and_manifests_come_back():

@@ -138,12 +138,12 @@ def _step_by_step(messages: list[Message], env: CustomEnv) -> Iterator[list[Mess
     """An episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
     head, turns = taken_apart(messages)
     past = Past(env)
-    for seen, answer in zip(turns[::2], turns[1::2], strict=False):
+    for step, (seen, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):
         words = fill_template(
             env.agent_template,
             observation=past.shown(seen["content"]),
-            step=len(past) + 1,
-            actions_left=env.max_steps - len(past),
+            step=step,
+            actions_left=env.max_steps - step + 1,
             history=past.window(),
         )
         yield [*head, {"role": "user", "content": words}, answer]

@@ -35,9 +35,9 @@ class AskedAnswers:
         self._url = url.rstrip("/")
         self.model = model or self._first_model()
 
-    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
+    async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
-        body: dict[str, Any] = {"model": self.model, "messages": conversation_of(self._chat, prompt, pictures)}
+        body: dict[str, Any] = {"model": self.model, "messages": conversation_of(self._chat, tuple(prompt), pictures)}
         if self._temperature is not None:
             body["temperature"] = self._temperature
         answer = self._ask("POST", "/chat/completions", body)

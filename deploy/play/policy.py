@@ -140,10 +140,10 @@ class TogetherSampler:
         self._waiting: list[tuple[Asked, asyncio.Future[Completion]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
+    async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((Asked(prompt, min(most, self._most), pictures), future))
+        self._waiting.append((Asked(tuple(prompt), min(most, self._most), pictures), future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._answer_all())
         return await future

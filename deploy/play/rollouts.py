@@ -141,7 +141,8 @@ async def _play(
         finished = True
         return trajectory
     finally:
-        await pool.give_back(lent, finished=finished)
+        if not (finished and pool.keep(lent)):
+            await lent.runner.close()
 
 
 def succeeded(trajectory: Trajectory) -> bool | None:

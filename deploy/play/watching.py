@@ -1,7 +1,7 @@
 """One episode, told turn by turn while it is played: observation, prompt tokens, completion, action, reward."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,26 +63,26 @@ class WatchedSample:
         self._said: tuple[int, ...] = ()
         self._turn = 0
 
-    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Shown, ...] = ()) -> Completion:
+    async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Shown, ...] = ()) -> Completion:
         """See `services.rollout.episode.Sample`."""
         self._turn += 1
         self._tell(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
         self._tell(self._env.observations[-1])
         if self._show_tokens:
-            known = len(self._said) if prompt[: len(self._said)] == self._said else 0
+            known = len(self._said) if tuple(prompt[: len(self._said)]) == self._said else 0
             told = f"{len(prompt) - known} new of {len(prompt)}"
             self._tell(_line("prompt", told, self._prompt_pieces(prompt, known, pictures)))
         elif pictures:
             self._tell(_line("picture", f"{len(pictures[-1].png)} bytes of PNG"))
         completion = await (self._sample(prompt, most, pictures) if pictures else self._sample(prompt, most))
-        self._said = prompt + completion.token_ids
+        self._said = (*prompt, *completion.token_ids)
         if self._show_tokens:
             logprob = sum(completion.logprobs)
             told = f"{len(completion.token_ids)} tokens, logprob {logprob:.3f}, {completion.finish_reason.value}"
             self._tell(_line("completion", told, self._pieces(completion.token_ids)))
         return completion
 
-    def _prompt_pieces(self, prompt: tuple[int, ...], known: int, pictures: tuple[Shown, ...]) -> str:
+    def _prompt_pieces(self, prompt: Sequence[int], known: int, pictures: tuple[Shown, ...]) -> str:
         """What is new, a picture's tokens as one."""
         pieces: list[str] = []
         for picture in pictures:
@@ -93,7 +93,7 @@ class WatchedSample:
                 known = picture.start + picture.count
         return " ".join([*pieces, self._pieces(prompt[known:])])
 
-    def _pieces(self, ids: tuple[int, ...]) -> str:
+    def _pieces(self, ids: Sequence[int]) -> str:
         return " ".join(f"{number}:{self._chat.token_text(number)!r}" for number in ids)
 
 

@@ -4,7 +4,7 @@ Invariants: all that is random comes from the env's own generator, which `reset(
 give the same map and the same slips.
 """
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -66,7 +66,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
     def __init__(self, config: FrozenLakeConfig | None = None) -> None:
         self.config = config or FrozenLakeConfig()
         self.render_mode = self.config.render_mode
-        self._parse = ActionParser(self.config.action_pattern, {name: i for i, name in enumerate(ACTIONS)})
+        self._parse = _parser(self.config.action_pattern)
         self._lake: LakeMap | None = None
         self._agent: Cell = (0, 0)
 
@@ -158,3 +158,8 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         if self.config.show_grid == "always":
             return f"{self.grid_text()}\n{self.neighbours_text()}"
         return self.neighbours_text()
+
+
+@lru_cache
+def _parser(pattern: str) -> ActionParser[int]:
+    return ActionParser(pattern, {name: i for i, name in enumerate(ACTIONS)})

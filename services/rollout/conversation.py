@@ -5,6 +5,8 @@ Invariants: what is recorded is what was sent and sampled, token by token; each 
 
 import asyncio
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -33,7 +35,7 @@ class Message(NamedTuple):
     """What the env said, without what the tag's template puts around it."""
 
 
-Sent = tuple[tuple[int, ...], tuple[Picture, ...]]
+Sent = tuple[Sequence[int], tuple[Picture, ...]]
 """A prompt's tokens, and the pictures among them."""
 
 
@@ -73,15 +75,20 @@ class Recorded(Protocol):
 
 
 class OneSequence:
-    """Each prompt is all that came before, and the new message's tokens."""
+    """Each prompt is all that came before, and the new message's tokens.
+
+    Kept as numbers, not as objects: a prompt of thousands of tokens is copied and sent as its bytes are.
+    """
+
+    __slots__ = ("_chat", "_logprobs", "_pictures", "_spans", "_system", "_tokens", "_turns")
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
         self._system = system
         self._turns: list[Turn] = []
-        self._tokens: list[int] = []
+        self._tokens = array("i")
         self._pictures: list[Picture] = []
-        self._logprobs: list[float] = []
+        self._logprobs = array("d")
         """Of the sampled tokens alone."""
         self._spans: list[VersionSpan] = []
 
@@ -97,7 +104,7 @@ class OneSequence:
         before = len(self._tokens)
         self._pictures += [replace(picture, start=before + picture.start) for picture in pictures]
         self._tokens.extend(ids)
-        return tuple(self._tokens), tuple(self._pictures)
+        return self._tokens[:], tuple(self._pictures)
 
     def hear(self, completion: Completion) -> str:
         """See `Recorded.hear`."""

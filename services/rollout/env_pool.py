@@ -21,6 +21,9 @@ from services.threads import DaemonThreads
 
 Key = tuple[str, EpisodeKind]
 
+_OPEN = nullcontext()
+"""A turnstile that lets everything through."""
+
 
 @dataclass(slots=True)
 class Lent:
@@ -62,7 +65,7 @@ class EnvPool:
 
     def turnstile(self, tag: str) -> AbstractAsyncContextManager[Any]:
         """Entered for each call of reset and step: lets this worker's share of `max_env_step_concurrent` through."""
-        return self._limiters.get(tag) or nullcontext()
+        return self._limiters.get(tag) or _OPEN
 
     async def take(self, tag: str, kind: EpisodeKind) -> Lent:
         """An env to play; evaluation's is on its held-out split.
@@ -80,12 +83,11 @@ class EnvPool:
             await asyncio.shield(runner.close())
             raise
 
-    async def give_back(self, lent: Lent, *, finished: bool) -> None:
-        """Return an env; one whose episode did not finish is closed: what it is doing is not known."""
-        if finished and lent.runner.healthy:
+    def keep(self, lent: Lent) -> bool:
+        """Take back an env whose episode is finished; False where it may not be played again."""
+        if lent.runner.healthy:
             self._idle[lent.key].append(lent)
-        else:
-            await lent.runner.close()
+        return lent.runner.healthy
 
     async def close(self) -> None:
         """Close all idle envs."""

@@ -4,6 +4,7 @@ Trajectory-wise (ROLL's semantics) the whole history stays in context, as the to
 template rewrites it; step-wise each prompt stands for itself. `conversation` records it. Pure of Ray and Redis.
 """
 
+import operator
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Protocol
 from envs.prompting import IMAGE, fill_template
 from services.rollout.chat import ChatFormat
 from services.rollout.config import CustomEnv
-from services.rollout.conversation import Message, conversation
+from services.rollout.conversation import Message, Recorded, conversation
 from services.rollout.execution import EnvTraits, StepResult
 from services.rollout.failures import EpisodeError
 from services.rollout.past import Past
@@ -28,8 +29,8 @@ from services.schema import (
 )
 
 Sample = Callable[..., Awaitable[Completion]]
-"""(prompt, most new tokens) -> completion, the prompt's pictures as a third argument where it has any; retries and timeouts
-are its business."""
+"""(token ids of a prompt, most new tokens) -> completion; the prompt's pictures are a third argument where it has any.
+Retries and timeouts are its business."""
 
 
 class PlayableEnv(Protocol):
@@ -65,31 +66,11 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     began, rules = time.monotonic(), plan.env
     system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
     told = await conversation(chat, rules, system, tuple(traits.functions))
-    metrics, text = EpisodeMetrics(traits.metrics_agg_mode), [system]
-    past = Past(rules)
-    observation = await env.reset(plan.seed)
-    while True:
-        step = len(past) + 1
-        message = await _message(rules, env, past, observation, chat)
-        prompt, pictures = told.ask(message)
-        room = plan.sequence_length - len(prompt)
-        if room < 1:
-            stop = StopReason.MAX_LENGTH
-            break
-        most = min(rules.max_tokens_per_step, plan.sampling.max_new_tokens, room)
-        completion = await (sample(prompt, most, pictures) if pictures else sample(prompt, most))
-        answer = told.hear(completion)
-        anchor = blake2b(observation.encode() + message.png, digest_size=8).hexdigest()
-        result = await env.step(answer)
-        told.rate(result.reward, anchor)
-        metrics.add(result.metrics)
-        past.add(observation, answer)
-        if plan.keep_text:
-            text += [message.words, answer]
-        observation = result.observation
-        if ended := _stop_reason(result, step, rules.max_steps):
-            stop = ended
-            break
+    episode = _Episode(plan, env, sample, chat, told, EpisodeMetrics(traits.metrics_agg_mode), Past(rules), [system])
+    observation, step, stop = await env.reset(plan.seed), 0, None
+    while stop is None:
+        step += 1
+        observation, stop = await episode.turn(observation, step)
     turns, segments = told.record()
     return Trajectory(
         group_id=plan.task.group_id,
@@ -100,27 +81,60 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
         segments=segments,
         turns=turns,
         stop_reason=stop,
-        metrics={**metrics.values(), **_length_metrics(turns, segments)},
+        metrics={**episode.metrics.values(), **_length_metrics(turns, segments)},
         worker_id=plan.worker_id,
         duration_s=time.monotonic() - began,
-        text=tuple(text) if plan.keep_text else (),
+        text=tuple(episode.text) if plan.keep_text else (),
     )
 
 
-async def _message(rules: CustomEnv, env: PlayableEnv, past: Past, observation: str, chat: ChatFormat) -> Message:
-    """What the policy is told in a turn."""
-    step = len(past) + 1
-    words = fill_template(
-        rules.agent_template,
-        observation=past.shown(observation),
-        step=step,
-        actions_left=rules.max_steps - step + 1,
-        history=past.window(),
-        image=chat.sight.mark if rules.shows_pictures else IMAGE,
-    )
-    if not rules.shows_pictures:
-        return Message(words, observation=observation)
-    return Message(words, await env.picture(), rules.agent_template.count(IMAGE), observation)
+@dataclass(slots=True)
+class _Episode:
+    """What lasts from turn to turn. All else is let go when its turn is over, while it is in the caches: thousands of other
+    episodes have theirs before the next."""
+
+    plan: EpisodePlan
+    env: PlayableEnv
+    sample: Sample
+    chat: ChatFormat
+    told: Recorded
+    metrics: "EpisodeMetrics"
+    past: Past
+    text: list[str]
+
+    async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
+        """The policy answers what it is shown, and the env that; returns the next observation, and why there is none."""
+        plan, told = self.plan, self.told
+        message = await self._message(observation, step)
+        prompt, pictures = told.ask(message)
+        room = plan.sequence_length - len(prompt)
+        if room < 1:
+            return observation, StopReason.MAX_LENGTH
+        most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
+        completion = await (self.sample(prompt, most, pictures) if pictures else self.sample(prompt, most))
+        answer = told.hear(completion)
+        result = await self.env.step(answer)
+        told.rate(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
+        self.metrics.add(result.metrics)
+        self.past.add(observation, answer)
+        if plan.keep_text:
+            self.text += [message.words, answer]
+        return result.observation, _stop_reason(result, step, plan.env.max_steps)
+
+    async def _message(self, observation: str, step: int) -> Message:
+        """What the policy is told in a turn."""
+        rules = self.plan.env
+        words = fill_template(
+            rules.agent_template,
+            observation=self.past.shown(observation),
+            step=step,
+            actions_left=rules.max_steps - step + 1,
+            history=self.past.window(),
+            image=self.chat.sight.mark if rules.shows_pictures else IMAGE,
+        )
+        if not rules.shows_pictures:
+            return Message(words, observation=observation)
+        return Message(words, await self.env.picture(), rules.agent_template.count(IMAGE), observation)
 
 
 def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | None:
@@ -137,35 +151,45 @@ def _length_metrics(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[
     return lengths if len(segments) < 2 else {**lengths, "segments": float(len(segments))}
 
 
+MERGED: Mapping[str, Callable[[float, float], float]] = {
+    "mean": operator.add,  # divided by their number at the end
+    "sum": operator.add,
+    "first": lambda seen, _: seen,
+    "last": lambda _, new: new,
+    "min": min,
+    "max": max,
+}
+"""By `metrics_agg_mode`: what was seen so far and a new value make one."""
+
+
 class EpisodeMetrics:
     """Env metrics of the turns, put together by the env's rules: `success` last, others their mean."""
 
+    __slots__ = ("_counts", "_modes", "_seen")
+
     def __init__(self, modes: Mapping[str, str]) -> None:
-        self._modes = {"success": "last", **modes}
-        self._seen: dict[str, list[float]] = {}
+        """Raises EpisodeError if the env names an aggregation that does not exist."""
+        for name, mode in modes.items():
+            if mode not in MERGED:
+                raise EpisodeError(
+                    "bad_metric", f"metrics_agg_mode {mode!r} of {name!r} is none of {', '.join(MERGED)}"
+                )
+        self._modes = modes
+        self._seen: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """One turn's metrics."""
         for name, value in metrics.items():
-            self._seen.setdefault(name, []).append(value)
+            count = self._counts.get(name, 0)
+            self._seen[name] = MERGED[self._mode(name)](self._seen[name], value) if count else value
+            self._counts[name] = count + 1
 
     def values(self) -> dict[str, float]:
-        """The episode's. Raises EpisodeError if the env names an aggregation that does not exist."""
-        return {name: self._aggregate(name, seen) for name, seen in self._seen.items()}
+        """The episode's."""
+        return {
+            name: seen / self._counts[name] if self._mode(name) == "mean" else seen for name, seen in self._seen.items()
+        }
 
-    def _aggregate(self, name: str, seen: list[float]) -> float:
-        match self._modes.get(name, "mean"):
-            case "mean":
-                return sum(seen) / len(seen)
-            case "last":
-                return seen[-1]
-            case "first":
-                return seen[0]
-            case "sum":
-                return sum(seen)
-            case "min":
-                return min(seen)
-            case "max":
-                return max(seen)
-            case other:
-                raise EpisodeError("bad_metric", f"metrics_agg_mode {other!r} of {name!r} does not exist")
+    def _mode(self, name: str) -> str:
+        return self._modes.get(name, "last" if name == "success" else "mean")

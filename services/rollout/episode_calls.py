@@ -1,6 +1,7 @@
 """An episode's calls to its env and to the policy: counted, timed, and shown to whoever asks what it waits for."""
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -13,6 +14,8 @@ from services.schema import Completion, EpisodeKind, Picture
 
 class EpisodeCalls:
     """Stands between an episode and what it calls; a `PlayableEnv`, and its `sample` is a `Sample`."""
+
+    __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_tag", "_turnstile", "_waiting")
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class EpisodeCalls:
         return await self._env.picture()
 
     async def sample(
-        self, prompt: tuple[int, ...], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+        self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
     ) -> Completion:
         """See `EpisodeSampler`."""
         self._waiting.enter(Wait.GENERATION)

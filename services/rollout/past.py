@@ -1,31 +1,27 @@
 """What a step-wise policy is told of earlier turns, in words."""
 
-from dataclasses import dataclass, field
-
 from services.rollout.config import CustomEnv
 
 
-@dataclass
 class Past:
-    """The turns of one episode so far."""
+    """The turns of one episode so far, as far as the tag's template shows them."""
 
-    rules: CustomEnv
-    _turns: list[str] = field(default_factory=list[str])
+    __slots__ = ("_shows_all", "_turns", "_window")
 
-    def __len__(self) -> int:
-        return len(self._turns)
+    def __init__(self, rules: CustomEnv) -> None:
+        self._shows_all = rules.env_manager_cls == "StepConcatEnvManager"
+        self._window = rules.history_length
+        self._turns: list[str] = []
 
     def add(self, observation: str, answer: str) -> None:
         """A turn is over."""
-        self._turns.append(f"{observation}\n{answer}")
+        if self._shows_all or self._window:
+            self._turns.append(f"{observation}\n{answer}")
 
     def window(self) -> str:
         """What `{history}` stands for: the last `history_length` observations, each with its answer below it."""
-        count = self.rules.history_length
-        return "\n".join(self._turns[-count:]) if count else ""
+        return "\n".join(self._turns[-self._window :]) if self._window else ""
 
     def shown(self, observation: str) -> str:
         """What `{observation}` stands for: with `StepConcatEnvManager` after all that was seen and answered before it."""
-        if self.rules.env_manager_cls != "StepConcatEnvManager":
-            return observation
-        return "\n".join([*self._turns, observation])
+        return "\n".join([*self._turns, observation]) if self._shows_all else observation

@@ -4,9 +4,11 @@ Invariant: only the turn in flight is ever lost; the episode's tokens stay, and 
 """
 
 import asyncio
-import itertools
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from services.errors import MeshError, RetryableError
 from services.rollout.batcher import TurnBatcher
@@ -27,8 +29,16 @@ def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, 
     }
 
 
+@lru_cache
+def limited(sampling: Sampling, max_new_tokens: int) -> Sampling:
+    """The same for all episodes: each turn of thousands that wait names one."""
+    return replace(sampling, max_new_tokens=max_new_tokens)
+
+
 class EpisodeSampler:
     """Samples the turns of one episode."""
+
+    __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
 
     def __init__(self, batcher: TurnBatcher, sampling: Sampling, min_version: int, *, retry_s: float) -> None:
         """retry_s: time after which a turn is given up."""
@@ -38,11 +48,10 @@ class EpisodeSampler:
         self._retry_s = retry_s
         # The part before the slash names the episode: requests that share it share their prefix.
         self._name = uuid.uuid4().hex[:16]
-        self._numbers = itertools.count()
-        self._by_length: dict[int, Sampling] = {}
+        self._num_requests = 0
 
     async def __call__(
-        self, prompt: tuple[int, ...], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+        self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
     ) -> Completion:
         """The policy's answer to `prompt`, which holds these pictures.
 
@@ -67,10 +76,9 @@ class EpisodeSampler:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _request(self, prompt: tuple[int, ...], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
-        sampling = self._by_length.get(max_new_tokens)
-        if sampling is None:
-            s = self._sampling
-            sampling = Sampling(s.temperature, s.top_p, s.top_k, max_new_tokens, s.stop_token_ids)
-            self._by_length[max_new_tokens] = sampling
-        return GenerateRequest(f"{self._name}/{next(self._numbers)}", prompt, sampling, self._min_version, pictures)
+    def _request(self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
+        if self._sampling.max_new_tokens != max_new_tokens:
+            self._sampling = limited(self._sampling, max_new_tokens)
+        name = f"{self._name}/{self._num_requests}"
+        self._num_requests += 1
+        return GenerateRequest(name, prompt, self._sampling, self._min_version, pictures)

@@ -276,7 +276,8 @@ class EnvWorker:
                     trajectory = await self._play_in(lent, task, what, waiting)
                     finished = True
                 finally:
-                    await asyncio.shield(self._envs.give_back(lent, finished=finished))
+                    if not (finished and self._envs.keep(lent)):  # or what the env is doing is not known
+                        await asyncio.shield(lent.runner.close())
                 return trajectory
         except TimeoutError:
             if limit.expired():

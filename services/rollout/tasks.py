@@ -9,6 +9,7 @@ task.
 import json
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
@@ -88,6 +89,7 @@ def _drawn(config: TaskConfig, seed: int, number: int, state: str) -> Task:
     return Task(str(tag), _seed_of_group(seed, number) if chosen is None else int(chosen))
 
 
+@lru_cache
 def _seed_of_group(seed: int, number: int) -> int:
     state = np.random.SeedSequence(entropy=seed % (1 << 64), spawn_key=(TRAIN, number)).generate_state(1)
     return int(state[0]) % FIRST_EVAL_SEED

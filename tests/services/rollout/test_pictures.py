@@ -1,5 +1,6 @@
 """Pictures from an env to a trajectory: placeholders written out, each turn sent with all that was seen before."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,8 @@ class Walker:
         self.ids = (*chat.encode(word), chat.end_id)
         self.sent: list[tuple[tuple[int, ...], tuple[Picture, ...]]] = []
 
-    async def __call__(self, prompt: tuple[int, ...], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
-        self.sent.append((prompt, pictures))
+    async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
+        self.sent.append((tuple(prompt), pictures))
         ids = self.ids[:most]
         return Completion("r", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
