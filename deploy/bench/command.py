@@ -155,7 +155,7 @@ def bench_scale(
     ] = None,
     answer_s: Annotated[float, typer.Option(metavar="S", help="Of the scripted policy for a turn.")] = 0.0,
     coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Windows of each setting.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Windows of each setting.")] = 5,
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:

@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean, median
 from typing import Any
 
 import psutil
@@ -52,7 +53,7 @@ class Options:
     """At least; see `generations`."""
     generations: int = 8
     """A window lasts until so many episodes of each place ended, on average."""
-    rounds: int = 3
+    rounds: int = 5
     """In each, one window of every setting."""
 
 
@@ -78,6 +79,11 @@ class Window:
     bytes_per_episode: float
     """That the process grew by; where an earlier window left it room, too little."""
 
+    @property
+    def cpu_ms(self) -> float:
+        """Per trajectory."""
+        return self.worker_cpu_ms + self.redis_cpu_ms
+
 
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
@@ -93,10 +99,20 @@ def run(options: Options) -> dict[str, Any]:
                     status.update(f"round {number + 1} of {options.rounds}: {count} episodes at a time")
                     windows[count].append(_Setting(options, base, rollouts, count).measure())
     rows = [_row(count, seen) for count, seen in windows.items()]
-    cost = [row["cpu_ms"].median for row in rows]
-    spread = max(cost) / min(cost) - 1
+    spread = cost_spread([[each.cpu_ms for each in seen] for seen in windows.values()])
     _show(rows, spread)
     return {"settings": rows, "cost_spread": spread, "flat": spread <= FLAT}
+
+
+def cost_spread(costs: Sequence[Sequence[float]]) -> float:
+    """By how much the dearest setting costs more than the cheapest; 0.2 is a fifth.
+
+    costs: of each setting, its windows in the order of the rounds. A window is held against the others of its round, for
+    the machine is faster in one minute than in the next; what counts of a setting is the median of these.
+    """
+    means = [geometric_mean(of_round) for of_round in zip(*costs, strict=True)]
+    relative = [median(cost / mean for cost, mean in zip(windows, means, strict=True)) for windows in costs]
+    return max(relative) / min(relative) - 1
 
 
 class _Setting:
@@ -167,7 +183,7 @@ def _row(count: int, windows: Sequence[Window]) -> dict[str, Any]:
     return {
         "concurrency": count,
         "trajectories_per_s": Spread.of(each.trajectories_per_s for each in windows),
-        "cpu_ms": Spread.of(each.worker_cpu_ms + each.redis_cpu_ms for each in windows),
+        "cpu_ms": Spread.of(each.cpu_ms for each in windows),
         "worker_cpu_ms": Spread.of(each.worker_cpu_ms for each in windows),
         "redis_cpu_ms": Spread.of(each.redis_cpu_ms for each in windows),
         "kib_per_episode": max(each.bytes_per_episode for each in windows) / 1024,

@@ -17,6 +17,7 @@ from deploy.bench.latency import Latency
 from deploy.bench.load import Load, Prompts, quantile, under_load
 from deploy.bench.outcome import Spread, cell, write_json
 from deploy.bench.redundancy import with_ratios
+from deploy.bench.scale import cost_spread
 from services.schema import GenerateRequest
 
 
@@ -127,3 +128,12 @@ def test_a_result_is_kept_with_the_machine_and_the_options(tmp_path: Path) -> No
 )
 def test_numbers_are_shown_with_the_digits_that_mean_something(value: object, shown: str) -> None:
     assert cell(value) == shown
+
+
+def test_what_a_machine_loses_between_two_rounds_is_no_setting_s_cost():
+    assert cost_spread([[1.0, 2.0, 4.0], [1.1, 2.2, 4.4], [1.2, 2.4, 4.8]]) == pytest.approx(0.2)
+
+
+def test_a_setting_costs_what_it_does_in_most_rounds():
+    assert cost_spread([[1.0, 1.0, 1.0], [1.1, 5.0, 1.1]]) == pytest.approx(0.1)
+    assert cost_spread([[0.7], [0.7]]) == 0.0
