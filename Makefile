@@ -77,7 +77,7 @@ check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(MAKE) --no-print-directory test
 
 bench: $(STAMP) ## measure what `offbeat bench` does not: the short scripts of benchmarks/, minutes in all
-	@for name in staleness_bound cold_wakes weight_pause generation_hosts; do $(BIN)/python -m benchmarks.$$name; done
+	@for name in staleness_bound cold_wakes weight_pause generation_hosts; do $(BIN)/python -m offbeat.benchmarks.studies.$$name; done
 
 clean: ## remove the environment and caches; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from pydantic import JsonValue
 
-from envs import registry
-from envs.registry import TextEnv
+from offbeat.envs import registry
+from offbeat.envs.registry import TextEnv
 
 NONSENSE = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
 """Answers that a policy may well give; an env answers them like any other."""

@@ -1,4 +1,4 @@
-"""The contract's checks in a process of their own, which a hung env can't outlive: `python -m envs.contract_process`.
+"""The contract's checks in a process of their own, which a hung env can't outlive.
 
 One JSON object on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), the report as one on the last line of stdout. A
 call of the env that takes longer than `limit_s` ends the process with where it hangs on stderr.
@@ -14,8 +14,8 @@ from dataclasses import asdict
 
 from pydantic import JsonValue, TypeAdapter
 
-from envs.contract import ContractReport, Finding, check_contract
-from envs.sandbox import sandbox_in_use
+from offbeat.envs.contract import ContractReport, Finding, check_contract
+from offbeat.envs.sandbox import sandbox_in_use
 
 REPORT = TypeAdapter(ContractReport)
 
@@ -46,7 +46,7 @@ def check_apart(
 
 def _run(order: Mapping[str, object], *, hash_seed: str) -> ContractReport:
     done = subprocess.run(
-        [sys.executable, "-m", "envs.contract_process"],
+        [sys.executable, "-m", "offbeat.envs.contract_process"],
         input=json.dumps(order),
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,

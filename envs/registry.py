@@ -3,7 +3,7 @@
 An env of Offbeat is a `gymnasium.Env` with these habits:
 
 - The observation is a string (`Text` space), the action is the policy's answer as it wrote it (`Text` space); the env
-  itself reads the action out of it (`envs.parsing`).
+  itself reads the action out of it (`offbeat.envs.parsing`).
 - `system_prompt: str` says what the task is. A tag's `agent_system_template` replaces it.
 - `reset(seed=)` is the only source of randomness: use `self.np_random`, no global generator. The same seed and settings
   give the same task on every machine. An env is reset and played again many times.
@@ -34,19 +34,19 @@ from pydantic import BaseModel, JsonValue, ValidationError
 ENTRY_POINT_GROUP = "offbeat.envs"
 
 BUILT_IN = {
-    "frozen_lake": "envs.frozen_lake:FrozenLakeEnv",
-    "sokoban": "envs.sokoban:SokobanEnv",
-    "webshop": "envs.webshop:WebShopEnv",
-    "math": "envs.dataset:MathEnv",
-    "qa": "envs.dataset:QAEnv",
-    "code": "envs.dataset:CodeEnv",
-    "tools": "envs.tools:ToolEnv",
-    "gymnasium": "envs.adapters.gymnasium_env:GymnasiumEnv",
-    "textarena": "envs.adapters.textarena:TextArenaEnv",
-    "reasoning_gym": "envs.adapters.reasoning_gym:ReasoningGymEnv",
-    "gem": "envs.adapters.gem:GemEnv",
-    "verifiers": "envs.adapters.verifiers:VerifiersEnv",
-    "openenv": "envs.adapters.openenv:OpenEnvEnv",
+    "frozen_lake": "offbeat.envs.frozen_lake:FrozenLakeEnv",
+    "sokoban": "offbeat.envs.sokoban:SokobanEnv",
+    "webshop": "offbeat.envs.webshop:WebShopEnv",
+    "math": "offbeat.envs.dataset:MathEnv",
+    "qa": "offbeat.envs.dataset:QAEnv",
+    "code": "offbeat.envs.dataset:CodeEnv",
+    "tools": "offbeat.envs.tools:ToolEnv",
+    "gymnasium": "offbeat.envs.adapters.gymnasium_env:GymnasiumEnv",
+    "textarena": "offbeat.envs.adapters.textarena:TextArenaEnv",
+    "reasoning_gym": "offbeat.envs.adapters.reasoning_gym:ReasoningGymEnv",
+    "gem": "offbeat.envs.adapters.gem:GemEnv",
+    "verifiers": "offbeat.envs.adapters.verifiers:VerifiersEnv",
+    "openenv": "offbeat.envs.adapters.openenv:OpenEnvEnv",
 }
 
 MAX_REPEATS = 2_000

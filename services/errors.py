@@ -1,4 +1,7 @@
-"""Errors that cross a service's boundary: one class per boundary, and one that says `try again`."""
+"""Errors that cross a service's boundary: one class per boundary, and one that says `try again`.
+
+Why an episode could not be played: data for the buffer, never the end of a worker.
+"""
 
 
 class MeshError(Exception):
@@ -35,3 +38,14 @@ class CodecError(MeshError):
 
 class ControlError(MeshError):
     """The control service refused a command."""
+
+
+class EpisodeError(RolloutError):
+    """One episode ended without a trajectory.
+
+    reason: a short name that episodes are counted by (`step_timeout`); the message holds the details.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason

@@ -12,8 +12,8 @@ import msgpack
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.errors import CodecError
-from services.keys import RunKeys
+from offbeat.services.errors import CodecError
+from offbeat.services.keys import RunKeys
 
 METRICS_KEPT = 200_000
 """Records that a run's metrics stream keeps, about."""

@@ -10,11 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.buffer.client import Boundary, Counters
-from services.schema import Group, Manifest, Segment, StopReason, Trajectory, Turn, VersionSpan
-from services.settings import Change
-from services.telemetry import MetricRecord, Partial
-from trainer.algorithms.aggregation import Silent
+from offbeat.services.buffer.api import Boundary, Counters
+from offbeat.services.live_settings import Change
+from offbeat.services.messages.types import (
+    Group,
+    Manifest,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.trainer.algorithms.aggregation import Silent
 
 
 def make_trajectory(

@@ -13,11 +13,24 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Text
 
-from services.buffer.client import SubmitResult, WorkerOrders
-from services.errors import RetryableError
-from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig, WorkerSettings
-from services.schema import Completion, EpisodeKind, EpisodeTask, FinishReason, GenerateRequest, Trajectory, VersionSpan
-from services.telemetry import MetricRecord
+from offbeat.services.buffer.api import SubmitResult, WorkerOrders
+from offbeat.services.errors import RetryableError
+from offbeat.services.messages.types import (
+    Completion,
+    EpisodeKind,
+    EpisodeTask,
+    FinishReason,
+    GenerateRequest,
+    Trajectory,
+    VersionSpan,
+)
+from offbeat.services.rollout.config import (
+    CustomEnv,
+    EnvManagerConfig,
+    RolloutConfig,
+    WorkerSettings,
+)
+from offbeat.services.telemetry import MetricRecord
 
 HERE = f"{__name__}:"
 

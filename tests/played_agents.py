@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from services.rollout.agent_task import AgentTask
+from offbeat.services.rollout.agents.task import AgentTask
 
 SCRIPT = """
 import json, os
 from openai import OpenAI
-from services.rollout.agent_task import AgentTask
+from offbeat.services.rollout.agents.task import AgentTask
 
 task, client = AgentTask.of(json.loads(os.environ["OFFBEAT_TASK"])), OpenAI()
 told, done = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}], False

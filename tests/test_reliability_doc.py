@@ -2,11 +2,11 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
+
 TEXT = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
 ROWS = {found[1]: found[0] for found in re.finditer(r"^\| (C\d) \|.*$", TEXT, re.MULTILINE)}
 FILES = sorted(set(re.findall(r"`((?:deploy|trainer|services|envs|tests)/[\w/]+\.(?:py|lua))(?:::\w+)?`", TEXT)))

@@ -1,10 +1,10 @@
-"""The learner's process: `python -m trainer.cli RUN`, which the mesh starts and `offbeat learner attach` calls.
+"""The learner's process: `python -m offbeat.trainer.cli RUN`, which the mesh starts and `offbeat learner attach` calls.
 
 The URL of the run's Redis comes through the environment: a command line, for everyone to read, would show its password.
 
 Exit codes: 0 trained to the end, detached or stopped in order; 1 failed, the last line says how, and the same command
 may succeed later; 2 would fail in the same way again (its configuration, checkpoint or this host can't be used); 3 another
-learner has taken the run; 4 the run is over; 5 its main thread hung (`trainer.watchdog`).
+learner has taken the run; 4 the run is over; 5 its main thread hung (`offbeat.trainer.process.watchdog`).
 """
 
 import argparse
@@ -16,15 +16,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from services.errors import ControlError, FencedError, MeshError, WeightsError
-from services.telemetry import configure_logging
+from offbeat.services.errors import (
+    ControlError,
+    FencedError,
+    MeshError,
+    WeightsError,
+)
+from offbeat.services.telemetry import configure_logging
 
 if TYPE_CHECKING:
     from redis import Redis
 
-    from trainer.process import Ended
-    from trainer.run import LearnerRun
-    from trainer.view import LearnerView
+    from offbeat.trainer.learner.progress_view import LearnerView
+    from offbeat.trainer.process.learner_process import Ended
+    from offbeat.trainer.run import LearnerRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +45,8 @@ def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, aga
     stop, for people; empty where nobody would type one.
     """
     started = time.monotonic()
-    from services.weights.place import check_reach
-    from trainer.run import over, read_run
+    from offbeat.services.weights.locality import check_reach
+    from offbeat.trainer.run import over, read_run
 
     redis, complaint = _connected(redis_url)
     if redis is None:
@@ -67,8 +72,8 @@ _REMEDIES = {"finished": "nothing is left to train; its checkpoints/ hold the po
 
 def _connected(redis_url: str) -> "tuple[Redis | None, str]":
     """A client that answers, or why there is none."""
-    from services.buffer.address import address_problem, refusal
-    from services.buffer.connection import connect
+    from offbeat.services.redis.connection import connect
+    from offbeat.services.redis.url import address_problem, refusal
 
     if problem := address_problem(redis_url):
         return None, f"not a Redis URL: {problem}"
@@ -97,11 +102,11 @@ def _check_host(run: "LearnerRun", num_processes: int) -> None:
 def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: str, started: float) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
-    from trainer.checkpoint import CheckpointError
-    from trainer.process import LearnerProcess
-    from trainer.view import SilentView, open_view
+    from offbeat.trainer.learner.progress_view import SilentView, open_view
+    from offbeat.trainer.process.learner_process import LearnerProcess
+    from offbeat.trainer.training.checkpoint import CheckpointError
 
-    follower = [sys.executable, "-m", "trainer.cli", run.run_id]
+    follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
     number = num_processes or run.config.actor_train.num_processes
     view = open_view(run.config.max_steps) if _is_leader() else SilentView()
     view.say(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
@@ -174,7 +179,7 @@ def end_process(code: int) -> None:
 
 def main() -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(prog="trainer.cli", description="Train a run that the mesh plays.")
+    parser = argparse.ArgumentParser(prog="offbeat.trainer.cli", description="Train a run that the mesh plays.")
     parser.add_argument("run", help="the run's id")
     parser.add_argument("--redis", help=f"URL of the run's Redis; default: {REDIS_VARIABLE}")
     parser.add_argument("--nproc", type=int, help="data-parallel processes; default: actor_train.num_processes")

@@ -10,17 +10,17 @@ from typing import cast
 from pydantic import ConfigDict, ValidationError
 from redis import Redis
 
-from services.buffer.config import BufferConfig
-from services.buffer.learner import ENDINGS
-from services.control.runs import RunState
-from services.errors import ControlError
-from services.generation.config import GenerationConfig
-from services.keys import RunKeys
-from services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
-from services.settings import Settings
-from services.weights.config import WeightsConfig
-from services.weights.transports import AdapterSettings
-from trainer.config import LearnerConfig
+from offbeat.services.buffer.config import BufferConfig
+from offbeat.services.buffer.learner_client import ENDINGS
+from offbeat.services.control.run import RunState
+from offbeat.services.errors import ControlError
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.keys import RunKeys
+from offbeat.services.live_settings import Settings
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.transports.base import AdapterSettings
+from offbeat.trainer.config.learner import LearnerConfig
 
 
 class LearnerRunConfig(LearnerConfig):

@@ -9,8 +9,8 @@ import os
 from functools import cache
 from typing import Any
 
-from envs.extras import require
-from services.rollout.agent_task import AgentTask
+from offbeat.envs.optional_imports import require
+from offbeat.services.rollout.agents.task import AgentTask
 
 KEY_NAME = "OFFBEAT_EPISODE_KEY"
 """Where verifiers' client reads the episode's key: a process plays one episode at a time."""

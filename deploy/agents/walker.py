@@ -5,7 +5,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from services.rollout.agent_task import AgentTask
+from offbeat.services.rollout.agents.task import AgentTask
 
 
 @cache

@@ -8,13 +8,18 @@ import ray
 from ray.exceptions import RayTaskError
 from redis import Redis
 
-from deploy import names
-from deploy.components.ray_calls import kill_actor
-from deploy.config import RunConfig
-from deploy.learner_host import LOG, LearnerHost, ask_to_stop, read_status
-from services.control.components import Health, Observation
-from services.keys import ENDING, RunKeys
-from services.weights.config import WeightsConfig
+from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components.learner_host import (
+    LOG,
+    LearnerHost,
+    ask_to_stop,
+    read_status,
+)
+from offbeat.deploy.components.ray_actors import kill_actor
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.keys import ENDING, RunKeys
+from offbeat.services.weights.config import WeightsConfig
 
 NO_RETRY_EXIT_CODE = 2
 """The learner's way to say that it would fail in the same way again: it can't use its configuration or checkpoint."""
@@ -34,7 +39,7 @@ class LearnerHostActor:
 
     def stop(self, grace_s: float) -> None:
         """End the learner, and remove its weights from shared memory: nobody is there any more who would read them."""
-        from services.weights.transports import cleanup
+        from offbeat.services.weights.transports.base import cleanup
 
         self._host.end(grace_s)
         cleanup(self._run_id, WeightsConfig(), self._output_dir)
@@ -50,7 +55,7 @@ class ManagedLearner:
         self._redis = redis
         self._redis_url = redis_url
         self._run_id = config.exp_name
-        self._actor_name = names.learner_host(self._run_id)
+        self._actor_name = ray_actors.learner_host(self._run_id)
         self._told = ""
         """Incarnation whose death, and replacement by the standby, the reconciler has been told of."""
 
@@ -67,7 +72,11 @@ class ManagedLearner:
         actor = (
             ray.remote(LearnerHostActor)
             .options(
-                name=self._actor_name, namespace=names.NAMESPACE, lifetime="detached", get_if_exists=True, **options
+                name=self._actor_name,
+                namespace=ray_actors.NAMESPACE,
+                lifetime="detached",
+                get_if_exists=True,
+                **options,
             )
             .remote(
                 self._run_id,

@@ -12,14 +12,14 @@ from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.schema import ApplicationStatus
 
-from deploy.components.ray_calls import last_line
-from deploy.config import RunConfig
-from deploy.preparation import LOGS
-from deploy.serve_status import ServeStatus, replicas_of
-from services.control.components import Health, Observation
-from services.generation import app as generation_service
-from services.generation.config import app_name
-from services.weights import app as weights_app
+from offbeat.deploy.components.ray_actors import last_line
+from offbeat.deploy.components.serve_status import ServeStatus, replicas_of
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import LOGS
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.generation import app as generation_service
+from offbeat.services.generation.config import app_name
+from offbeat.services.weights import app as weights_app
 
 logger = logging.getLogger(__name__)
 

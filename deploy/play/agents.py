@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from envs.contract import random_answer
-from envs.registry import TextEnv
-from envs.tools.calling import MCP_INSTRUCTION
-from envs.tools.functions import Call, write_calls, write_results
-from services.chat.template import ChatTemplate
-from services.rollout.calling import load_playing_format
-from services.rollout.chat import ChatFormat, Message
-from services.schema import Completion, Picture, VersionSpan
+from offbeat.envs.contract import random_answer
+from offbeat.envs.registry import TextEnv
+from offbeat.envs.tools.functions import Call, write_calls, write_results
+from offbeat.envs.tools.tool_calls import MCP_INSTRUCTION
+from offbeat.services.chat.append_only import ChatFormat, Message
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.chat.tool_templates import load_playing_format
+from offbeat.services.messages.types import Completion, Picture, VersionSpan
 
 START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 
@@ -36,7 +36,7 @@ class SpokenAnswers:
         self._chat = chat
 
     async def __call__(self, _: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
-        """See `services.rollout.episode.Sample`."""
+        """See `offbeat.services.rollout.episodes.episode.Sample`."""
         ids = (*self._chat.encode(self._say()), self._chat.end_id)[:most]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
@@ -66,7 +66,7 @@ class OneToken:
         self.image_token_id = image_token_id
 
     def count(self, _: bytes, /) -> int:
-        """See `services.rollout.sight.Reader.count`."""
+        """See `offbeat.services.chat.image_tokens.Reader.count`."""
         return 1
 
 

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from deploy.problems import ConfigError, Problem
-from services.schema import Completion, FinishReason, Picture, VersionSpan
-from services.vision import model_family
+from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.services.chat.vision import model_family
+from offbeat.services.messages.types import (
+    Completion,
+    FinishReason,
+    Picture,
+    VersionSpan,
+)
 
 CHECKPOINTS = "checkpoints"
 
@@ -64,7 +69,7 @@ def load_policy(folder: Path, stop_ids: Sequence[int], *, seed: int) -> Policy:
     """The policy of a folder, which sees where its model does."""
     if model_family(folder) is None:
         return TransformersPolicy(folder, stop_ids, seed=seed)
-    from deploy.play.seeing import SeeingPolicy
+    from offbeat.deploy.play.vision_policy import SeeingPolicy
 
     return SeeingPolicy(folder, stop_ids, seed=seed)
 
@@ -141,7 +146,7 @@ class TogetherSampler:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
-        """See `services.rollout.episode.Sample`."""
+        """See `offbeat.services.rollout.episodes.episode.Sample`."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((Asked(tuple(prompt), min(most, self._most), pictures), future))
         if self._task is None or self._task.done():

@@ -6,18 +6,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
-from deploy.config import RunConfig
-from deploy.play.agents import SpokenAnswers, random_speaker
-from deploy.play.setting import setting_of, unbounded
-from envs import registry
-from services.rollout.agent_episode import AgentDesk, play_with_agent
-from services.rollout.chat import ChatFormat
-from services.rollout.env_pool import EnvPool
-from services.rollout.episode import EpisodePlan, PlayableEnv, Sample, play
-from services.rollout.execution import EnvTraits, StepResult, do_picture, do_reset, do_step, traits_of
-from services.rollout.failures import EpisodeError
-from services.rollout.tasks import EvalTasks, Task, train_task
-from services.schema import EpisodeKind, EpisodeTask, Sampling, Trajectory
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.play.agents import SpokenAnswers, random_speaker
+from offbeat.deploy.play.target import setting_of, unbounded
+from offbeat.envs import registry
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import (
+    EpisodeKind,
+    EpisodeTask,
+    Sampling,
+    Trajectory,
+)
+from offbeat.services.rollout.agents.episode import AgentDesk, play_with_agent
+from offbeat.services.rollout.envs.pool import EnvPool
+from offbeat.services.rollout.envs.runners import (
+    EnvTraits,
+    StepResult,
+    do_picture,
+    do_reset,
+    do_step,
+    traits_of,
+)
+from offbeat.services.rollout.episodes.episode import (
+    EpisodePlan,
+    PlayableEnv,
+    Sample,
+    play,
+)
+from offbeat.services.rollout.tasks import EvalTasks, Task, train_task
 
 Progress = Callable[[int, int], None]
 """(episodes done, episodes in all)."""

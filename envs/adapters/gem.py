@@ -5,9 +5,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from pydantic import Field, JsonValue
 
-from envs.adapters.text import OwnRandomness, TextEnv, numbers_of
-from envs.config import Config
-from envs.extras import require
+from offbeat.envs.adapters.text import OwnRandomness, TextEnv, numbers_of
+from offbeat.envs.config import Config
+from offbeat.envs.optional_imports import require
 
 INSTALL = (
     "uv pip install --no-deps gem-llm (its pins clash with Hydra's), beside 'offbeat[data,textarena,reasoning-gym]'"

@@ -8,8 +8,8 @@ import numpy as np
 from gymnasium import spaces
 from pydantic import Field, JsonValue
 
-from envs.adapters.text import TextEnv, numbers_of
-from envs.config import Config
+from offbeat.envs.adapters.text import TextEnv, numbers_of
+from offbeat.envs.config import Config
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 

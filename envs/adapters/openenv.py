@@ -6,9 +6,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from pydantic import Field, JsonValue
 
-from envs.adapters.text import TextEnv
-from envs.config import Config
-from envs.extras import require
+from offbeat.envs.adapters.text import TextEnv
+from offbeat.envs.config import Config
+from offbeat.envs.optional_imports import require
 
 REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
 """Codes of a server that says that the action, not itself, is at fault."""

@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Literal
 from gymnasium.utils import seeding
 from pydantic import Field, JsonValue
 
-from envs.adapters.text import TextEnv
-from envs.config import Config
-from envs.dataset.env import last_group
-from envs.extras import require
-from envs.parsing import compile_pattern
+from offbeat.envs.adapters.text import TextEnv
+from offbeat.envs.config import Config
+from offbeat.envs.dataset.env import last_group
+from offbeat.envs.optional_imports import require
+from offbeat.envs.parsing import compile_pattern
 
 HELD_OUT_FROM = 1 << 30
 """Questions made by seeds from here on are held out."""

@@ -4,9 +4,9 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field, JsonValue
 
-from envs.adapters.text import OwnRandomness, TextEnv
-from envs.config import Config
-from envs.extras import require
+from offbeat.envs.adapters.text import OwnRandomness, TextEnv
+from offbeat.envs.config import Config
+from offbeat.envs.optional_imports import require
 
 
 class TextArenaConfig(Config):

@@ -1,7 +1,7 @@
 """verifiers' tasksets (Prime Intellect, `verifiers.v1`): a task's prompt, one answer, the task's own rewards.
 
 Tasks that need a program of their own, tools, a container or a user who talks back are played by verifiers itself through
-the policy's endpoint: `played_by: agent`, and `deploy.agents.verifiers_env` as the tag's `agent_runner`.
+the policy's endpoint: `played_by: agent`, and `offbeat.deploy.agents.verifiers_env` as the tag's `agent_runner`.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, cast
 from gymnasium.utils import seeding
 from pydantic import Field, JsonValue
 
-from envs.adapters.text import TextEnv
-from envs.config import Config
-from envs.extras import require
+from offbeat.envs.adapters.text import TextEnv
+from offbeat.envs.config import Config
+from offbeat.envs.optional_imports import require
 
 HELD_OUT_SHARE = 8
-ELSEWHERE = "play it with an agent_runner, path deploy.agents.verifiers_env:play, and played_by: agent"
+ELSEWHERE = "play it with an agent_runner, path offbeat.deploy.agents.verifiers_env:play, and played_by: agent"
 
 
 class VerifiersConfig(Config):
@@ -83,7 +83,7 @@ class VerifiersEnv(TextEnv):
         return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
 
     def _order(self) -> dict[str, JsonValue]:
-        """What `deploy.agents.verifiers_env` is to play."""
+        """What `offbeat.deploy.agents.verifiers_env` is to play."""
         taskset: dict[str, JsonValue] = {**self.config.taskset, "id": self.config.id}
         return {
             "taskset": taskset,

@@ -6,10 +6,15 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator
 
-from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
-from envs.dataset.rows import Row
-from envs.parsing import compile_pattern
-from envs.sandbox import Limits, check_isolation, run_python
+from offbeat.envs.dataset.env import (
+    Judgement,
+    QuestionEnv,
+    QuestionsConfig,
+    last_group,
+)
+from offbeat.envs.dataset.rows import Row
+from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.sandbox import Limits, check_isolation, run_python
 
 FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
 

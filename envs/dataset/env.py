@@ -17,9 +17,9 @@ from gymnasium.spaces import Text
 from gymnasium.utils import seeding
 from pydantic import Field, field_validator
 
-from envs.config import Config
-from envs.dataset.rows import Row, Rows, load_rows
-from envs.parsing import compile_pattern
+from offbeat.envs.config import Config
+from offbeat.envs.dataset.rows import Row, Rows, load_rows
+from offbeat.envs.parsing import compile_pattern
 
 MAX_CHARS = 1_000_000
 CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))

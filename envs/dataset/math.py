@@ -6,10 +6,15 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
-from envs.dataset.rows import Row
-from envs.extras import require
-from envs.parsing import compile_pattern
+from offbeat.envs.dataset.env import (
+    Judgement,
+    QuestionEnv,
+    QuestionsConfig,
+    last_group,
+)
+from offbeat.envs.dataset.rows import Row
+from offbeat.envs.optional_imports import require
+from offbeat.envs.parsing import compile_pattern
 
 
 class MathConfig(QuestionsConfig):

@@ -8,9 +8,14 @@ from typing import ClassVar, Literal, cast
 
 from pydantic import field_validator
 
-from envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig, last_group
-from envs.dataset.rows import Row
-from envs.parsing import WHOLE_PATTERN, compile_pattern
+from offbeat.envs.dataset.env import (
+    Judgement,
+    QuestionEnv,
+    QuestionsConfig,
+    last_group,
+)
+from offbeat.envs.dataset.rows import Row
+from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
 
 
 class QAConfig(QuestionsConfig):

@@ -1,5 +1,5 @@
 """FrozenLake in words: a random grid with holes, walked turn by turn."""
 
-from envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
+from offbeat.envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
 
 __all__ = ["WORDS", "FrozenLakeConfig", "FrozenLakeEnv"]

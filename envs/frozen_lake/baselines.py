@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from envs.frozen_lake.env import FrozenLakeConfig, FrozenLakeEnv
-from envs.frozen_lake.maps import ACTIONS, Cell, LakeMap
+from offbeat.envs.frozen_lake.env import FrozenLakeConfig, FrozenLakeEnv
+from offbeat.envs.frozen_lake.maps import ACTIONS, Cell, LakeMap
 
 Array = npt.NDArray[np.float64]
 

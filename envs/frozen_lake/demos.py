@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from envs.frozen_lake.env import FrozenLakeEnv
-from envs.frozen_lake.maps import ACTIONS
-from envs.prompting import fill_template
+from offbeat.envs.frozen_lake.env import FrozenLakeEnv
+from offbeat.envs.frozen_lake.maps import ACTIONS
+from offbeat.envs.prompts import fill_template
 
 
 def careful_wandering(

@@ -14,10 +14,17 @@ from gymnasium.spaces import Text
 from gymnasium.utils import seeding
 from pydantic import Field, field_validator
 
-from envs.config import Config
-from envs.frozen_lake.drawing import draw_lake
-from envs.frozen_lake.maps import ACTIONS, MOVES, Cell, LakeMap, Split, draw_map
-from envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
+from offbeat.envs.config import Config
+from offbeat.envs.frozen_lake.maps import (
+    ACTIONS,
+    MOVES,
+    Cell,
+    LakeMap,
+    Split,
+    draw_map,
+)
+from offbeat.envs.frozen_lake.render import draw_lake
+from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
 
 SYSTEM_PROMPT = "Walk P to G . Avoid O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), "_", "#", *ACTIONS, *"0123456789")))

@@ -10,7 +10,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from envs.isolation.kernel import KernelError, call
+from offbeat.envs.isolation.syscalls import KernelError, call
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1, 2, 4, 8, 1 << 14, 1 << 15

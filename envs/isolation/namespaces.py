@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from envs.isolation import kernel
+from offbeat.envs.isolation import syscalls
 
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
     0x00020000,
@@ -41,7 +41,7 @@ def enter() -> int:
     """
     uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
     if uid or not _others_may_read(os.__file__):
-        kernel.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
+        syscalls.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
         _write(pid, "setgroups", "deny")
         _write(pid, "gid_map", f"0 {gid} 1")
         _write(pid, "uid_map", f"0 {uid} 1")
@@ -52,7 +52,7 @@ def enter() -> int:
         os.close(tell)
         _map_when_told(told, pid)
     try:
-        kernel.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
+        syscalls.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
         os.write(tell, b"x")
     finally:
         os.close(tell)
@@ -67,11 +67,11 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
     Raises:
         OSError: the kernel refuses a mount; what was mounted is seen by this process alone.
     """
-    kernel.unshare(NEW_NS)
-    kernel.mount("none", "/", "none", RECURSIVE | PRIVATE)
+    syscalls.unshare(NEW_NS)
+    syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
     root = folder / "root"
     root.mkdir()
-    kernel.mount("none", str(root), "tmpfs", NOSUID | NODEV, "mode=755,size=1m,nr_inodes=1k")
+    syscalls.mount("none", str(root), "tmpfs", NOSUID | NODEV, "mode=755,size=1m,nr_inodes=1k")
     for path in readable:
         _show(Path(path), root)
     for path in DEVICES:
@@ -79,14 +79,14 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
     work = root / WORK.lstrip("/")
     work.mkdir()
     options = f"mode=700,uid={program_id},gid={program_id},size={disk_mib}m,nr_inodes={max_files}"
-    kernel.mount("none", str(work), "tmpfs", NOSUID | NODEV, options)
+    syscalls.mount("none", str(work), "tmpfs", NOSUID | NODEV, options)
     for path in (root / "tmp", root / "dev/shm"):
         if not path.exists():
             path.symlink_to(WORK)
     _read_only(str(root))
     os.chdir(root)
-    kernel.call(PIVOT_ROOT[kernel.machine], b".", b".")
-    kernel.detach(".")
+    syscalls.call(PIVOT_ROOT[syscalls.machine], b".", b".")
+    syscalls.detach(".")
     os.chdir(WORK)
 
 
@@ -142,10 +142,10 @@ def _bind(path: Path, root: Path) -> None:
         target.mkdir(exist_ok=True)
     else:
         target.touch()
-    kernel.mount(str(path), str(target), "none", BIND | RECURSIVE)
+    syscalls.mount(str(path), str(target), "none", BIND | RECURSIVE)
 
 
 def _read_only(path: str, *, recursive: bool = False) -> None:
     attributes = struct.pack("=4Q", ATTR_RDONLY | (ATTR_NOSUID | ATTR_NODEV if recursive else 0), 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
-    kernel.call(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, ctypes.create_string_buffer(attributes, 32), 32)
+    syscalls.call(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, ctypes.create_string_buffer(attributes, 32), 32)

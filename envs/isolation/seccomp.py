@@ -8,7 +8,7 @@ import ctypes
 import errno
 import struct
 
-from envs.isolation.kernel import KernelError, call, machine
+from offbeat.envs.isolation.syscalls import KernelError, call, machine
 
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -1,6 +1,6 @@
 """Running a policy's Python where it can do no harm, or saying that it can."""
 
-from envs.sandbox.running import (
+from offbeat.envs.sandbox.run import (
     IsolationError,
     Limits,
     Outcome,

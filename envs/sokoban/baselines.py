@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from envs.sokoban.env import SokobanConfig, SokobanEnv
-from envs.sokoban.rooms import ACTIONS, Cell, Room
+from offbeat.envs.sokoban.env import SokobanConfig, SokobanEnv
+from offbeat.envs.sokoban.rooms import ACTIONS, Cell, Room
 
 Array = npt.NDArray[np.float64]
 

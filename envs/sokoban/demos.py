@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from envs.prompting import fill_template
-from envs.sokoban.env import SokobanEnv
-from envs.sokoban.rooms import ACTIONS, Cell, Room
-from envs.sokoban.solver import distances
+from offbeat.envs.prompts import fill_template
+from offbeat.envs.sokoban.env import SokobanEnv
+from offbeat.envs.sokoban.rooms import ACTIONS, Cell, Room
+from offbeat.envs.sokoban.solver import distances
 
 SKILL = 0.6
 """Of the turns in which the player does what is best; in others it makes any move that changes something."""

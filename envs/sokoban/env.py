@@ -14,11 +14,11 @@ from gymnasium.spaces import Text
 from gymnasium.utils import seeding
 from pydantic import Field, field_validator, model_validator
 
-from envs.config import Config
-from envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
-from envs.sokoban.drawing import draw_room
-from envs.sokoban.making import Split, make_room
-from envs.sokoban.rooms import ACTIONS, Room
+from offbeat.envs.config import Config
+from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
+from offbeat.envs.sokoban.generator import Split, make_room
+from offbeat.envs.sokoban.render import draw_room
+from offbeat.envs.sokoban.rooms import ACTIONS, Room
 
 SIGNS = ("#", "_", "O", "√", "X", "P", "S")
 SYSTEM_PROMPT = "Push X to O ."

@@ -1,6 +1,11 @@
 """The shortest solution of a room, by breadth-first search over pushes and steps; knows nothing of how rooms are made."""
 
-from envs.sokoban.rooms import ACTIONS, Cell, Room, pulls
+from offbeat.envs.sokoban.rooms import (
+    ACTIONS,
+    Cell,
+    Room,
+    pulls,
+)
 
 MAX_POSITIONS = 500_000
 

@@ -1,5 +1,5 @@
 """Tools that a policy may use before it answers, around any env."""
 
-from envs.tools.env import ToolEnv, ToolEnvConfig
+from offbeat.envs.tools.env import ToolEnv, ToolEnvConfig
 
 __all__ = ["ToolEnv", "ToolEnvConfig"]

@@ -11,11 +11,11 @@ import gymnasium
 import numpy as np
 from pydantic import Field, JsonValue
 
-from envs import registry
-from envs.config import Config
-from envs.contract import random_answer
-from envs.tools.calling import AnyTool, OpenTool, ToolResult
-from envs.tools.functions import Call, read_calls, write_results
+from offbeat.envs import registry
+from offbeat.envs.config import Config
+from offbeat.envs.contract import random_answer
+from offbeat.envs.tools.functions import Call, read_calls, write_results
+from offbeat.envs.tools.tool_calls import AnyTool, OpenTool, ToolResult
 
 
 class ToolEnvConfig(Config):

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
-from envs.extras import require
-from envs.tools.functions import Call, Function, read_call
+from offbeat.envs.optional_imports import require
+from offbeat.envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
 START_S = 60.0

@@ -2,9 +2,14 @@
 
 import numpy as np
 
-from envs.prompting import fill_template
-from envs.webshop.env import WebShopEnv
-from envs.webshop.pages import BUY, ItemPage, ResultsPage, SearchPage
+from offbeat.envs.prompts import fill_template
+from offbeat.envs.webshop.env import WebShopEnv
+from offbeat.envs.webshop.pages import (
+    BUY,
+    ItemPage,
+    ResultsPage,
+    SearchPage,
+)
 
 CARE = 0.3
 """Chance that an option is chosen as it was asked for."""

@@ -15,14 +15,24 @@ from gymnasium.spaces import Text
 from gymnasium.utils import seeding
 from pydantic import Field, field_validator
 
-from envs.config import Config
-from envs.parsing import WHOLE_PATTERN, compile_pattern
-from envs.webshop.catalogue import Catalogue, Goal
-from envs.webshop.files import load_catalogue
-from envs.webshop.making import MAX_PRODUCTS, SHOP_WORDS, make_catalogue
-from envs.webshop.pages import BUY, SEPARATOR, ItemPage, Page, ResultsPage, SearchPage, click, clickables, page_text
-from envs.webshop.reward import Judge, Worth
-from envs.webshop.search import ProductSearch
+from offbeat.envs.config import Config
+from offbeat.envs.parsing import WHOLE_PATTERN, compile_pattern
+from offbeat.envs.webshop.catalogue import Catalogue, Goal
+from offbeat.envs.webshop.dataset import load_catalogue
+from offbeat.envs.webshop.generator import MAX_PRODUCTS, SHOP_WORDS, make_catalogue
+from offbeat.envs.webshop.pages import (
+    BUY,
+    SEPARATOR,
+    ItemPage,
+    Page,
+    ResultsPage,
+    SearchPage,
+    click,
+    clickables,
+    page_text,
+)
+from offbeat.envs.webshop.reward import Judge, Worth
+from offbeat.envs.webshop.search import ProductSearch
 
 SYSTEM_PROMPT = "Buy what the instruction asks for . Answer search[ words ] or click[ text ] ."
 _PAGE_WORDS = (

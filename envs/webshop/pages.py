@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from envs.webshop.catalogue import Product
+from offbeat.envs.webshop.catalogue import Product
 
 SEPARATOR = " [SEP] "
 PAGE_SIZE = 10

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from envs.extras import require
-from envs.webshop.catalogue import Goal, Product
+from offbeat.envs.optional_imports import require
+from offbeat.envs.webshop.catalogue import Goal, Product
 
 MIN_SIMILARITY = 85
 """Of the token-set ratio, beyond which two texts mean the same."""

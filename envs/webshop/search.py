@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.extras import require
-from envs.webshop.catalogue import Product
+from offbeat.envs.optional_imports import require
+from offbeat.envs.webshop.catalogue import Product
 
 SEARCH_RETURN_N = 50
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from envs.config import Config
+from offbeat.envs.config import Config
 
 
 class RedisConfig(Config):

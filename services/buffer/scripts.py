@@ -18,13 +18,13 @@ from redis import Redis
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.refusals import retryable
-from services.errors import BufferError, FencedError, MeshError
-from services.keys import RunKeys
+from offbeat.services.errors import BufferError, FencedError, MeshError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.errors import retryable
 
 Argument = str | bytes | int | float
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "sweep")
 UNTRANSLATED = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
 """What Redis raises that the mesh has a name for."""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from services.chat.tree import TokenTree
-from services.schema import Segment, Turn, VersionSpan
+from offbeat.services.chat.token_tree import TokenTree
+from offbeat.services.messages.types import Segment, Turn, VersionSpan
 
 
 class Reward(NamedTuple):

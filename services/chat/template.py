@@ -1,7 +1,7 @@
 """The policy's chat template for any conversation: roles, tools, tool results; and its answers taken apart again.
 
-Unlike `services.rollout.chat`, which knows system, observation and answer alone and never renders, this renders each call:
-agents send whatever they like. Whether a template is append-only is found out call by call (`services.chat.tree`).
+Unlike `append_only`, which knows system, observation and answer alone and never renders, this renders each call:
+agents send whatever they like. Whether a template is append-only is found out call by call (`services.chat.token_tree`).
 """
 
 import json
@@ -14,9 +14,17 @@ from typing import Any, NamedTuple, cast
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from services.chat.messages import CALL_STYLES, CallParser, CallStyle, ChatMessage, ToolCall, Tools, one_form
-from services.chat.tokenizer import load_tokenizer
-from services.errors import RolloutError
+from offbeat.services.chat.messages import (
+    CALL_STYLES,
+    CallParser,
+    CallStyle,
+    ChatMessage,
+    ToolCall,
+    Tools,
+    one_form,
+)
+from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.errors import RolloutError
 
 RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 """(messages, tools, whether the generation prompt follows) -> text."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from services.errors import RolloutError
+from offbeat.services.errors import RolloutError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
-from services.control.guard import NO_TOKENS, Guard, Tokens
-from services.control.refusals import answer_errors, refusals
-from services.control.routes import run_routes
-from services.control.service import ControlService
-from services.control.views import HealthView
+from offbeat.services.control.auth import NO_TOKENS, Guard, Tokens
+from offbeat.services.control.http_errors import answer_errors, refusals
+from offbeat.services.control.routes import run_routes
+from offbeat.services.control.schemas import HealthView
+from offbeat.services.control.service import ControlService
 
 ABOUT = """Starts, steers and watches runs of Offbeat.
 

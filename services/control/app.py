@@ -19,15 +19,15 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.context import _get_global_client
 
-from services.buffer.connection import connect_async
-from services.control.api import create_api
-from services.control.config import ControlTuning
-from services.control.guard import LOOPBACK_NAMES, Tokens
-from services.control.reconciler import Reconciler, RestartPolicy
-from services.control.records import RunStore
-from services.control.service import ControlService
-from services.errors import ControlError
-from services.telemetry import configure_logging
+from offbeat.services.control.api import create_api
+from offbeat.services.control.auth import LOOPBACK_NAMES, Tokens
+from offbeat.services.control.config import ControlTuning
+from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.service import ControlService
+from offbeat.services.control.store import RunStore
+from offbeat.services.errors import ControlError
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.telemetry import configure_logging
 
 DEPLOYMENT = "control"
 LOOPBACK = "127.0.0.1"

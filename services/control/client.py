@@ -1,19 +1,54 @@
-"""What the command line asks of the control service, over HTTP."""
+"""What the command line asks of the control service, over HTTP.
+
+Reading `text/event-stream`, as far as the control service writes it.
+"""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
-from services.control.event_views import MetricsView
-from services.control.runs import RunState
-from services.control.sse import Message, messages
-from services.control.views import DeletedView, ErrorView, QuarantineView, RunsView, RunView, WhyView
-from services.errors import ControlError, RetryableError
+from offbeat.services.control.event_schemas import MetricsView
+from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import (
+    DeletedView,
+    ErrorView,
+    QuarantineView,
+    RunsView,
+    RunView,
+    WhyView,
+)
+from offbeat.services.errors import ControlError, RetryableError
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One event of a stream."""
+
+    id: str
+    event: str
+    data: str
+
+
+async def messages(lines: AsyncIterator[str]) -> AsyncIterator[Message]:
+    """The events that lines of a stream carry; one that is cut off in the middle is left out."""
+    fields: dict[str, str] = {}
+    async for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            if name in ("id", "event", "data"):
+                fields[name] = value.removeprefix(" ")
+        elif "data" in fields:
+            yield Message(fields.get("id", ""), fields.get("event", "message"), fields["data"])
+            fields = {}
+        else:
+            fields = {}
+
 
 JSON = {"Content-Type": "application/json"}
 RECONNECT_S = 1.0

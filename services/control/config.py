@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from envs.config import Config
+from offbeat.envs.config import Config
 
 
 class ControlConfig(Config):

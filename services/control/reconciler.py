@@ -15,10 +15,22 @@ from dataclasses import dataclass, replace
 
 from redis import exceptions as redis_errors
 
-from services.buffer.refusals import RefusesWritesError
-from services.control.components import Component, Health, Observation, RunMesh
-from services.control.records import RunStore
-from services.control.runs import ForeignRecordError, Restarts, RunRecord, RunState, UnknownRunError, Wanted
+from offbeat.services.control.interfaces import (
+    Component,
+    Health,
+    Observation,
+    RunMesh,
+)
+from offbeat.services.control.run import (
+    ForeignRecordError,
+    Restarts,
+    RunRecord,
+    RunState,
+    UnknownRunError,
+    Wanted,
+)
+from offbeat.services.control.store import RunStore
+from offbeat.services.redis.errors import RefusesWritesError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,15 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import AfterValidator
 
-from services.control.bodies import (
+from offbeat.services.control.event_schemas import MetricsView
+from offbeat.services.control.events import (
+    START,
+    EventKind,
+    Feed,
+    Position,
+)
+from offbeat.services.control.http_errors import RefusedError, refusals
+from offbeat.services.control.request_bodies import (
     JSON_TYPE,
     YAML_TYPES,
     entry_id,
@@ -16,12 +24,16 @@ from services.control.bodies import (
     read_document,
     read_position,
 )
-from services.control.event_views import MetricsView
-from services.control.feed import START, EventKind, Feed, Position
-from services.control.refusals import RefusedError, refusals
-from services.control.runs import RunState, UnknownRunError, Wanted
-from services.control.service import ControlService
-from services.control.views import ChangeBody, DeletedView, QuarantineView, RunsView, RunView, WhyView
+from offbeat.services.control.run import RunState, UnknownRunError, Wanted
+from offbeat.services.control.schemas import (
+    ChangeBody,
+    DeletedView,
+    QuarantineView,
+    RunsView,
+    RunView,
+    WhyView,
+)
+from offbeat.services.control.service import ControlService
 
 MAX_WATCHERS = 32
 """Streams of events at a time; each polls Redis."""

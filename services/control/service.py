@@ -8,11 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from services.control.event_views import MetricsView, MetricView
-from services.control.overview import BufferReader, Overview
-from services.control.records import RunStore
-from services.control.runs import ForeignRecordError, RunRecord, RunSpec, RunState, UnknownRunError, Wanted
-from services.control.views import (
+from offbeat.services.control.event_schemas import MetricsView, MetricView
+from offbeat.services.control.queries import BufferReader, Overview
+from offbeat.services.control.run import (
+    ForeignRecordError,
+    RunRecord,
+    RunSpec,
+    RunState,
+    UnknownRunError,
+    Wanted,
+)
+from offbeat.services.control.schemas import (
     ChangeBody,
     DeletedView,
     ProblemView,
@@ -23,9 +29,10 @@ from services.control.views import (
     UnreadableView,
     WhyView,
 )
-from services.errors import ControlError
-from services.keys import RUNS
-from services.telemetry import AsyncRedisMetrics
+from offbeat.services.control.store import RunStore
+from offbeat.services.errors import ControlError
+from offbeat.services.keys import RUNS
+from offbeat.services.telemetry import AsyncRedisMetrics
 
 T = TypeVar("T")
 

@@ -4,8 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.chat.messages import ChatMessage, ToolCall, Tools, one_form
-from services.gateway.reading import (
+from offbeat.services.chat.messages import (
+    ChatMessage,
+    ToolCall,
+    Tools,
+    one_form,
+)
+from offbeat.services.gateway.request_fields import (
     Body,
     items_of,
     list_of,
@@ -17,7 +22,7 @@ from services.gateway.reading import (
     stop_words,
     words,
 )
-from services.gateway.session import Ask, RefusedError, Reply
+from offbeat.services.gateway.session import Ask, RefusedError, Reply
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

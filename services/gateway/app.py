@@ -14,9 +14,15 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from services.chat.template import UnusableError
-from services.gateway import anthropic_messages, openai_chat, openai_responses
-from services.gateway.session import Ask, EpisodeEnv, EpisodeSession, RefusedError, Reply
+from offbeat.services.chat.template import UnusableError
+from offbeat.services.gateway import anthropic_messages, openai_chat, openai_responses
+from offbeat.services.gateway.session import (
+    Ask,
+    EpisodeEnv,
+    EpisodeSession,
+    RefusedError,
+    Reply,
+)
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.chat.messages import ChatMessage, ToolCall, Tools, one_form
-from services.gateway.reading import (
+from offbeat.services.chat.messages import (
+    ChatMessage,
+    ToolCall,
+    Tools,
+    one_form,
+)
+from offbeat.services.gateway.request_fields import (
     Body,
     items_of,
     list_of,
@@ -18,7 +23,7 @@ from services.gateway.reading import (
     stop_words,
     words,
 )
-from services.gateway.session import Ask, RefusedError, Reply
+from offbeat.services.gateway.session import Ask, RefusedError, Reply
 
 SYSTEM_ROLES = ("system", "developer")
 TOKEN_IDS = range(1 << 31)

@@ -5,9 +5,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from services.chat.messages import ChatMessage, ToolCall, Tools, one_form
-from services.gateway.openai_chat import SYSTEM_ROLES
-from services.gateway.reading import (
+from offbeat.services.chat.messages import (
+    ChatMessage,
+    ToolCall,
+    Tools,
+    one_form,
+)
+from offbeat.services.gateway.openai_chat import SYSTEM_ROLES
+from offbeat.services.gateway.request_fields import (
     Body,
     items_of,
     need_messages,
@@ -17,7 +22,7 @@ from services.gateway.reading import (
     refuse_unless,
     words,
 )
-from services.gateway.session import Ask, RefusedError, Reply
+from offbeat.services.gateway.session import Ask, RefusedError, Reply
 
 
 def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> Ask:

@@ -11,8 +11,8 @@ from collections.abc import Generator
 
 import uvicorn
 
-from services.gateway.app import Sessions, build
-from services.gateway.session import EpisodeSession
+from offbeat.services.gateway.app import Sessions, build
+from offbeat.services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 120

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.chat.capture import Captured, Reward, capture
-from services.chat.messages import ChatMessage, Tools
-from services.chat.template import ChatTemplate
-from services.chat.tree import Prompt, TokenTree
-from services.schema import Completion, FinishReason
+from offbeat.services.chat.capture import Captured, Reward, capture
+from offbeat.services.chat.messages import ChatMessage, Tools
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.chat.token_tree import Prompt, TokenTree
+from offbeat.services.messages.types import Completion, FinishReason
 
 Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]
 """(prompt, most new tokens) -> completion."""

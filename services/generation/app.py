@@ -12,17 +12,24 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from redis import exceptions as redis_errors
 
-from services.buffer.connection import connect_async
-from services.buffer.refusals import complaint
-from services.codec import decode_requests, encode_completions
-from services.errors import RetryableError
-from services.generation.client import DEPLOYMENT
-from services.generation.config import GenerationConfig
-from services.generation.engine import VllmEngine
-from services.generation.service import ReplicaStatus
-from services.generation.tenancy import Offer, Tenancy, Tenant, find_tenant, make_offer, read_architecture
-from services.telemetry import configure_logging
-from services.weights.config import WeightsConfig
+from offbeat.services.errors import RetryableError
+from offbeat.services.generation.client import DEPLOYMENT
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.replica import ReplicaStatus
+from offbeat.services.generation.tenancy import (
+    Offer,
+    Tenancy,
+    Tenant,
+    find_tenant,
+    make_offer,
+    read_architecture,
+)
+from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.messages.codec import decode_requests, encode_completions
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.redis.errors import complaint
+from offbeat.services.telemetry import configure_logging
+from offbeat.services.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 

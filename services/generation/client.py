@@ -7,9 +7,9 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from services.codec import decode_completions, encode_requests
-from services.errors import GenerationError, MeshError, RetryableError
-from services.schema import Completion, GenerateRequest
+from offbeat.services.errors import GenerationError, MeshError, RetryableError
+from offbeat.services.messages.codec import decode_completions, encode_requests
+from offbeat.services.messages.types import Completion, GenerateRequest
 
 DEPLOYMENT = "generation"
 

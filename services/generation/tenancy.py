@@ -18,15 +18,15 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import PatientRetry, connect_async
-from services.errors import RetryableError
-from services.generation.config import GenerationConfig
-from services.generation.engine import VllmEngine
-from services.generation.service import GenerationReplica
-from services.keys import OFFERS, RunKeys, claims_key
-from services.telemetry import AsyncRedisMetrics
-from services.weights.config import WeightsConfig
-from services.weights.subscriber import RedisWeightSubscriber
+from offbeat.services.errors import RetryableError
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.replica import GenerationReplica
+from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.keys import OFFERS, RunKeys, claims_key
+from offbeat.services.redis.connection import PatientRetry, connect_async
+from offbeat.services.telemetry import AsyncRedisMetrics
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.subscriber import RedisWeightSubscriber
 
 logger = logging.getLogger(__name__)
 

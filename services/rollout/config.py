@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from envs.config import Config
-from envs.prompting import IMAGE
-from services.generation.config import GeneratingArgs
+from offbeat.envs.config import Config
+from offbeat.envs.prompts import IMAGE
+from offbeat.services.generation.config import GeneratingArgs
 
 
 class AgentRunner(Config):
@@ -41,7 +41,7 @@ class CustomEnv(Config):
     """One tag: an env and how its turns are played."""
 
     env_type: str
-    """A name from `envs.registry`, an entry point of group `offbeat.envs`, or `module:Class`."""
+    """A name from `offbeat.envs.registry`, an entry point of group `offbeat.envs`, or `module:Class`."""
     max_steps: int = Field(default=10, ge=1)
     """Turns of an episode."""
     max_tokens_per_step: int = Field(default=64, ge=1)
@@ -94,7 +94,7 @@ class CustomEnv(Config):
 
 
 class TaskSamplerConfig(Config):
-    """Who draws the tasks of training: a class as `envs.curricula.TaskSampler` (docs/environments.md)."""
+    """Who draws the tasks of training: a class as `offbeat.envs.task_samplers.TaskSampler` (docs/environments.md)."""
 
     path: str
     """`module:Class`, made as `Class(tags, **args)`."""

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from envs.curricula import TaskSampler
-from envs.registry import distinct_seeds, held_out_config
-from services.rollout.config import CustomEnv, EnvManagerConfig
+from offbeat.envs.registry import distinct_seeds, held_out_config
+from offbeat.envs.task_samplers import TaskSampler
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
 
 FIRST_EVAL_SEED = 1 << 31
 TRAIN, EVAL = 0, 1
@@ -71,7 +71,9 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{told.path} can't be made: {error}") from error
     if missing := [each for each in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(made, each)]:
-        raise ValueError(f"{told.path} has no method {missing[0]}: it must be as envs.curricula.TaskSampler")
+        raise ValueError(
+            f"{told.path} has no method {missing[0]}: it must be as offbeat.envs.task_samplers.TaskSampler"
+        )
     return cast(TaskSampler, made)
 
 

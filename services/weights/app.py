@@ -6,10 +6,10 @@ from pathlib import Path
 from ray import serve
 from ray.serve import Application
 
-from services.buffer.connection import connect_async
-from services.telemetry import configure_logging
-from services.weights.config import WeightsConfig
-from services.weights.service import WeightBroker
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.telemetry import configure_logging
+from offbeat.services.weights.broker import WeightBroker
+from offbeat.services.weights.config import WeightsConfig
 
 DEPLOYMENT = "weights"
 

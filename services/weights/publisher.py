@@ -16,17 +16,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
 
-from services.codec import decode_manifest, encode_manifest
-from services.errors import FencedError, WeightsError
-from services.keys import RunKeys
-from services.schema import Manifest, TensorSpec
-from services.weights.config import WeightsConfig
-from services.weights.transports import AdapterSettings, Stored, Transport, make_transport
+from offbeat.services.errors import FencedError, WeightsError
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.codec import decode_manifest, encode_manifest
+from offbeat.services.messages.types import Manifest, TensorSpec
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.transports.base import (
+    AdapterSettings,
+    Stored,
+    Transport,
+    make_transport,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PUBLISH = files("services.weights").joinpath("publish.lua").read_text(encoding="utf-8")
+PUBLISH = files("offbeat.services.weights").joinpath("publish.lua").read_text(encoding="utf-8")
 
 
 class RedisWeightPublisher:

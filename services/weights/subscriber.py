@@ -10,17 +10,17 @@ from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, TimeoutError
 
-from services.buffer.connection import LONGEST_BLOCK_S
-from services.buffer.refusals import retryable
-from services.codec import decode_manifest
-from services.keys import RunKeys
-from services.schema import Manifest
-from services.weights.client import IDLE
-from services.weights.config import WeightsConfig
-from services.weights.place import this_place
-from services.weights.reading import WeightReader
-from services.weights.reports import ReplicaLoad, ReplicaReport, encode_report
-from services.weights.transports import Transport, make_transport
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.codec import decode_manifest
+from offbeat.services.messages.types import Manifest
+from offbeat.services.redis.connection import LONGEST_BLOCK_S
+from offbeat.services.redis.errors import retryable
+from offbeat.services.weights.api import IDLE
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.locality import this_place
+from offbeat.services.weights.reader import WeightReader
+from offbeat.services.weights.replica_reports import ReplicaLoad, ReplicaReport, encode_report
+from offbeat.services.weights.transports.base import Transport, make_transport
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import run_folder
-from deploy.run_folder import Endpoints, FolderInUseError
+from offbeat.deploy import run_folder
+from offbeat.deploy.run_folder import Endpoints, FolderInUseError
 
 
 def earlier_run(folder: Path, text: str = "old") -> None:
@@ -41,7 +41,7 @@ def test_a_folder_in_use_is_neither_taken_nor_moved(tmp_path: Path):
     earlier_run(folder)
     code = f"""
 from pathlib import Path
-from deploy.run_folder import locked
+from offbeat.deploy.run_folder import locked
 with locked(Path({str(folder)!r})):
     print("locked", flush=True)
     input()

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from envs import registry
-from envs.contract import check_contract
-from envs.contract_process import check_apart
+from offbeat.envs import registry
+from offbeat.envs.contract import check_contract
+from offbeat.envs.contract_process import check_apart
 from tests.envs.sandbox.needs import needs_sandbox
 
 FAULTY = Path(__file__).parent

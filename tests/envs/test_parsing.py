@@ -1,6 +1,11 @@
 import pytest
 
-from envs.parsing import ANSWER_PATTERN, THINK_ANSWER_PATTERN, WHOLE_PATTERN, ActionParser
+from offbeat.envs.parsing import (
+    ANSWER_PATTERN,
+    THINK_ANSWER_PATTERN,
+    WHOLE_PATTERN,
+    ActionParser,
+)
 
 LOOKUP = {"Left": 0, "Down": 1}
 

@@ -1,15 +1,15 @@
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import pytest
 from gymnasium.spaces import Text
 
-from envs import registry
-from envs.frozen_lake import FrozenLakeEnv
+from offbeat.envs import registry
+from offbeat.envs.frozen_lake import FrozenLakeEnv
+from tests.paths import ROOT
 
 
 class Echo(gymnasium.Env[str, str]):
@@ -138,7 +138,9 @@ def test_an_env_that_names_no_tasks_gets_consecutive_seeds():
 
 
 def test_the_registry_imports_no_heavy_library():
-    program = "import sys, envs.registry as r; r.make('frozen_lake', {}); print({'torch', 'ray'} & set(sys.modules))"
+    program = (
+        "import sys, offbeat.envs.registry as r; r.make('frozen_lake', {}); print({'torch', 'ray'} & set(sys.modules))"
+    )
     run = [sys.executable, "-c", program]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "set()"

@@ -11,14 +11,19 @@ import redis
 import torch
 from redis.asyncio import Redis as AsyncRedis
 
-from services.generation.config import GenerationConfig
-from services.generation.engine import VllmEngine
-from services.generation.service import GenerationReplica
-from services.schema import GenerateRequest, Sampling
-from services.weights.config import WeightsConfig
-from services.weights.publisher import RedisWeightPublisher
-from services.weights.subscriber import RedisWeightSubscriber
-from tests.integration.policy_weights import mismatch, named_tensors, random_policy, write_policy
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.replica import GenerationReplica
+from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.messages.types import GenerateRequest, Sampling
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.subscriber import RedisWeightSubscriber
+from tests.integration.policy_weights import (
+    mismatch,
+    named_tensors,
+    random_policy,
+    write_policy,
+)
 from tests.waiting import wait_until
 
 pytestmark = [

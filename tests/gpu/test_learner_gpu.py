@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.models.attention import packed_attention
-from trainer.models.packing import Packing
+from offbeat.trainer.models.attention import packed_attention
+from offbeat.trainer.models.packing import Packing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

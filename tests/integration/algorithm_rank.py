@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, StrategyArgs
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
+from offbeat.trainer.models.policy import load_critic, load_policy
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
 from tests.fakes import make_group
 from tests.integration.learner_rank import SMOOTH
-from trainer.config import LearnerConfig, ModelArgs, StrategyArgs
-from trainer.engines.deepspeed import DeepSpeedEngine
-from trainer.engines.frozen import FrozenModel
-from trainer.engines.processes import process_group, ranks_of_environment
-from trainer.models.policy import load_critic, load_policy
-from trainer.step import BatchTrainer, Models
 
 FILTER = {"agg_type": "turn", "ratio_low": 0.5, "ratio_high": 2.0}
 ALGORITHMS: dict[str, dict[str, object]] = {

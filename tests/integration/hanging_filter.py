@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from services.schema import Group
+from offbeat.services.messages.types import Group
 
 
 class HangsOnce:

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.config import ModelArgs, StrategyArgs, TrainingArgs
-from trainer.engines.base import Hyperparameters, TrainEngine
-from trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
-from trainer.engines.frozen import FrozenModel
-from trainer.engines.fsdp2 import FSDP2Engine
-from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.models.packing import PackedInput
-from trainer.models.policy import Sampled, load_policy
-from trainer.step_losses import all_of, values_of
+from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TrainingArgs
+from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.fsdp2 import FSDP2Engine
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.losses.policy_loss import all_of, values_of
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import Sampled, load_policy
 
 SMOOTH = TrainingArgs(adam_epsilon=1e-3)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""

@@ -19,16 +19,16 @@ import torch
 from redis import Redis
 from safetensors.torch import load_file
 
-from deploy import preparation
-from deploy.config import RunConfig
-from deploy.loading import load_run
-from services.buffer.client import Counters
-from services.buffer.learner import RedisLearnerBuffer
-from services.keys import RunKeys
-from services.telemetry import MetricRecord, RedisMetrics
+from offbeat.deploy import run_setup
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.buffer.api import Counters
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import MetricRecord, RedisMetrics
 from tests.integration.scripted_player import play_forever
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "deploy" / "configs" / "quickstart.yaml"
 SMALL = (
     "max_steps=6",
@@ -65,7 +65,7 @@ class Run:
 
     def start(self, *, patience_s: float | None = None) -> subprocess.Popen[bytes]:
         """A learner process. patience_s: after which it calls a Redis that can't be used an outage."""
-        program = ["-m", "trainer.cli"] if patience_s is None else ["-c", IMPATIENT.format(patience_s)]
+        program = ["-m", "offbeat.trainer.cli"] if patience_s is None else ["-c", IMPATIENT.format(patience_s)]
         command = [sys.executable, *program, self.config.exp_name, "--redis", self.url]
         with (self.config.output_dir / "stderr").open("wb") as errors:
             self.learners.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=errors))
@@ -73,7 +73,7 @@ class Run:
 
     def attach(self, *options: str) -> subprocess.Popen[bytes]:
         """A learner that a person attaches; what it says goes to `said`."""
-        command = [sys.executable, "-m", "deploy.cli", "learner", "attach", self.config.exp_name, *options]
+        command = [sys.executable, "-m", "offbeat.deploy.cli.app", "learner", "attach", self.config.exp_name, *options]
         environment = {**ENVIRONMENT, "OFFBEAT_REDIS": self.url}
         with (self.config.output_dir / f"said-{len(self.learners)}").open("wb") as out:
             learner = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
@@ -107,9 +107,9 @@ class Run:
 @contextmanager
 def a_run(url: str, folder: Path, name: str, overrides: Sequence[str] = ()) -> Iterator[Run]:
     config = load_run(QUICKSTART, [f"output_dir={folder / name}", f"exp_name={name}", *SMALL, *overrides])
-    preparation.prepare_folder(config)
+    run_setup.prepare_folder(config)
     with Redis.from_url(url) as redis:
-        preparation.prepare_buffer(redis, config)
+        run_setup.prepare_buffer(redis, config)
         record = {"config": config.model_dump_json(), "output_dir": str(config.output_dir), "created_at": "1.5"}
         redis.hset(RunKeys(name).record, mapping=cast(dict[Any, Any], record))
         run = Run(config, url, redis)
@@ -128,7 +128,7 @@ def a_run(url: str, folder: Path, name: str, overrides: Sequence[str] = ()) -> I
 def _players(run: Run) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
-    folder = preparation.model_folder(run.config)
+    folder = run_setup.model_folder(run.config)
     thread = threading.Thread(target=lambda: loop.run_until_complete(play_forever(run.config, run.url, folder, stop)))
     thread.start()
     try:

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import psutil
 
-from services.weights.transports import owner_of
+from offbeat.services.weights.transports.base import owner_of
+from tests.paths import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "deploy/configs/quickstart.yaml"
 SMALL = (
     "warm_start.steps=60",
     "max_steps=12",
@@ -33,7 +33,15 @@ class TrainProcess:
     def __init__(self, output_dir: Path, *overrides: str) -> None:
         self.output_dir = output_dir
         self._log = output_dir.with_suffix(".log")
-        command = [sys.executable, "-m", "deploy.cli", "train", str(QUICKSTART), f"output_dir={output_dir}", *SMALL]
+        command = [
+            sys.executable,
+            "-m",
+            "offbeat.deploy.cli.app",
+            "train",
+            str(QUICKSTART),
+            f"output_dir={output_dir}",
+            *SMALL,
+        ]
         self.process = subprocess.Popen(
             [*command, *overrides], stdout=self._log.open("w"), stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen2ForCausalLM
 
-from services.schema import Completion, GenerateRequest
-from trainer.config import TinyPolicyConfig
-from trainer.policies.tiny import write_tiny_policy
+from offbeat.services.messages.types import Completion, GenerateRequest
+from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 
 WORDS = [f"w{i}" for i in range(25)]
 VOCABULARY = 32

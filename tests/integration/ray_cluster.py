@@ -14,9 +14,9 @@ import psutil
 import yaml
 
 from tests.conftest import free_port
+from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
-ROOT = Path(__file__).parents[2]
 BIN = ROOT / ".venv" / "bin"
 MARK = "OFFBEAT_TEST"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from services.generation.config import GenerationConfig
-from services.generation.engine import engine_arguments, engine_environment
-from services.generation.tensor_file import TensorFile
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.vllm.engine import engine_arguments, engine_environment
+from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 
 class OneDiffers:
@@ -51,7 +51,7 @@ def build(folder: Path) -> tuple[Any, Any]:
 
 def unnoticed(model: Any, file: Any) -> list[str]:
     """Tensors of the file that could be other ones."""
-    from services.generation.reloading import LoadError, compare
+    from offbeat.services.generation.vllm.loading import LoadError, compare
 
     found: list[str] = []
     with torch.no_grad():
@@ -67,7 +67,7 @@ def unnoticed(model: Any, file: Any) -> list[str]:
 
 def look(folder: Path) -> dict[str, Any]:
     """Of one model."""
-    from services.generation.staging import Staging
+    from offbeat.services.generation.vllm.staging import Staging
 
     model, config = build(folder)
     path = folder / "version.safetensors"
@@ -82,7 +82,7 @@ def look(folder: Path) -> dict[str, Any]:
 
 def main(folders: list[Path]) -> None:
     os.environ.update(engine_environment(GenerationConfig()))
-    import services.generation.weight_engine  # noqa: F401 (registers models that read pictures)
+    import offbeat.services.generation.vllm.worker  # noqa: F401 (registers models that read pictures)
 
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker does
     for folder in folders:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from ray import serve
 from ray.serve import Application
 
-from services.codec import decode_requests, encode_completions
-from services.generation.client import DEPLOYMENT
-from services.schema import Completion, GenerateRequest, VersionSpan
+from offbeat.services.generation.client import DEPLOYMENT
+from offbeat.services.messages.codec import decode_requests, encode_completions
+from offbeat.services.messages.types import Completion, GenerateRequest, VersionSpan
 
 STEP_S = 0.005
 

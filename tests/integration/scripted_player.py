@@ -9,14 +9,22 @@ from pathlib import Path
 import numpy as np
 from redis.asyncio import Redis
 
-from deploy.config import RunConfig
-from envs import registry
-from services.buffer.connection import connect_async
-from services.buffer.rollout import AsyncRolloutBuffer
-from services.keys import RunKeys
-from services.rollout.chat import ChatFormat, load_chat_format
-from services.rollout.tasks import EvalTasks, Task, train_task
-from services.schema import EpisodeKind, EpisodeTask, Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs import registry
+from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+from offbeat.services.chat.append_only import ChatFormat, load_chat_format
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.types import (
+    EpisodeKind,
+    EpisodeTask,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.rollout.tasks import EvalTasks, Task, train_task
 
 ANSWERS = ("Left", "Down", "Right", "Up")
 

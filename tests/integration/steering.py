@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
-OFFBEAT = Path(__file__).parents[2] / ".venv/bin/offbeat"
+OFFBEAT = ROOT / ".venv/bin/offbeat"
 WATCHED = "watched.txt"
 STILL_S = 1.0
 """Several times what a group of the test's env takes."""

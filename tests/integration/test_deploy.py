@@ -7,15 +7,16 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.run_folder import newest_checkpoint
-from services.buffer.app import HEAD_NODE
-from services.weights.transports import owner_of
+from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.services.redis.serve_app import HEAD_NODE
+from offbeat.services.weights.transports.base import owner_of
 from tests.integration.ray_cluster import RayCluster
+from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
-LOCAL = Path(__file__).parents[2] / "deploy" / "local.yaml"
+LOCAL = ROOT / "deploy" / "local.yaml"
 MY_ENVS = '''
 import time
 from pathlib import Path
@@ -59,7 +60,7 @@ rollout: {{num_workers: 2, cpus_per_worker: 0.5}}
 """
 STEPS = 40
 GROUPS_PER_STEP = 4
-OURS = ("EnvWorker", "LearnerHost", "Warden", "trainer.cli", "ServeReplica", "ServeController", "redis-server")
+OURS = ("EnvWorker", "LearnerHost", "Warden", "offbeat.trainer.cli", "ServeReplica", "ServeController", "redis-server")
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing
     assert head not in {worker["node_id"] for worker in workers}
 
     # Settings of control change in place: no process is replaced.
-    mesh = ("ServeReplica", "trainer.cli", "EnvWorker")
+    mesh = ("ServeReplica", "offbeat.trainer.cli", "EnvWorker")
     before = [process.pid for process in cluster.living(*mesh)]
     tuned = {**own, "control.control": {"user_config": {"reconcile_s": 0.2}}}
     cluster.deploy(LOCAL, tuned)

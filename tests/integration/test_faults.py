@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.audit_command import examine
+from offbeat.deploy.cli.audit import examine
 from tests.integration.mesh import TrainProcess, left_behind
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
@@ -39,7 +39,7 @@ def test_a_run_whose_worker_engine_and_learner_are_killed_ends_with_every_group_
     train.wait_for_step(2)
     train.kill("ray::EnvWorker")
     train.wait_for_step(4)
-    train.kill("trainer.cli")
+    train.kill("offbeat.trainer.cli")
     train.wait_for_step(7)
     train.kill("ray::ServeReplica:generation")
     assert train.wait() == 0, train.output

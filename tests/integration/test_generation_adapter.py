@@ -15,16 +15,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.generation.config import GenerationConfig
-from services.generation.engine import VllmEngine
-from services.schema import Completion, GenerateRequest, Manifest, Sampling
-from services.weights.config import WeightsConfig
-from services.weights.transports import Transport, make_transport, remove_all
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.messages.types import (
+    Completion,
+    GenerateRequest,
+    Manifest,
+    Sampling,
+)
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.transports.base import Transport, make_transport, remove_all
+from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.models.lora import weights_apart
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import PackedPolicy, load_policy
 from tests.integration.policy_weights import write_policy
-from trainer.config import ModelArgs
-from trainer.models.adapters import weights_apart
-from trainer.models.packing import PackedInput
-from trainer.models.policy import PackedPolicy, load_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,17 +19,30 @@ import torch
 from openai import AsyncOpenAI
 from safetensors.torch import load_file, save_file
 
-from services.chat.template import load_chat_template
-from services.gateway.server import Gateway
-from services.gateway.session import Bounds, EpisodeSession
-from services.generation.config import GenerationConfig
-from services.generation.engine import VllmEngine
-from services.rollout.chat import load_chat_format
-from services.rollout.config import CustomEnv
-from services.rollout.episode import EpisodePlan, play
-from services.rollout.execution import EnvSpec, InlineEnv
-from services.schema import Completion, EpisodeKind, EpisodeTask, FinishReason, GenerateRequest, Sampling, Segment
-from tests.integration.policy_weights import mismatch, random_policy, save_weights, write_policy
+from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.chat.template import load_chat_template
+from offbeat.services.gateway.server import Gateway
+from offbeat.services.gateway.session import Bounds, EpisodeSession
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.messages.types import (
+    Completion,
+    EpisodeKind,
+    EpisodeTask,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    Segment,
+)
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
+from offbeat.services.rollout.episodes.episode import EpisodePlan, play
+from tests.integration.policy_weights import (
+    mismatch,
+    random_policy,
+    save_weights,
+    write_policy,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -308,7 +321,7 @@ async def test_with_a_learning_rate_of_zero_the_mismatch_stays_float_noise_throu
 
 
 async def test_a_packed_matrix_that_differs_is_noticed() -> None:
-    from services.generation.reloading import _probe_agrees
+    from offbeat.services.generation.vllm.loading import _probe_agrees
 
     class Packed:
         def __init__(self, weight: torch.Tensor) -> None:
@@ -325,8 +338,8 @@ async def test_a_packed_matrix_that_differs_is_noticed() -> None:
 
 
 async def test_the_handle_of_device_memory_survives_json() -> None:
-    from services.generation.device_engines import _rebuild_arguments
-    from services.weights.vllm_senders import _plain
+    from offbeat.services.generation.vllm.gpu_transfer import _rebuild_arguments
+    from offbeat.services.weights.transports.vllm_senders import _plain
 
     arguments = (
         torch.Tensor,

@@ -19,19 +19,24 @@ import torch
 from ray import serve
 from redis.asyncio import Redis as AsyncRedis
 
-from services.errors import RetryableError
-from services.generation.app import build
-from services.generation.client import DEPLOYMENT, ServeGenerationClient
-from services.generation.config import GenerationConfig, app_name
-from services.generation.service import ReplicaStatus
-from services.keys import RunKeys
-from services.schema import Completion, GenerateRequest, Sampling
-from services.telemetry import AsyncRedisMetrics, merge_all
-from services.weights.config import WeightsConfig
-from services.weights.publisher import RedisWeightPublisher
-from services.weights.service import WeightBroker
-from services.weights.transports import SharedMemoryTransport, cleanup
-from tests.integration.policy_weights import mismatch, named_tensors, random_policy, write_policy
+from offbeat.services.errors import RetryableError
+from offbeat.services.generation.app import build
+from offbeat.services.generation.client import DEPLOYMENT, ServeGenerationClient
+from offbeat.services.generation.config import GenerationConfig, app_name
+from offbeat.services.generation.replica import ReplicaStatus
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.telemetry import AsyncRedisMetrics, merge_all
+from offbeat.services.weights.broker import WeightBroker
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.transports.base import SharedMemoryTransport, cleanup
+from tests.integration.policy_weights import (
+    mismatch,
+    named_tensors,
+    random_policy,
+    write_policy,
+)
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -12,14 +12,19 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from services.generation.config import GenerationConfig
-from services.generation.engine import VllmEngine
-from services.schema import Completion, GenerateRequest, Picture, Sampling
-from services.vision import PictureReader, encode_png
-from trainer.config import ModelArgs, TinyPolicyConfig, TinyVisionConfig
-from trainer.models.packing import PackedInput
-from trainer.models.policy import PackedPolicy, load_policy
-from trainer.policies.tiny import write_tiny_policy
+from offbeat.services.chat.vision import PictureReader, encode_png
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.vllm.engine import VllmEngine
+from offbeat.services.messages.types import (
+    Completion,
+    GenerateRequest,
+    Picture,
+    Sampling,
+)
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,10 +15,15 @@ import torch
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.watch import BufferWatch
-from services.keys import RunKeys
-from services.weights.reports import ReplicaReport, encode_report
-from tests.integration.learner_run import ENVIRONMENT, ROOT, Run, a_run
+from offbeat.services.buffer.admin import BufferWatch
+from offbeat.services.keys import RunKeys
+from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
+from tests.integration.learner_run import (
+    ENVIRONMENT,
+    ROOT,
+    Run,
+    a_run,
+)
 from tests.waiting import wait_until_sync
 
 SMOOTH = ("control.learner=external", "actor_train.training_args.adam_epsilon=0.01")
@@ -49,7 +54,7 @@ def follower_of(learner: "subprocess.Popen[bytes]") -> psutil.Process:
     """Rank 1."""
 
     def found() -> list[psutil.Process]:
-        return [p for p in psutil.Process(learner.pid).children() if "trainer.cli" in p.cmdline()]
+        return [p for p in psutil.Process(learner.pid).children() if "offbeat.trainer.cli" in p.cmdline()]
 
     wait_until_sync(lambda: len(found()) == 1, timeout_s=240)
     return found()[0]
@@ -135,7 +140,7 @@ def test_a_process_that_hangs_ends_the_learner_and_two_processes_learn_what_one_
 
 
 def attach(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", "learner", "attach", *arguments]
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "learner", "attach", *arguments]
     return subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 

@@ -12,15 +12,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from offbeat.trainer.config.learner import (
+    ModelArgs,
+    StrategyArgs,
+    TinyPolicyConfig,
+    TrainingArgs,
+)
+from offbeat.trainer.engines.base import Hyperparameters
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, merged
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.models.policy import PackedCritic, load_critic, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.conftest import free_port
 from tests.integration.learner_rank import SMOOTH, fixed_batch
+from tests.paths import ROOT
 from tests.trainer.engines.comparing import assert_same, nll, weights_of
-from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
-from trainer.engines.base import Hyperparameters
-from trainer.engines.deepspeed import DeepSpeedEngine, merged
-from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.models.policy import PackedCritic, load_critic, load_policy
-from trainer.policies.tiny import write_tiny_policy
 
 NAMES = ("0", "2", "3", "fsdp2", "0-head", "1-head", "2-head", "3-head", "fsdp2-head")
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
@@ -56,7 +62,7 @@ def test_zero_stages_fsdp2_and_ranks_learn_the_same(folder: Path, tmp_path: Path
     """Three micro-batches on two ranks: one rank has a pass less of its own."""
     script = Path(__file__).with_name("learner_rank.py")
     command = [sys.executable, str(script), str(folder), str(tmp_path), *NAMES]
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     for world in (1, 2):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         running = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from services.rollout.chat import load_chat_format
+from offbeat.services.chat.append_only import load_chat_format
 from tests.integration.learner_run import a_run
 from tests.pretrained import write_llama
 

@@ -8,19 +8,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deploy import preparation
-from deploy.loading import load_run
-from services.errors import ControlError
+from offbeat.deploy import run_setup
+from offbeat.deploy.config.loader import load_run
+from offbeat.services.errors import ControlError
+from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.training.batch_log import BatchStore, RecordingTrainer
+from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from offbeat.trainer.training.reproduction import find_route, retrain
 from tests.fakes import make_group
-from trainer.algorithms.aggregation import Silent
-from trainer.checkpoint import CheckpointStore, LearnerState
-from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.policy_trainer import PolicyTrainer
-from trainer.recording import BatchStore, RecordingTrainer
-from trainer.retraining import find_route, retrain
-from trainer.run import LearnerRun, LearnerRunConfig
+from tests.paths import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 CRITIC = ("adv_estimator=gae", "reward_normalization.method=identity", "zero_variance=train")
 REFERENCE = ("add_token_level_kl=true", "init_kl_coef=0.1", "target_kl=0.01")
@@ -38,7 +38,7 @@ def ranks() -> Iterator[Ranks]:
 def run_of(folder: Path, overrides: Sequence[str], file: Path = QUICKSTART) -> LearnerRun:
     small = ["tiny.num_hidden_layers=1", "warm_start.steps=3", "save_steps=2", "max_steps=6"]
     config = load_run(file, [f"output_dir={folder}", *small, *overrides])
-    preparation.prepare_folder(config)
+    run_setup.prepare_folder(config)
     return LearnerRun("run", "now", folder, LearnerRunConfig.model_validate_json(config.model_dump_json()))
 
 

@@ -17,16 +17,16 @@ import torch
 from redis import Redis
 from rich.console import Console
 
-from deploy.audit_command import audit_run
-from services.buffer.address import refusal
-from services.buffer.config import RedisConfig
-from services.buffer.redis_server import EmbeddedRedis
-from services.keys import RunKeys
-from services.lease import LearnerLease
+from offbeat.deploy.cli.audit import audit_run
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.lease import LearnerLease
+from offbeat.services.redis.server import EmbeddedRedis
+from offbeat.services.redis.url import refusal
+from offbeat.trainer.process.watchdog import HUNG
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
-from tests.services.buffer import tls_redis
+from tests.services.redis import tls_redis
 from tests.waiting import wait_until_sync
-from trainer.watchdog import HUNG
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +272,7 @@ def test_a_run_that_can_not_be_read_is_refused_with_one_line(
         redis.delete(RunKeys("broken").record)
         if record:
             redis.hset(RunKeys("broken").record, mapping=cast(dict[Any, Any], record))
-        command = [sys.executable, "-m", "trainer.cli", "broken", "--redis", redis_server]
+        command = [sys.executable, "-m", "offbeat.trainer.cli", "broken", "--redis", redis_server]
         ended = subprocess.run(command, env=ENVIRONMENT, capture_output=True, check=False, timeout=60)
     assert ended.returncode == 2
     lines = [line for line in ended.stderr.splitlines() if line.startswith(b"offbeat learner: ")]

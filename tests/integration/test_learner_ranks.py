@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.conftest import free_port
 from tests.integration.algorithm_rank import ALGORITHMS
-from trainer.config import TinyPolicyConfig
-from trainer.policies.tiny import write_tiny_policy
+from tests.paths import ROOT
 
 
 def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
@@ -21,7 +22,7 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     model.mkdir()
     out.mkdir()
     write_tiny_policy(model, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    script, root = Path(__file__).with_name("algorithm_rank.py"), str(Path(__file__).parents[2])
+    script, root = Path(__file__).with_name("algorithm_rank.py"), str(ROOT)
     running = []
     for world in (1, 2):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from trainer.config import ModelArgs, TinyPolicyConfig, TinyVisionConfig
-from trainer.models.policy import load_policy
-from trainer.policies.tiny import write_tiny_policy
-
-ROOT = Path(__file__).parents[2]
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from tests.paths import ROOT
 
 
 def model_with_a_version(folder: Path, vision: TinyVisionConfig | None) -> Path:

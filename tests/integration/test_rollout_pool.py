@@ -18,23 +18,23 @@ import redis
 from ray import serve
 from ray.exceptions import RayActorError
 
-from envs.frozen_lake import WORDS
-from services.buffer.client import BufferLimits, Counters
-from services.buffer.learner import RedisLearnerBuffer
-from services.buffer.watch import configure_buffer
-from services.generation.config import app_name
-from services.keys import RunKeys
-from services.rollout.app import build, stop_worker, worker_name
-from services.rollout.chat import load_chat_format
-from services.rollout.config import RolloutConfig, WorkerSettings
-from services.rollout.tasks import train_task
-from services.schema import Group
-from services.telemetry import RedisMetrics, merge_all
+from offbeat.envs.frozen_lake import WORDS
+from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.api import BufferLimits, Counters
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.generation.config import app_name
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.types import Group
+from offbeat.services.rollout.actor import build, stop_worker, worker_name
+from offbeat.services.rollout.config import RolloutConfig, WorkerSettings
+from offbeat.services.rollout.tasks import train_task
+from offbeat.services.telemetry import RedisMetrics, merge_all
+from offbeat.trainer.config.learner import TinyPolicyConfig
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes_rollout import worker_settings
 from tests.integration.rollout_replica import build_walker
 from tests.waiting import wait_until
-from trainer.config import TinyPolicyConfig
-from trainer.policies.tiny import write_tiny_policy
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

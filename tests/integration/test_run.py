@@ -15,8 +15,14 @@ import httpx
 import psutil
 import pytest
 
-from services.weights.transports import owner_of
-from tests.integration.steering import OFFBEAT, STILL_S, WATCHED, Steering, steer
+from offbeat.services.weights.transports.base import owner_of
+from tests.integration.steering import (
+    OFFBEAT,
+    STILL_S,
+    WATCHED,
+    Steering,
+    steer,
+)
 from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.alone

@@ -12,12 +12,12 @@ import redis
 from redis.asyncio import Redis as AsyncRedis
 from safetensors.torch import load_file
 
-from services.errors import WeightsError
-from services.keys import RunKeys
-from services.weights.config import WeightsConfig
-from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
-from services.weights.subscriber import RedisWeightSubscriber
-from services.weights.transports import SharedMemoryTransport, cleanup, owner_of
+from offbeat.services.errors import WeightsError
+from offbeat.services.keys import RunKeys
+from offbeat.services.weights.broker import UNANNOUNCED_AFTER_S, WeightBroker
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.subscriber import RedisWeightSubscriber
+from offbeat.services.weights.transports.base import SharedMemoryTransport, cleanup, owner_of
 
 RUN = f"kill-{os.getpid()}"
 LEARNER = Path(__file__).with_name("weights_learner.py")

@@ -10,18 +10,17 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from deploy import names
-from deploy.components import workers
-from deploy.components.workers import WorkerPool
-from deploy.loading import load_run
-from deploy.preparation import prepare_folder
-from services.control.components import Health, Observation
-from services.rollout.app import worker_name
+from offbeat.deploy.components import env_workers, ray_actors
+from offbeat.deploy.components.env_workers import WorkerPool
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.run_setup import prepare_folder
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.rollout.actor import worker_name
+from tests.paths import QUICKSTART
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
-QUICKSTART = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
 WAIT_S = 120.0
 
 
@@ -29,7 +28,7 @@ WAIT_S = 120.0
 def cluster() -> Iterator[Any]:
     """A head on which no worker has room; nodes that have are joined by the test."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
-    ray.init(address=cluster.address, namespace=names.NAMESPACE, log_to_driver=False)
+    ray.init(address=cluster.address, namespace=ray_actors.NAMESPACE, log_to_driver=False)
     try:
         yield cluster
     finally:
@@ -57,7 +56,7 @@ class Reconciling:
 
 
 def pid_of(run_id: str) -> int:
-    actor: Any = ray.get_actor(worker_name(run_id, 0), namespace=names.NAMESPACE)
+    actor: Any = ray.get_actor(worker_name(run_id, 0), namespace=ray_actors.NAMESPACE)
     alive: Any = ray.get(actor.alive.remote(), timeout=60.0)
     return int(alive["pid"])
 
@@ -65,7 +64,7 @@ def pid_of(run_id: str) -> int:
 async def test_a_worker_that_hangs_or_whose_node_has_died_is_started_anew_where_there_is_room(
     cluster: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "HUNG_S", 8.0)
+    monkeypatch.setattr(env_workers, "HUNG_S", 8.0)
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "exp_name=pool", "rollout.num_workers=1"])
     prepare_folder(config)
     run = Reconciling(WorkerPool(config, redis_url))

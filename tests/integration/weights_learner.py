@@ -6,8 +6,8 @@ from pathlib import Path
 import redis
 import torch
 
-from services.weights.config import WeightsConfig
-from services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
 
 
 def main() -> None:

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.schema import Group, StopReason, Trajectory
+from offbeat.services.messages.types import Group, StopReason, Trajectory
+from offbeat.trainer.algorithms.normalization import RunningMoments
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.batch import Batch, pack
+from offbeat.trainer.data.reward_shaping import shaped
+from offbeat.trainer.data.selection import carries_signal, most_varied
+from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
+from offbeat.trainer.losses.targets import Targets, prepare
 from tests.trainer.trajectories import group, trajectory
-from trainer.algorithm_config import AlgorithmConfig
-from trainer.algorithms.normalization import RunningMoments
-from trainer.batch import Batch, pack
-from trainer.objective import critic_loss, policy_loss
-from trainer.selection import carries_signal, most_varied
-from trainer.shaping import shaped
-from trainer.targets import Targets, prepare
 
 VERSION = 4
 

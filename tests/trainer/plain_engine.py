@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.groups import adopt, forget, parameter_groups
-from trainer.models.adapters import weights_apart, whole_weights
-from trainer.models.packing import PackedInput
-from trainer.models.value_head import HEAD
+from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.param_groups import adopt, forget, parameter_groups
+from offbeat.trainer.models.lora import weights_apart, whole_weights
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.value_head import HEAD
 
 
 class PlainEngine:

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.schema import Group, Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.services.messages.types import (
+    Group,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 Step = tuple[int, int, float]
 """A turn: tokens of the observation before it, tokens sampled in it, its reward."""

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
 
 
 def one_sided_policy_gradient(

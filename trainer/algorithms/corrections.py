@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratio import bounded_exp
-from trainer.algorithms.units import mean_over, sum_over
+from offbeat.trainer.algorithms.ratio import bounded_exp
+from offbeat.trainer.algorithms.units import mean_over, sum_over
 
 Unit = Literal["token", "turn", "geometric", "sequence"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
 
 
 def divergence_masked_surrogate(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.algorithms.scan import discounted_sums
+from offbeat.trainer.algorithms.scan import discounted_sums
 
 
 def generalized_advantages(rewards: Tensor, values: Tensor, last: Tensor, gamma: float, lambd: float) -> Tensor:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from trainer.algorithms.normalization import normalize_by_group
-from trainer.algorithms.reinforce import discounted_returns
+from offbeat.trainer.algorithms.normalization import normalize_by_group
+from offbeat.trainer.algorithms.reinforce import discounted_returns
 
 
 def group_in_group(

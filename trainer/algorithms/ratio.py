@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from trainer.algorithms.units import mean_over, sum_over
+from offbeat.trainer.algorithms.units import mean_over, sum_over
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here before they are exponentiated: e^20 is far outside every trust region."""

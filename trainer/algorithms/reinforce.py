@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from trainer.algorithms.scan import discounted_sums
+from offbeat.trainer.algorithms.scan import discounted_sums
 
 
 def discounted_returns(rewards: Tensor, last: Tensor, gamma: float) -> Tensor:

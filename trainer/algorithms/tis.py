@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from trainer.algorithms.ratio import TokenLosses
+from offbeat.trainer.algorithms.ratio import TokenLosses
 
 
 def truncated_importance_sampling(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.algorithms.ratio import TokenLosses
+from offbeat.trainer.algorithms.ratio import TokenLosses
 
 
 def tapered_policy_gradient(

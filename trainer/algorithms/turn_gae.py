@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from trainer.algorithms.gae import generalized_advantages
+from offbeat.trainer.algorithms.gae import generalized_advantages
 
 
 def turn_advantages(turn_rewards: Tensor, turn_values: Tensor, last_turn: Tensor, gamma: float, lambd: float) -> Tensor:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.algorithms.scan import weighted_sums
+from offbeat.trainer.algorithms.scan import weighted_sums
 
 
 class VTrace(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.models.packing import PackedInput
+from offbeat.trainer.models.packing import PackedInput
 
 Output = TypeVar("Output")
 Output_co = TypeVar("Output_co", covariant=True)

@@ -18,14 +18,19 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from trainer.config import StrategyArgs, TrainingArgs
-from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.groups import adam_settings, adopt, forget, parameter_groups
-from trainer.engines.passes import OnRanks
-from trainer.engines.processes import Ranks
-from trainer.models.adapters import weights_apart, whole_weights
-from trainer.models.packing import PackedInput
-from trainer.models.value_head import HEAD
+from offbeat.trainer.config.learner import StrategyArgs, TrainingArgs
+from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.param_groups import (
+    adam_settings,
+    adopt,
+    forget,
+    parameter_groups,
+)
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.engines.rank_passes import OnRanks
+from offbeat.trainer.models.lora import weights_apart, whole_weights
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""
@@ -160,7 +165,7 @@ class DeepSpeedJudge(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `trainer.engines.frozen.Judge.infer`."""
+        """See `offbeat.trainer.engines.frozen.Judge.infer`."""
         return self.outputs(self._engine, batch)
 
 

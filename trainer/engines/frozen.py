@@ -9,13 +9,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from trainer.engines.base import TrainEngine
-from trainer.engines.passes import OnRanks
-from trainer.engines.processes import Ranks
-from trainer.models.adapters import without_adapters
-from trainer.models.divergence import Anchor
-from trainer.models.packing import PackedInput
-from trainer.models.policy import PackedPolicy, Sampled
+from offbeat.trainer.engines.base import TrainEngine
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.engines.rank_passes import OnRanks
+from offbeat.trainer.models.divergence import Anchor
+from offbeat.trainer.models.lora import without_adapters
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
 
 class Judge(Protocol):

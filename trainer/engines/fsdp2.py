@@ -21,13 +21,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.config import TrainingArgs
-from trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
-from trainer.engines.groups import adam_settings, adopt, forget, parameter_groups
-from trainer.engines.passes import OnRanks
-from trainer.engines.processes import Ranks
-from trainer.models.packing import PackedInput
-from trainer.models.value_head import HEAD
+from offbeat.trainer.config.learner import TrainingArgs
+from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
+from offbeat.trainer.engines.param_groups import (
+    adam_settings,
+    adopt,
+    forget,
+    parameter_groups,
+)
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.engines.rank_passes import OnRanks
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
 """What the packed models put in front of the Hugging Face names."""

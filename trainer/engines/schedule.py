@@ -10,7 +10,7 @@ import torch
 from pydantic import JsonValue
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.schedule_config import LRScheduler
+from offbeat.trainer.config.schedule import LRScheduler
 
 
 def scheduled_rate(
@@ -24,7 +24,7 @@ def scheduled_rate(
 ) -> float:
     """The rate of optimizer batch `step` (0-based): linear warm-up, then as transformers' schedule of that name.
 
-    settings: the schedule's own (`trainer.schedule_config.KWARGS`).
+    settings: the schedule's own (`offbeat.trainer.config.schedule.KWARGS`).
 
     Raises:
         ValueError: the schedule takes no such value.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trainer.models.branches import branched_attention
-from trainer.models.packing import Packing
+from offbeat.trainer.models.packing import Packing
+from offbeat.trainer.models.prefix_attention import branched_attention
 
 PACKED_ATTENTION = "offbeat_packed"
 

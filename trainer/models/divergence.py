@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.models.logprobs import rows_at_once
+from offbeat.trainer.models.logprobs import rows_at_once
 
 
 @dataclass(frozen=True, slots=True)

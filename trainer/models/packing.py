@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.schema import Picture
-from trainer.models.branches import Branches, position_ids
-from trainer.models.divergence import Anchor
+from offbeat.services.messages.types import Picture
+from offbeat.trainer.models.divergence import Anchor
+from offbeat.trainer.models.prefix_attention import Branches, position_ids
 
 
 @dataclass(frozen=True, slots=True)

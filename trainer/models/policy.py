@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from services.vision import PictureReader, model_family
-from trainer.config import ModelArgs
-from trainer.models.adapters import add_adapters
-from trainer.models.attention import PACKED_ATTENTION
-from trainer.models.divergence import Anchor, full_kl
-from trainer.models.logprobs import token_logprobs
-from trainer.models.packing import PackedInput, Packing
-from trainer.models.value_head import ValueHead, last_hidden_states
+from offbeat.services.chat.vision import PictureReader, model_family
+from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.models.attention import PACKED_ATTENTION
+from offbeat.trainer.models.divergence import Anchor, full_kl
+from offbeat.trainer.models.logprobs import token_logprobs
+from offbeat.trainer.models.lora import add_adapters
+from offbeat.trainer.models.packing import PackedInput, Packing
+from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
@@ -152,7 +152,7 @@ def load_policy(
 
 def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
     if model_family(folder) is not None:
-        from trainer.models.vision import PackedVisionPolicy
+        from offbeat.trainer.models.vision import PackedVisionPolicy
 
         model = _load(AutoModelForImageTextToText, folder, args, seed)
         return PackedVisionPolicy(model, temperature, PictureReader(folder))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.schema import Picture
-from services.vision import PictureReader, stacked
-from trainer.models.packing import PackedInput, Packing
-from trainer.models.policy import PackedPolicy, packed_kwargs
+from offbeat.services.chat.vision import PictureReader, stacked
+from offbeat.services.messages.types import Picture
+from offbeat.trainer.models.packing import PackedInput, Packing
+from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
 Grid = tuple[int, int, int]
 """Frames, and patches down and across."""

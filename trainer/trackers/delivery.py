@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.trackers.metrics_file import Line, read_lines
-from trainer.trackers.progress import Progress, write_progress
-from trainer.trackers.tracker import Row, Tracker, row_of
+from offbeat.trainer.trackers.base import Row, Tracker, row_of
+from offbeat.trainer.trackers.cursor import Progress, write_progress
+from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
 DOWN = 3
 """Rows one after the other that a tracker refuses when it is not for what they hold."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.telemetry import MetricRecord
+from offbeat.services.telemetry import MetricRecord
 
 METRICS_FILE = "metrics.jsonl"
 CHUNK_BYTES = 1 << 18

@@ -9,7 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.base import (
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+)
 
 KEY_TAG = "offbeat.key"
 NO_NAME = re.compile(r"[^\w\-. /:]")

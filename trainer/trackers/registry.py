@@ -13,15 +13,15 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from trainer.trackers.tracker import Tracker
+from offbeat.trainer.trackers.base import Tracker
 
 TRACKERS: Mapping[str, str] = {
-    "tensorboard": "trainer.trackers.tensorboard:TensorBoard",
-    "wandb": "trainer.trackers.wandb:WeightsAndBiases",
-    "mlflow": "trainer.trackers.mlflow:MLflow",
-    "swanlab": "trainer.trackers.swanlab:SwanLab",
-    "trackio": "trainer.trackers.trackio:Trackio",
-    "stdout": "trainer.trackers.stdout:Stdout",
+    "tensorboard": "offbeat.trainer.trackers.tensorboard:TensorBoard",
+    "wandb": "offbeat.trainer.trackers.wandb:WeightsAndBiases",
+    "mlflow": "offbeat.trainer.trackers.mlflow:MLflow",
+    "swanlab": "offbeat.trainer.trackers.swanlab:SwanLab",
+    "trackio": "offbeat.trainer.trackers.trackio:Trackio",
+    "stdout": "offbeat.trainer.trackers.stdout:Stdout",
 }
 EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
 """Trackers whose package, of the same name, is an extra of the same name."""
@@ -66,7 +66,7 @@ def find_tracker(name: str) -> type[Tracker]:
     except Exception as error:  # the module is the user's own: a mistake in it is told
         raise TrackerError(f"can't import {module!r}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Tracker)):
-        raise TrackerError(f"{path} is no class that inherits from trainer.trackers.tracker.Tracker")
+        raise TrackerError(f"{path} is no class that inherits from offbeat.trainer.trackers.base.Tracker")
     if inspect.isabstract(found):
         raise TrackerError(f"{path} does not define {', '.join(sorted(found.__abstractmethods__))}")
     if name in EXTRAS and find_spec(name) is None:

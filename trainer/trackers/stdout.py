@@ -3,7 +3,7 @@
 import json
 import sys
 
-from trainer.trackers.tracker import Row, Tracker
+from offbeat.trainer.trackers.base import Row, Tracker
 
 
 class Stdout(Tracker):

@@ -6,7 +6,12 @@ SwanLab keeps one value per name and step, the first: of gauges that other servi
 from importlib import import_module
 from typing import Any, Literal
 
-from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.base import (
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+)
 
 STATE: dict[Ending, str] = {"finished": "success", "stopped": "aborted", "died": "crashed"}
 

@@ -3,7 +3,12 @@
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.base import (
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+)
 
 
 class TensorBoard(Tracker):

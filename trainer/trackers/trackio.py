@@ -7,7 +7,12 @@ import os
 from importlib import import_module
 from typing import Any
 
-from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.base import (
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+)
 
 
 class Trackio(Tracker):

@@ -8,7 +8,12 @@ import os
 from importlib import import_module
 from typing import Any, Literal
 
-from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.base import (
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+)
 
 
 class WeightsAndBiases(Tracker):

@@ -6,9 +6,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envs import registry
-from envs.adapters.text import OwnRandomness
-from envs.contract import check_contract
+from offbeat.envs import registry
+from offbeat.envs.adapters.text import OwnRandomness
+from offbeat.envs.contract import check_contract
 
 CASES = [
     ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left", "right"]}),

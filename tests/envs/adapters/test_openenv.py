@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from envs import registry
-from envs.contract import check_contract
+from offbeat.envs import registry
+from offbeat.envs.contract import check_contract
 from tests.waiting import wait_until_sync
 
 pytest.importorskip("openenv.core")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from envs import registry
-from envs.contract import check_contract
+from offbeat.envs import registry
+from offbeat.envs.contract import check_contract
 
 vf = pytest.importorskip("verifiers.v1")
 

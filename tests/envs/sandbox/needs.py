@@ -2,8 +2,8 @@
 
 import pytest
 
-from envs.isolation.promises import missing_promises
-from envs.sandbox import lacking, platform_isolation
+from offbeat.envs.isolation.guarantees import missing_promises
+from offbeat.envs.sandbox import lacking, platform_isolation
 
 needs_sandbox = pytest.mark.skipif(
     bool(missing_promises(platform_isolation(), one_process=True)),

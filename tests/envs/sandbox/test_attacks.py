@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from envs.sandbox import Limits, platform_isolation, run_python
-from envs.sandbox.running import LAYERS, Layer
+from offbeat.envs.sandbox import Limits, platform_isolation, run_python
+from offbeat.envs.sandbox.run import LAYERS, Layer
 from tests.envs.sandbox.needs import needs_sandbox
 from tests.waiting import wait_until_sync
 
@@ -240,7 +240,9 @@ def test_a_daemon_that_ignores_every_signal_ends_with_its_program(layers: tuple[
 def test_a_program_ends_with_the_process_that_asked_for_it(tmp_path: Path):
     mark = f"offbeat-orphan-{os.getpid()}"
     limits = "Limits(timeout_s=600, max_processes=8)"
-    asks = f"from envs.sandbox import *; run_python({LEAVES % ('/usr/bin/sleep', mark, 600)!r}, limits={limits})"
+    asks = (
+        f"from offbeat.envs.sandbox import *; run_python({LEAVES % ('/usr/bin/sleep', mark, 600)!r}, limits={limits})"
+    )
     held(FULL)
     # Nobody is left to remove the program's folder.
     asker = subprocess.Popen([sys.executable, "-c", asks], env={**os.environ, "TMPDIR": str(tmp_path)})

@@ -6,14 +6,21 @@ import numpy as np
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.client import BufferLimits, SubmitResult
-from services.buffer.config import Order
-from services.buffer.learner import RedisLearnerBuffer
-from services.buffer.rollout import AsyncRolloutBuffer
-from services.buffer.scripts import BufferKeys
-from services.buffer.watch import BufferWatch, configure_buffer
-from services.keys import RunKeys
-from services.schema import EpisodeTask, Segment, StopReason, Trajectory, Turn, VersionSpan
+from offbeat.services.buffer.admin import BufferWatch, configure_buffer
+from offbeat.services.buffer.api import BufferLimits, SubmitResult
+from offbeat.services.buffer.config import Order
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.types import (
+    EpisodeTask,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 RUN = "run"
 

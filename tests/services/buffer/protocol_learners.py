@@ -7,13 +7,19 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from services.buffer.learner import RedisLearnerBuffer
-from services.errors import FencedError
-from services.lease import LearnerLease, LeaseHeldError, free_lease_of
-from services.schema import Group
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.errors import FencedError
+from offbeat.services.messages.types import Group
+from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_lease_of
+from offbeat.trainer.learner.group_intake import Taken
 from tests.services.buffer.buffer_play import RUN
-from tests.services.buffer.protocol_play import GROUPS_PER_STEP, LIMITS, STEPS, Checkpoint, Played
-from trainer.intake import Taken
+from tests.services.buffer.protocol_play import (
+    GROUPS_PER_STEP,
+    LIMITS,
+    STEPS,
+    Checkpoint,
+    Played,
+)
 
 
 class LearnerRules(Played):

@@ -11,15 +11,20 @@ import shutil
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from deploy.audit import Evidence, audit
-from services.buffer.ledger import LEDGER_FILE, LedgerFile, events_after, read_ledger
-from services.buffer.scripts import BufferKeys
-from services.keys import RunKeys
+from offbeat.deploy.audit.audit import Evidence, audit
+from offbeat.services.buffer.group_ledger import (
+    LEDGER_FILE,
+    LedgerFile,
+    events_after,
+    read_ledger,
+)
+from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.keys import RunKeys
+from offbeat.trainer.learner.step_ledger import read_journal
 from tests.services.buffer.buffer_play import RUN
 from tests.services.buffer.protocol_learners import LearnerRules
 from tests.services.buffer.protocol_play import GROUPS_PER_STEP, LIMITS, STEPS
 from tests.services.buffer.protocol_workers import WorkerRules
-from trainer.journal import read_journal
 
 
 class Protocol(WorkerRules, LearnerRules):

@@ -9,18 +9,23 @@ from pathlib import Path
 from hypothesis.stateful import RuleBasedStateMachine
 from redis import Redis
 
-from services.buffer.client import SubmitResult
-from services.buffer.connection import connect_async
-from services.buffer.learner import RedisLearnerBuffer
-from services.buffer.ledger import LedgerFile
-from services.buffer.rollout import AsyncRolloutBuffer
-from services.codec import encode_manifest
-from services.keys import RunKeys
-from services.lease import LearnerLease
-from services.schema import EpisodeTask, Group, Manifest
-from services.weights.publisher import PUBLISH
-from tests.services.buffer.buffer_play import RUN, Run, limits, trajectory_for
-from trainer.journal import StepJournal
+from offbeat.services.buffer.api import SubmitResult
+from offbeat.services.buffer.group_ledger import LedgerFile
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.codec import encode_manifest
+from offbeat.services.messages.types import EpisodeTask, Group, Manifest
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.redis.lease import LearnerLease
+from offbeat.services.weights.publisher import PUBLISH
+from offbeat.trainer.learner.step_ledger import StepJournal
+from tests.services.buffer.buffer_play import (
+    RUN,
+    Run,
+    limits,
+    trajectory_for,
+)
 
 GROUPS_PER_STEP = 2
 STEPS = 5

@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from services.buffer.client import SubmitResult
-from services.schema import EpisodeKind
+from offbeat.services.buffer.api import SubmitResult
+from offbeat.services.messages.types import EpisodeKind
 from tests.services.buffer.protocol_play import NAMES, Played, Worker
 
 

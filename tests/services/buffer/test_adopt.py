@@ -6,9 +6,14 @@ from dataclasses import replace
 import pytest
 from redis import Redis
 
-from services.errors import FencedError
-from services.keys import RunKeys
-from services.settings import Settings, encode_change, settings_at, settings_now
+from offbeat.services.errors import FencedError
+from offbeat.services.keys import RunKeys
+from offbeat.services.live_settings import (
+    Settings,
+    encode_change,
+    settings_at,
+    settings_now,
+)
 from tests.services.buffer.buffer_play import RUN, Run, publish
 
 BASE = Settings(
@@ -120,7 +125,7 @@ async def test_history_tells_what_was_adopted_when(run: Run, redis: Redis):
 
 
 def test_counts_hold_at_once_and_the_rest_once_it_is_adopted():
-    from services.settings import Change
+    from offbeat.services.live_settings import Change
 
     changes = [Change({"num_workers": 4, "learning_rate": 0.5}), Change({"temperature": 0.5}, step=2)]
     assert settings_now(BASE, changes) == replace(BASE, num_workers=4, temperature=0.5)

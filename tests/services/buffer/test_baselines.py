@@ -6,9 +6,14 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.client import SubmitResult
-from services.buffer.scripts import BufferKeys
-from tests.services.buffer.buffer_play import RUN, Run, limits, publish
+from offbeat.services.buffer.api import SubmitResult
+from offbeat.services.buffer.scripts import BufferKeys
+from tests.services.buffer.buffer_play import (
+    RUN,
+    Run,
+    limits,
+    publish,
+)
 
 
 @pytest.fixture

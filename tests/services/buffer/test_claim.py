@@ -4,9 +4,14 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.errors import BufferError
-from services.schema import EpisodeKind
-from tests.services.buffer.buffer_play import Run, limits, publish, trajectory_for
+from offbeat.services.errors import BufferError
+from offbeat.services.messages.types import EpisodeKind
+from tests.services.buffer.buffer_play import (
+    Run,
+    limits,
+    publish,
+    trajectory_for,
+)
 
 
 async def test_nothing_is_admitted_before_the_first_weights(redis: Redis, async_redis: AsyncRedis):

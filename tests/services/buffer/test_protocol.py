@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis
 
-from services.buffer.connection import connect
+from offbeat.services.redis.connection import connect
 from tests.services.buffer.protocol_machine import Protocol
 from tests.services.buffer.protocol_play import NAMES
 

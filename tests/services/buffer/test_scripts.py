@@ -7,9 +7,14 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.scripts import MOST_BYTES, MOST_CALLS, MOST_TRIPS, AsyncBufferScripts
-from services.buffer.watch import configure_buffer
-from services.errors import BufferError, FencedError
+from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.scripts import (
+    MOST_BYTES,
+    MOST_CALLS,
+    MOST_TRIPS,
+    AsyncBufferScripts,
+)
+from offbeat.services.errors import BufferError, FencedError
 from tests.services.buffer.buffer_play import RUN, limits
 
 MANY = 3 * MOST_CALLS * MOST_TRIPS

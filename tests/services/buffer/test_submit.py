@@ -7,9 +7,14 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.client import SubmitResult
-from services.errors import CodecError
-from tests.services.buffer.buffer_play import Run, limits, publish, trajectory_for
+from offbeat.services.buffer.api import SubmitResult
+from offbeat.services.errors import CodecError
+from tests.services.buffer.buffer_play import (
+    Run,
+    limits,
+    publish,
+    trajectory_for,
+)
 
 
 async def test_a_group_enters_the_stream_when_its_last_member_comes(run: Run):

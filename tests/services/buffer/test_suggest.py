@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from redis import Redis
 
-from services.errors import FencedError
-from services.settings import settings_at
+from offbeat.services.errors import FencedError
+from offbeat.services.live_settings import settings_at
 from tests.services.buffer.buffer_play import Run, publish
 from tests.services.buffer.test_adopt import BASE, ask
 

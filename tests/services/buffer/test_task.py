@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.errors import FencedError
+from offbeat.services.errors import FencedError
 from tests.services.buffer.buffer_play import Run
 
 

@@ -2,8 +2,8 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.scripts import BufferKeys
-from services.buffer.watch import release_all_workers
+from offbeat.services.buffer.admin import release_all_workers
+from offbeat.services.buffer.scripts import BufferKeys
 from tests.services.buffer.buffer_play import RUN, Run, limits
 
 

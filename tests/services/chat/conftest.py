@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.services.gateway.conftest import byte_tokenizer
+from tests.services.gateway.templates import byte_tokenizer
 
 WHOLE = """
 {%- if tools %}<|im_start|>system

@@ -1,6 +1,6 @@
 import sys
 
-from tests.services.gateway.conftest import PLAIN, chat_template
+from tests.services.gateway.templates import PLAIN, chat_template
 
 
 def test_whole_conversations_are_not_held_once_they_are_encoded():

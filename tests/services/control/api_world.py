@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 from redis.asyncio import Redis
 
-from services.buffer.client import GroupProgress, Quarantined, Snapshot
-from services.buffer.watch import BufferWatch
-from services.control.api import create_api
-from services.control.client import ControlClient
-from services.control.guard import Tokens
-from services.control.records import RunStore
-from services.control.runs import RunRecord, RunSpec, RunState
-from services.control.service import ControlService, InvalidRunError
-from services.control.views import ProblemView
+from offbeat.services.buffer.admin import BufferWatch
+from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
+from offbeat.services.control.api import create_api
+from offbeat.services.control.auth import Tokens
+from offbeat.services.control.client import ControlClient
+from offbeat.services.control.run import RunRecord, RunSpec, RunState
+from offbeat.services.control.schemas import ProblemView
+from offbeat.services.control.service import ControlService, InvalidRunError
+from offbeat.services.control.store import RunStore
 from tests.services.control.control_fakes import SETTINGS
 
 MOST_WORKERS = 8

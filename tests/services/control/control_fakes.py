@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from services.control.components import Health, Observation
-from services.settings import Settings
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.live_settings import Settings
 
 SETTINGS = Settings(
     num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=24

@@ -7,16 +7,27 @@ from typing import Any
 
 import pytest
 
-from services.buffer.connection import connect_async
-from services.control import service
-from services.control.bodies import MAX_BODY_BYTES
-from services.control.client import ControlRefusedError
-from services.control.components import Health, Observation
-from services.control.runs import RunSpec, RunState
-from services.errors import RetryableError
-from services.keys import RunKeys
-from services.telemetry import AsyncRedisMetrics, MetricRecord, Partial, mean
-from tests.services.control.api_world import YAML, ApiWorld, FakeWiring, api_world, code
+from offbeat.services.control import service
+from offbeat.services.control.client import ControlRefusedError
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.request_bodies import MAX_BODY_BYTES
+from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.errors import RetryableError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.telemetry import (
+    AsyncRedisMetrics,
+    MetricRecord,
+    Partial,
+    mean,
+)
+from tests.services.control.api_world import (
+    YAML,
+    ApiWorld,
+    FakeWiring,
+    api_world,
+    code,
+)
 
 
 @pytest.fixture

@@ -5,10 +5,15 @@ from typing import Any
 
 import pytest
 
-from services.control.client import ControlRefusedError
-from services.control.runs import RunState, Wanted
-from services.keys import RunKeys
-from tests.services.control.api_world import MOST_WORKERS, ApiWorld, api_world, code
+from offbeat.services.control.client import ControlRefusedError
+from offbeat.services.control.run import RunState, Wanted
+from offbeat.services.keys import RunKeys
+from tests.services.control.api_world import (
+    MOST_WORKERS,
+    ApiWorld,
+    api_world,
+    code,
+)
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ import torch
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from services.buffer.connection import connect
-from services.buffer.learner import RedisLearnerBuffer
-from services.buffer.watch import configure_buffer
-from services.control.records import EPOCH_KEPT_S, RunStore
-from services.control.runs import RunSpec, RunState
-from services.errors import FencedError
-from services.keys import RunKeys
-from services.lease import LearnerLease
-from services.weights.config import WeightsConfig
-from services.weights.publisher import RedisWeightPublisher
+from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.control.run import RunSpec, RunState
+from offbeat.services.control.store import EPOCH_KEPT_S, RunStore
+from offbeat.services.errors import FencedError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect
+from offbeat.services.redis.lease import LearnerLease
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
 from tests.services.buffer.buffer_play import RUN, limits
 from tests.services.control.control_fakes import SETTINGS
 from tests.waiting import wait_until

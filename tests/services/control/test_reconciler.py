@@ -6,13 +6,18 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError
 
-from services.buffer.connection import connect_async
-from services.control.components import Health
-from services.control.reconciler import Reconciler, RestartPolicy
-from services.control.records import RunStore
-from services.control.runs import RunRecord, RunSpec, RunState, Wanted
-from services.errors import RetryableError
-from services.keys import RunKeys
+from offbeat.services.control.interfaces import Health
+from offbeat.services.control.reconciler import Reconciler, RestartPolicy
+from offbeat.services.control.run import (
+    RunRecord,
+    RunSpec,
+    RunState,
+    Wanted,
+)
+from offbeat.services.control.store import RunStore
+from offbeat.services.errors import RetryableError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect_async
 from tests.services.control.control_fakes import SETTINGS, FakeClock, FakeMesh
 from tests.waiting import wait_until
 
@@ -62,7 +67,7 @@ async def test_a_run_is_prepared_then_started_then_running(reconciler: Reconcile
 async def test_a_look_that_hangs_is_given_up_and_the_next_one_goes_on(
     store: RunStore, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("services.control.reconciler.LONGEST_LOOK_S", 0.3)
+    monkeypatch.setattr("offbeat.services.control.reconciler.LONGEST_LOOK_S", 0.3)
     reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.05)
     hung, ensure = asyncio.Event(), mesh.components[0].ensure
 
@@ -364,7 +369,7 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
 async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not_replaced(
     store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("services.control.reconciler.SETTLE_S", 60.0)
+    monkeypatch.setattr("offbeat.services.control.reconciler.SETTLE_S", 60.0)
     client = connect_async(redis_url, patience_s=0.05)
     reconciler = Reconciler(RunStore(client), lambda _: mesh, reconcile_s=0.02)
     running = asyncio.create_task(reconciler.run())
@@ -382,7 +387,7 @@ async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not
         await wait_until(lambda: len(looks) > 3)
         assert reconciler.redis_trouble == ""
         mesh["learner"].health = Health.READY
-        monkeypatch.setattr("services.control.reconciler.SETTLE_S", 0.0)
+        monkeypatch.setattr("offbeat.services.control.reconciler.SETTLE_S", 0.0)
         looks.clear()
         await wait_until(lambda: len(looks) > 3)
         assert mesh["learner"].starts == 1
@@ -451,7 +456,7 @@ async def test_a_start_that_fails_because_redis_can_not_be_used_counts_once_redi
     missed_by_all: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("services.control.reconciler.SETTLE_S", 0.0)
+    monkeypatch.setattr("offbeat.services.control.reconciler.SETTLE_S", 0.0)
 
     async def fails() -> None:
         if missed_by_all:

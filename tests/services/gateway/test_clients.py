@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from services.chat.template import ChatTemplate
-from services.gateway import app
-from services.gateway.server import KEEP_ALIVE_S, Gateway
-from services.gateway.session import EpisodeSession
-from services.schema import Completion
-from tests.services.gateway.conftest import Scripted, session_of
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.gateway import app
+from offbeat.services.gateway.server import KEEP_ALIVE_S, Gateway
+from offbeat.services.gateway.session import EpisodeSession
+from offbeat.services.messages.types import Completion
+from tests.services.gateway.templates import Scripted, session_of
 from tests.waiting import wait_until
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'

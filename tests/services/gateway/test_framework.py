@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.chat.template import ChatTemplate
-from services.gateway.server import Gateway
-from services.gateway.session import EpisodeSession
-from tests.services.gateway.conftest import Scripted, session_of
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.gateway.server import Gateway
+from offbeat.services.gateway.session import EpisodeSession
+from tests.services.gateway.templates import Scripted, session_of
 
 smolagents = pytest.importorskip("smolagents")
 

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.chat.messages import ChatMessage
-from services.codec import decode_requests, encode_requests
-from services.gateway.anthropic_messages import read_messages
-from services.gateway.openai_chat import read_chat, read_completion
-from services.gateway.openai_responses import read_responses
-from services.gateway.session import Ask, RefusedError
-from services.schema import GenerateRequest, Sampling
+from offbeat.services.chat.messages import ChatMessage
+from offbeat.services.gateway.anthropic_messages import read_messages
+from offbeat.services.gateway.openai_chat import read_chat, read_completion
+from offbeat.services.gateway.openai_responses import read_responses
+from offbeat.services.gateway.session import Ask, RefusedError
+from offbeat.services.messages.codec import decode_requests, encode_requests
+from offbeat.services.messages.types import GenerateRequest, Sampling
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),

@@ -1,21 +1,21 @@
 """verifiers' own harness, tools and rewards, with the policy behind its calls; skipped where it is not installed."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.agents.verifiers_env import play
-from envs import registry
-from services.chat.template import ChatTemplate
-from services.gateway.server import Gateway
-from services.rollout.agent_task import AgentTask
-from tests.services.gateway.conftest import Scripted, session_of
+from offbeat.deploy.agents.verifiers_env import play
+from offbeat.envs import registry
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.gateway.server import Gateway
+from offbeat.services.rollout.agents.task import AgentTask
+from tests.paths import ROOT
+from tests.services.gateway.templates import Scripted, session_of
 
 pytest.importorskip("verifiers.v1")
 
-TASKSETS = Path(__file__).parents[2] / "envs/adapters"
+TASKSETS = ROOT / "tests/envs/adapters"
 
 
 async def played(policy: Scripted, env_config: dict[str, Any]) -> dict[str, Any]:

@@ -5,11 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.errors import RetryableError, WeightsError
-from services.generation.engine import LoadTimes
-from services.schema import Completion, GenerateRequest, Manifest, VersionSpan
-from services.weights.client import IDLE
-from services.weights.reports import ReplicaLoad
+from offbeat.services.errors import RetryableError, WeightsError
+from offbeat.services.generation.vllm.engine import LoadTimes
+from offbeat.services.messages.types import (
+    Completion,
+    GenerateRequest,
+    Manifest,
+    VersionSpan,
+)
+from offbeat.services.weights.api import IDLE
+from offbeat.services.weights.replica_reports import ReplicaLoad
 
 
 def manifest(version: int) -> Manifest:

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.errors import GenerationError, RetryableError
-from services.generation import service
-from services.generation.config import GenerationConfig
-from services.generation.service import GenerationReplica
-from services.schema import Completion, GenerateRequest, Sampling
+from offbeat.services.errors import GenerationError, RetryableError
+from offbeat.services.generation import replica as service
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.replica import GenerationReplica
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 from tests.services.generation.generation_fakes import FakeBroker, FakeEngine
 from tests.waiting import wait_until
 

@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.buffer import connection
-from services.generation import tenancy
-from services.generation.config import GenerationConfig
-from services.generation.tenancy import APP, Tenancy, Tenant, find_tenant
-from services.keys import RunKeys, claims_key
-from services.weights.config import WeightsConfig
+from offbeat.services.generation import tenancy
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.tenancy import (
+    APP,
+    Tenancy,
+    Tenant,
+    find_tenant,
+)
+from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.redis import connection
+from offbeat.services.weights.config import WeightsConfig
 from tests.services.generation.generation_fakes import FakeEngine
 
 WEIGHTS = '{"weights": {"transport": "fs", "url": "/weights"}, "max_steps": 3}'

@@ -2,9 +2,15 @@ from collections import Counter
 
 import pytest
 
-from envs import registry
-from services.rollout.config import CustomEnv, EnvManagerConfig
-from services.rollout.tasks import FIRST_EVAL_SEED, EvalTasks, eval_task, tag_cycle, train_task
+from offbeat.envs import registry
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
+from offbeat.services.rollout.tasks import (
+    FIRST_EVAL_SEED,
+    EvalTasks,
+    eval_task,
+    tag_cycle,
+    train_task,
+)
 
 
 class Config:
@@ -43,7 +49,7 @@ def test_tasks_are_those_that_every_release_gave():
     ]
 
 
-LEVELS = "envs.curricula:Levels"
+LEVELS = "offbeat.envs.task_samplers:Levels"
 
 
 class Fixed:
@@ -87,7 +93,7 @@ def test_a_sampler_may_name_the_seed_too():
 @pytest.mark.parametrize(
     ("path", "args", "says"),
     [
-        ("envs.curricula:Nothing", {}, "has no attribute 'Nothing'"),
+        ("offbeat.envs.task_samplers:Nothing", {}, "has no attribute 'Nothing'"),
         ("envs.no_such:Thing", {}, "No module named"),
         (LEVELS, {"at": 2.0}, r"at in \(0, 1\]"),
         (LEVELS, {"speed": 1}, "unexpected keyword argument 'speed'"),

@@ -10,14 +10,19 @@ import redis
 import torch
 from redis.asyncio import Redis as AsyncRedis
 
-from services.keys import RunKeys
-from services.telemetry import AsyncRedisMetrics
-from services.weights import service
-from services.weights.config import WeightsConfig
-from services.weights.publisher import RedisWeightPublisher
-from services.weights.service import UNANNOUNCED_AFTER_S, WeightBroker
-from services.weights.subscriber import RedisWeightSubscriber
-from services.weights.transports import StoredFile, cleanup, file_name, owner_of
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import AsyncRedisMetrics
+from offbeat.services.weights import broker as service
+from offbeat.services.weights.broker import UNANNOUNCED_AFTER_S, WeightBroker
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.services.weights.subscriber import RedisWeightSubscriber
+from offbeat.services.weights.transports.base import (
+    StoredFile,
+    cleanup,
+    file_name,
+    owner_of,
+)
 from tests.waiting import wait_until
 
 RUN = "broker"

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.aggregation import token_weights
+from offbeat.trainer.algorithms.aggregation import token_weights
 
 lengths_of = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 

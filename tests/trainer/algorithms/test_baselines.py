@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms.gigpo import group_in_group
-from trainer.algorithms.gpg import informative_share_inverse
-from trainer.algorithms.maxrl import mean_normalized
-from trainer.algorithms.normalization import RunningMoments, moments_of_group, normalize
-from trainer.algorithms.opo import length_weighted_baseline
-from trainer.algorithms.remax import less_greedy
-from trainer.algorithms.rloo import leave_one_out
-from trainer.algorithms.shaping import overlong_penalty
+from offbeat.trainer.algorithms.gigpo import group_in_group
+from offbeat.trainer.algorithms.gpg import informative_share_inverse
+from offbeat.trainer.algorithms.maxrl import mean_normalized
+from offbeat.trainer.algorithms.normalization import RunningMoments, moments_of_group, normalize
+from offbeat.trainer.algorithms.opo import length_weighted_baseline
+from offbeat.trainer.algorithms.remax import less_greedy
+from offbeat.trainer.algorithms.rloo import leave_one_out
+from offbeat.trainer.algorithms.shaping import overlong_penalty
 
 rows_of = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.integers(0, 5)), min_size=1, max_size=14

@@ -5,9 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms.corrections import binary_kl, importance_weights, inside, over_unit
-from trainer.algorithms.m2po import second_moment_mask
-from trainer.algorithms.proximal import proximal_logprobs, proximal_share
+from offbeat.trainer.algorithms.corrections import (
+    binary_kl,
+    importance_weights,
+    inside,
+    over_unit,
+)
+from offbeat.trainer.algorithms.m2po import second_moment_mask
+from offbeat.trainer.algorithms.proximal import proximal_logprobs, proximal_share
 
 
 def test_importance_weights_are_kept_within_their_bounds():

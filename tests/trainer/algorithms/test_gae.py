@@ -2,8 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.gae import generalized_advantages
-from trainer.algorithms.reinforce import discounted_returns
+from offbeat.trainer.algorithms.gae import generalized_advantages
+from offbeat.trainer.algorithms.reinforce import discounted_returns
 
 number = st.floats(-3, 3)
 rows_of = st.lists(st.lists(st.tuples(number, number), min_size=1, max_size=8), min_size=1, max_size=5)

@@ -3,7 +3,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.kl import KL_PENALTIES, KLController, k2, k3
+from offbeat.trainer.algorithms.kl import (
+    KL_PENALTIES,
+    KLController,
+    k2,
+    k3,
+)
 
 P = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.normalization import has_signal, normalize_by_group, whiten
+from offbeat.trainer.algorithms.normalization import has_signal, normalize_by_group, whiten
 
 rows_of = st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, max_size=20)
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.algorithms.aipo import one_sided_policy_gradient
-from trainer.algorithms.cispo import clipped_weight_policy_gradient
-from trainer.algorithms.dppo import divergence_masked_surrogate
-from trainer.algorithms.kimi15 import mirror_descent
-from trainer.algorithms.ppo import clipped_surrogate
-from trainer.algorithms.ratio import TokenLosses, ratio_at, ratio_of
-from trainer.algorithms.sapo import soft_gated_surrogate
-from trainer.algorithms.tis import truncated_importance_sampling
-from trainer.algorithms.topr import tapered_policy_gradient
-from trainer.algorithms.vanilla import policy_gradient
+from offbeat.trainer.algorithms.aipo import one_sided_policy_gradient
+from offbeat.trainer.algorithms.cispo import clipped_weight_policy_gradient
+from offbeat.trainer.algorithms.dppo import divergence_masked_surrogate
+from offbeat.trainer.algorithms.kimi15 import mirror_descent
+from offbeat.trainer.algorithms.ppo import clipped_surrogate
+from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_at, ratio_of
+from offbeat.trainer.algorithms.sapo import soft_gated_surrogate
+from offbeat.trainer.algorithms.tis import truncated_importance_sampling
+from offbeat.trainer.algorithms.topr import tapered_policy_gradient
+from offbeat.trainer.algorithms.vanilla import policy_gradient
 
 logprob = st.floats(-6, -0.01)
 rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, max_size=10)

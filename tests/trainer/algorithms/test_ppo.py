@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms import ppo
-from trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms import ppo
+from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
 
 logprob = st.floats(-6, -0.01)
 rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, max_size=12)

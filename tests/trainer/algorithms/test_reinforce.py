@@ -1,6 +1,6 @@
 import torch
 
-from trainer.algorithms.reinforce import discounted_returns
+from offbeat.trainer.algorithms.reinforce import discounted_returns
 
 LAST = torch.tensor([False, False, True, False, True])
 

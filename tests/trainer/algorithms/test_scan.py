@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.scan import discounted_sums
+from offbeat.trainer.algorithms.scan import discounted_sums
 
 rows_of = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=20), min_size=1, max_size=6)
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.ratio import ratio_of
-from trainer.algorithms.tis import truncated_importance_sampling
+from offbeat.trainer.algorithms.ratio import ratio_of
+from offbeat.trainer.algorithms.tis import truncated_importance_sampling
 
 logprob = st.floats(-6, -0.01)
 rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, max_size=12)

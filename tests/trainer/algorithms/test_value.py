@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.algorithms.value import value_loss
+from offbeat.trainer.algorithms.value import value_loss
 
 number = st.floats(-3, 3)
 rows_of = st.lists(st.tuples(number, number, number), min_size=1, max_size=12)

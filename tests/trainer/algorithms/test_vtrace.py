@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.algorithms.gae import generalized_advantages
-from trainer.algorithms.scan import weighted_sums
-from trainer.algorithms.vtrace import vtrace
+from offbeat.trainer.algorithms.gae import generalized_advantages
+from offbeat.trainer.algorithms.scan import weighted_sums
+from offbeat.trainer.algorithms.vtrace import vtrace
 
 Rows = list[list[tuple[float, float, float]]]
 """Trajectories of (reward, value, ratio)."""

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.engines.base import TrainEngine
-from trainer.models.policy import Sampled
+from offbeat.trainer.engines.base import TrainEngine
+from offbeat.trainer.models.policy import Sampled
 
 
 def nll(_: int, said: Sampled) -> Tensor:

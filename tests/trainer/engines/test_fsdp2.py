@@ -11,16 +11,21 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from offbeat.trainer.checks.learner import learner_complaints
+from offbeat.trainer.config.learner import (
+    ModelArgs,
+    StrategyArgs,
+    TinyPolicyConfig,
+    TrainingArgs,
+)
+from offbeat.trainer.engines.base import Hyperparameters
+from offbeat.trainer.engines.fsdp2 import FSDP2Engine
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.models.policy import load_critic, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import assert_same, nll, weights_of
-from tests.trainer.loop.world import learner_config
-from trainer.config import ModelArgs, StrategyArgs, TinyPolicyConfig, TrainingArgs
-from trainer.engines.base import Hyperparameters
-from trainer.engines.fsdp2 import FSDP2Engine
-from trainer.engines.processes import Ranks, process_group, ranks_of_environment
-from trainer.learner_checks import learner_complaints
-from trainer.models.policy import load_critic, load_policy
-from trainer.policies.tiny import write_tiny_policy
+from tests.trainer.learner.harness import learner_config
 
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import CriticConfig, LearnerConfig, TrainingArgs
-from trainer.engines.schedule import plateau_rate, scheduled_rate
-from trainer.schedule_checks import schedule_complaints
-from trainer.schedule_config import BY_METRIC, KWARGS
+from offbeat.trainer.checks.schedule import schedule_complaints
+from offbeat.trainer.config.learner import CriticConfig, LearnerConfig, TrainingArgs
+from offbeat.trainer.config.schedule import BY_METRIC, KWARGS
+from offbeat.trainer.engines.schedule import plateau_rate, scheduled_rate
 
 
 def rates(scheduler: str, steps: list[int]) -> list[float]:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.data.batch import microbatches, pack
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models import logprobs
+from offbeat.trainer.models.divergence import Anchor, full_kl
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes import make_group
-from trainer.batch import microbatches, pack
-from trainer.config import ModelArgs, TinyPolicyConfig
-from trainer.engines.frozen import FrozenModel
-from trainer.engines.processes import Ranks
-from trainer.models import logprobs
-from trainer.models.divergence import Anchor, full_kl
-from trainer.models.packing import PackedInput
-from trainer.models.policy import load_policy
-from trainer.policies.tiny import write_tiny_policy
 
 ROWS, VOCABULARY, WIDTH = 7, 11, 5
 

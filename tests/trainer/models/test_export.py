@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.config import ModelArgs, TinyPolicyConfig
-from trainer.models.export import copy_model_files, export_weights
-from trainer.models.policy import load_policy
-from trainer.policies.tiny import write_tiny_policy
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.export import copy_model_files, export_weights
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])

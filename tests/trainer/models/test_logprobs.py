@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.models import logprobs
-from trainer.models.logprobs import token_logprobs
+from offbeat.trainer.models import logprobs
+from offbeat.trainer.models.logprobs import token_logprobs
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.models.test_packed import eager_twin, packed_batch
-from trainer.config import ModelArgs, TinyPolicyConfig
-from trainer.models.packing import PackedInput
-from trainer.models.policy import PackedPolicy, load_policy
-from trainer.models.value_head import ValueHead
-from trainer.policies.tiny import write_tiny_policy
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.models.value_head import ValueHead
+from tests.trainer.models.test_policy import eager_twin, packed_batch
 
 ATOL = 1e-5
 """Norms and rotations are float32 whatever comes."""

@@ -10,13 +10,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.schema import Picture
-from services.vision import PictureReader, encode_png, stacked
-from trainer.config import ModelArgs, TinyPolicyConfig, TinyVisionConfig
-from trainer.models.packing import PackedInput, Packing
-from trainer.models.policy import load_policy
-from trainer.models.vision import PackedVisionPolicy, rope_positions
-from trainer.policies.tiny import VISION_TOKENS, vocabulary, write_tiny_policy
+from offbeat.services.chat.vision import PictureReader, encode_png, stacked
+from offbeat.services.messages.types import Picture
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.packing import PackedInput, Packing
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import VISION_TOKENS, vocabulary, write_tiny_policy
+from offbeat.trainer.models.vision import PackedVisionPolicy, rope_positions
 
 WORDS = ("P", "G", "Left", "Down", "Right", "Up")
 

@@ -4,7 +4,12 @@ import json
 import time
 from pathlib import Path
 
-from trainer.trackers.tracker import Ending, Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.base import (
+    Ending,
+    Row,
+    TrackedRun,
+    Tracker,
+)
 
 
 class Notebook(Tracker):

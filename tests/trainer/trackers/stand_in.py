@@ -4,9 +4,9 @@ import json
 import sys
 import time
 
-from services.telemetry import MetricRecord
-from trainer.trackers.process import Order
-from trainer.trackers.processes import TrackerProcesses
+from offbeat.services.telemetry import MetricRecord
+from offbeat.trainer.trackers.supervisor import TrackerProcesses
+from offbeat.trainer.trackers.worker import Order
 
 
 class NoSink:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from services.telemetry import MetricRecord, mean
-from trainer.trackers.delivery import Delivery, DownError
-from trainer.trackers.metrics_file import MetricsFile
-from trainer.trackers.progress import Progress, read_progress
-from trainer.trackers.tracker import Row, TrackedRun, Tracker
+from offbeat.services.telemetry import MetricRecord, mean
+from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
+from offbeat.trainer.trackers.cursor import Progress, read_progress
+from offbeat.trainer.trackers.delivery import Delivery, DownError
+from offbeat.trainer.trackers.metrics_file import MetricsFile
 
 
 class Listener(Tracker):

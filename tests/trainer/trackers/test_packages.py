@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from services.telemetry import MetricRecord, mean
+from offbeat.services.telemetry import MetricRecord, mean
+from offbeat.trainer.trackers.base import Ending
+from offbeat.trainer.trackers.supervisor import TrackerProcesses
+from offbeat.trainer.trackers.worker import Order
 from tests.fakes import ListSink
-from tests.trainer.trackers.test_delivery import GAUGE, append, evaluation, step
+from tests.trainer.trackers.test_delivery import (
+    GAUGE,
+    append,
+    evaluation,
+    step,
+)
 from tests.waiting import wait_until_sync
-from trainer.trackers.process import Order
-from trainer.trackers.processes import TrackerProcesses
-from trainer.trackers.tracker import Ending
 
 CONFIG = {"max_steps": 6, "actor_train": {"training_args": {"learning_rate": 0.001}}}
 FIRST = (step(1, 0.25), evaluation(0), GAUGE, step(2, 0.25), step(3, 0.25))

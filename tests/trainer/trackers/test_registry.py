@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trainer.config import LearnerConfig
-from trainer.trackers import registry
-from trainer.trackers.checks import tracker_complaints
+from offbeat.trainer.checks.trackers import tracker_complaints
+from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.trackers import registry
 
 NOTEBOOK = "tests.trainer.trackers.notebook:Notebook"
 
@@ -37,7 +37,7 @@ def test_one_name_stands_for_a_list_and_roll_s_form_of_arguments_is_told_where_t
         (["wanbd"], {}, "track_with.0", "did you mean wandb"),
         (["tensorboard", "tensorboard"], {}, "track_with.1", "twice"),
         (["nowhere.at_all:Tracker"], {}, "track_with.0", "can't import 'nowhere.at_all'"),
-        (["tests.trainer.trackers.notebook:Gone"], {}, "track_with.0", "inherits from trainer.trackers.tracker.Tracker"),
+        (["tests.trainer.trackers.notebook:Gone"], {}, "track_with.0", "from offbeat.trainer.trackers.base.Tracker"),
         (["tests.trainer.trackers.notebook:NoTracker"], {}, "track_with.0", "inherits"),
         (["tests.trainer.trackers.notebook:Half"], {}, "track_with.0", "does not define write"),
         (["wandb"], {"wandb": {"projct": "x"}}, "tracker_kwargs.wandb.projct", "it takes project, entity"),
@@ -79,7 +79,7 @@ def test_all_that_are_named_in_the_documentation_are_accepted():
 
 def test_looking_trackers_up_imports_none_of_their_packages():
     code = (
-        "import sys; from trainer.trackers import registry; registry.find_spec = lambda name: True\n"
+        "import sys; from offbeat.trainer.trackers import registry; registry.find_spec = lambda name: True\n"
         "for name in registry.TRACKERS: registry.arguments(registry.find_tracker(name), {})\n"
         f"print([name for name in (*{registry.EXTRAS}, 'tensorboard', 'torch') if name in sys.modules])"
     )

@@ -1,0 +1,282 @@
+"""`offbeat bench async`: the same work with and without waiting for each other.
+
+Real in both kinds of work: Redis, the buffer and its staleness bound, the env worker with its threads, the replica that
+follows the broker, the publisher, the learner's loop with checkpoints and acknowledgements. `--work real` adds vLLM and
+DeepSpeed on the tiny policy; `--work emulated` has answers from a script and a trainer that sleeps. Ray stands aside: worker
+and replica share a process.
+
+Invariant: all settings of a distribution are compared in one call, with what rollouts and training do alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from rich.status import Status
+
+from offbeat.benchmarks.harness.environment import (
+    TAG,
+    Ground,
+    ground,
+    manager,
+    slow_lake,
+    worker,
+)
+from offbeat.benchmarks.harness.learner import BenchLearner, TimedTrainer, real_trainers
+from offbeat.benchmarks.harness.result import console, show
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts, Usage
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.telemetry import MetricRecord
+
+UNBOUNDED = 1e6
+"""A staleness bound that never holds anybody up."""
+FIRST_STEPS = 1
+"""Steps before the measurement begins: both sides fill up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured; times in seconds."""
+
+    work: Literal["real", "emulated"] = "real"
+    distributions: tuple[str, ...] = ("normal", "lognormal")
+    mean_s: float = 0.2
+    std_s: float = 0.2
+    staleness: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    steps: int = 10
+    batch: int = 64
+    group_size: int = 8
+    env_groups: int = 16
+    train_s: float = 0.5
+    """Of one batch, with `work: emulated`."""
+    answer_s: float = 0.02
+    """Of one turn, with `work: emulated`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """How far a run had come after a step."""
+
+    trajectories: int
+    seconds: float
+    reward: float
+    """Mean of that step's trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run."""
+
+    distribution: str
+    max_staleness: float
+    trajectories_per_s: float
+    step_s: float
+    learner_idle: float
+    """Share of its time that the learner waited for trajectories."""
+    rollout_idle: float
+    """Share of the episodes' places that were empty, on average."""
+    staleness: float
+    staleness_max: float
+    dropped: int
+    """Groups that were too old when they were consumed."""
+    curve: tuple[Point, ...]
+    ratio: float = 1.0
+    """To the synchronous run of the same latencies."""
+    share_of_ideal: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """What each side does when the other never holds it up, trajectories/s."""
+
+    rollout: float
+    training: float
+
+    @property
+    def ideal(self) -> float:
+        """The slower of the two."""
+        return min(self.rollout, self.training)
+
+
+class AsyncBench:
+    """Measures one setting after another on the same engine."""
+
+    def __init__(
+        self, options: Options, base: Ground, rollouts: Rollouts, trainers: Callable[[RunConfig], Any]
+    ) -> None:
+        self._options = options
+        self._ground = base
+        self._rollouts = rollouts
+        self._trainers = trainers
+        self._slots = options.env_groups * options.group_size
+
+    def alone(self, distribution: str, say: Callable[[str], None]) -> Alone:
+        """Rollouts first, then training on what they made."""
+        config = self._config(f"alone-{distribution}", distribution, UNBOUNDED)
+        learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
+        with closing(learner):
+            learner.publish_start()
+            self._rollouts.play(self._ground.worker_settings(config))
+            say(f"{distribution}: rollouts alone")
+            rollout = self._watch_rollouts(config)
+            self._rollouts.stop()
+            records = learner.run()
+        return Alone(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
+
+    def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> Setting:
+        """One run of `steps` batches."""
+        name = f"{distribution}-{max_staleness:g}"
+        config = self._config(name, distribution, max_staleness)
+        label = f"{distribution}: max_staleness {max_staleness:g}"
+        learner = self._learner(config, lambda step: say(f"{label}, step {step}/{config.max_steps}"), max_staleness + 1)
+        self._rollouts.play(self._ground.worker_settings(config))
+        records = learner.run()
+        return self._summed_up(distribution, max_staleness, records, self._rollouts.stop())
+
+    def _config(self, name: str, distribution: str, max_staleness: float) -> RunConfig:
+        o = self._options
+        latency = {"distribution": distribution, "mean_s": o.mean_s, "std_s": o.std_s}
+        return self._ground.run_config(
+            f"bench-{name}",
+            custom_envs={TAG: slow_lake(latency)},
+            train_env_manager=manager(o.env_groups, o.group_size),
+            rollout=worker(self._slots),
+            rollout_batch_size=o.batch,
+            max_steps=o.steps,
+            max_staleness=max_staleness,
+        )
+
+    def _learner(self, config: RunConfig, on_step: Callable[[int], None], spare_steps: float) -> BenchLearner:
+        epoch = self._ground.prepare(config, spare_steps=spare_steps)
+        return BenchLearner(self._ground, config, epoch, self._trainers(config), on_step, check=self._rollouts.check)
+
+    def _watch_rollouts(self, config: RunConfig) -> float:
+        """Trajectories/s of rollouts that nothing holds up, once every place has been taken once."""
+        wanted = self._options.env_groups + config.max_steps * config.rollout_batch_size // self._options.group_size
+        stream = BufferKeys(config.exp_name).stream
+        position = "0-0"
+        seen: list[int] = []
+        while len(seen) < wanted:
+            self._rollouts.check()
+            for _, entries in cast(Any, self._ground.redis.xread({stream: position}, block=1000)) or []:
+                position = entries[-1][0].decode()
+                seen += [int(entry_id.partition(b"-")[0]) for entry_id, _ in entries]
+        first = self._options.env_groups
+        return (wanted - first) * self._options.group_size / ((seen[wanted - 1] - seen[first - 1]) / 1000)
+
+    def _summed_up(self, distribution: str, bound: float, records: Sequence[MetricRecord], usage: Usage) -> Setting:
+        measured, batch = records[FIRST_STEPS:], self._options.batch
+        span_s = records[-1].time - records[FIRST_STEPS - 1].time
+        total = _sum(measured, "time/step_s")
+        began = records[0].time - records[0].values["time/step_s"].value
+        curve = [Point(batch * r.step, r.time - began, r.values["reward"].value) for r in records if r.step]
+        return Setting(
+            distribution=distribution,
+            max_staleness=bound,
+            trajectories_per_s=batch * len(measured) / span_s,
+            step_s=span_s / len(measured),
+            learner_idle=_sum(measured, "time/wait_s") / total,
+            rollout_idle=1 - usage.playing / self._slots,
+            staleness=_sum(measured, "staleness") / len(measured),
+            staleness_max=max(r.values["staleness_max"].value for r in records),
+            dropped=int(_sum(records, "groups_dropped/stale")),
+            curve=tuple(curve),
+        )
+
+
+def _sum(records: Sequence[MetricRecord], name: str) -> float:
+    return sum(record.values[name].value for record in records if name in record.values)
+
+
+def _busy_s(records: Sequence[MetricRecord]) -> float:
+    """What a learner does in its steps besides waiting for trajectories."""
+    measured = records[FIRST_STEPS:]
+    return _sum(measured, "time/step_s") - _sum(measured, "time/wait_s")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure everything and show it; returns what goes into the JSON."""
+    with console().status("starting") as status, _bench(options, status) as bench:
+        found = [_distribution(bench, options, name, status) for name in options.distributions]
+    for each in found:
+        _show(each)
+    return {"distributions": found}
+
+
+@contextmanager
+def _bench(options: Options, status: Status) -> Iterator[AsyncBench]:
+    def say(text: str) -> None:
+        status.update(text)
+
+    with ground() as base:
+        config = base.run_config("bench-first", custom_envs={TAG: slow_lake({})}).model_copy(
+            update={"pretrain": "tiny"}
+        )
+        base.prepare(config)
+        model = config.output_dir / "policy"
+        kind = "vllm" if options.work == "real" else "engine"
+        policy = PolicySpec(kind, delay_s=options.answer_s, config=config.actor_infer)
+        with Rollouts(policy, model, sequence_length=config.sequence_length) as rollouts:
+            if options.work == "emulated":
+                yield AsyncBench(options, base, rollouts, lambda _: TimedTrainer(options.train_s))
+                return
+            with real_trainers(base, config, say) as trainers:
+                yield AsyncBench(options, base, rollouts, trainers)
+
+
+def _distribution(bench: AsyncBench, options: Options, name: str, status: Status) -> dict[str, Any]:
+    def say(text: str) -> None:
+        status.update(text)
+
+    alone = bench.alone(name, say)
+    settings = [bench.setting(name, bound, say) for bound in (0.0, *options.staleness)]
+    return summary(name, alone, settings)
+
+
+def summary(distribution: str, alone: Alone, settings: Sequence[Setting]) -> dict[str, Any]:
+    """Ratios of the settings, the first of which is the synchronous one, and rewards at equal work and equal time."""
+    sync = settings[0]
+    at_trajectories = min(s.curve[-1].trajectories for s in settings)
+    at_seconds = min(s.curve[-1].seconds for s in settings)
+    rows = [
+        {
+            **asdict(s),
+            "ratio": s.trajectories_per_s / sync.trajectories_per_s,
+            "share_of_ideal": s.trajectories_per_s / alone.ideal,
+            "reward_at_equal_trajectories": reward_until(s.curve, lambda p: p.trajectories <= at_trajectories),
+            "reward_at_equal_time": reward_until(s.curve, lambda p: p.seconds <= at_seconds),
+        }
+        for s in settings
+    ]
+    return {
+        "distribution": distribution,
+        "rollout_alone": alone.rollout,
+        "training_alone": alone.training,
+        "ideal": alone.ideal,
+        "equal_trajectories": at_trajectories,
+        "equal_time_s": at_seconds,
+        "settings": rows,
+    }
+
+
+LAST_POINTS = 4
+
+
+def reward_until(curve: Sequence[Point], within: Callable[[Point], bool]) -> float | None:
+    """Mean reward of the last few steps within a limit; None where none is."""
+    last = [point.reward for point in curve if within(point)][-LAST_POINTS:]
+    return sum(last) / len(last) if last else None
+
+
+def _show(found: dict[str, Any]) -> None:
+    title = (
+        f"{found['distribution']}: rollouts alone {found['rollout_alone']:.1f} trajectories/s, training alone "
+        f"{found['training_alone']:.1f}; ideal {found['ideal']:.1f}"
+    )
+    columns = ("max_staleness", "trajectories/s", "ratio", "of ideal", "learner idle", "slots idle", "lag")
+    columns += ("dropped", f"reward at {found['equal_trajectories']}", f"reward at {found['equal_time_s']:.0f} s")
+    names = ("max_staleness", "trajectories_per_s", "ratio", "share_of_ideal", "learner_idle", "rollout_idle")
+    names += ("staleness", "dropped", "reward_at_equal_trajectories", "reward_at_equal_time")
+    show(title, columns, [[row[name] for name in names] for row in found["settings"]])

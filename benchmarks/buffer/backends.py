@@ -1,0 +1,168 @@
+"""Ours and plain redis-py on one server: a load goes in, `in_hand` at a time, and comes out in acknowledged batches.
+
+Ours admits, claims, checks, encodes, assembles groups, counts, decodes and acknowledges; plain redis-py appends bytes that
+are there already to a stream, reads and acknowledges. With the codec it starts from trajectories and ends with them too.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.benchmarks.buffer.load import (
+    RUN,
+    Load,
+    Rates,
+    Side,
+    expect,
+)
+from offbeat.benchmarks.harness import event_loop
+from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.api import BufferLimits
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
+from offbeat.services.redis.connection import connect_async
+
+WORKER = "worker"
+STREAM = "bench-raw"
+READER = "reader"
+HANDS = 2
+"""Into which what is in hand of our side is parted: while one claims, the other hands in."""
+
+
+def with_cpu(side: Side, redis: Redis) -> Side:
+    """Tells what a round costs this process and Redis."""
+
+    def server_cpu_s() -> float:
+        used = cast(dict[str, float], redis.info("cpu"))
+        return used["used_cpu_user"] + used["used_cpu_sys"]
+
+    def measured(load: Load) -> Rates:
+        client, server = time.process_time(), server_cpu_s()
+        rates = side(load)
+        spent = time.process_time() - client + server_cpu_s() - server
+        return replace(rates, cpu_us=1e6 * spent / (load.num_groups * load.group_size))
+
+    return measured
+
+
+def offbeat_side(redis: Redis, url: str) -> Side:
+    """The trajectory buffer."""
+
+    def side(load: Load) -> Rates:
+        redis.flushdb()
+        configure_buffer(redis, RUN, _limits(load))
+        keys = RunKeys(RUN)
+        redis.hset(keys.progress, mapping={"version": 0, "step": 0})  # weights, as far as admission is concerned
+        buffer = RedisLearnerBuffer(redis, RUN, int(cast(int, redis.incr(keys.epoch))))
+        into = event_loop.run(_claim_and_submit(load, url))
+        start = time.perf_counter()
+        for _ in range(load.num_groups // load.batch):
+            groups = [group for i in range(load.batch) if (group := buffer.take(5.0, load.batch - i)) is not None]
+            expect(sum(len(group.trajectories) for group in groups), load.batch * load.group_size, "trajectories")
+            buffer.ack([group.entry_id for group in groups], 1)
+        out = time.perf_counter() - start
+        expect(buffer.counters().trained, load.num_groups, "groups")
+        return Rates(load.num_groups / into, load.num_groups / out)
+
+    return side
+
+
+def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
+    """A stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read. codec:
+    trajectories are checked and encoded on the way in and decoded on the way out, as ours are; otherwise bytes are moved."""
+
+    def side(load: Load) -> Rates:
+        redis.flushdb()
+        redis.xgroup_create(STREAM, READER, id="0", mkstream=True)
+        into = event_loop.run(_append(load, url, pipelined=pipelined, codec=codec))
+        wanted = load.batch * load.group_size
+        start = time.perf_counter()
+        for _ in range(load.num_groups // load.batch):
+            ids: list[bytes] = []
+            while len(ids) < wanted:
+                count = wanted if pipelined else load.group_size
+                streams = cast(list[Any], redis.xreadgroup(READER, READER, {STREAM: ">"}, count=count))
+                ids += [entry for entry, _ in streams[0][1]]
+                for _, fields in streams[0][1] if codec else ():
+                    decode_trajectory(fields[b"b"])
+            with redis.pipeline(transaction=False) as pipe:
+                pipe.xack(STREAM, READER, *ids)
+                pipe.xdel(STREAM, *ids)
+                pipe.execute()
+        out = time.perf_counter() - start
+        expect(cast(int, redis.xlen(STREAM)), 0, "trajectories left")
+        return Rates(load.num_groups / into, load.num_groups / out)
+
+    return side
+
+
+def _limits(load: Load) -> BufferLimits:
+    return BufferLimits(
+        group_size=load.group_size,
+        redundancy=0,
+        groups_per_step=load.batch,
+        max_staleness=1e9,
+        max_groups_in_flight=load.num_groups,
+        total_groups=load.num_groups,
+        max_attempts=1,
+        worker_timeout_s=600.0,
+        stale_policy="train",
+    )
+
+
+async def _claim_and_submit(load: Load, url: str) -> float:
+    redis = connect_async(url)
+    buffer = AsyncRolloutBuffer(redis, RUN)
+
+    async def play() -> None:
+        while tasks := await buffer.claim(WORKER, load.in_hand // HANDS):
+            await asyncio.gather(
+                *(buffer.submit(WORKER, task, load.trajectories[task.number][task.index]) for task in tasks)
+            )
+
+    return await _timed(redis, HANDS, play)
+
+
+async def _append(load: Load, url: str, *, pipelined: bool, codec: bool) -> float:
+    redis = connect_async(url)
+    rows = _parcels(load, load.group_size if pipelined else 1)
+
+    async def play() -> None:
+        for parcel in rows:
+            if codec:
+                for fields in parcel:
+                    fields["b"] = encode_trajectory(load.trajectories[fields["n"]][fields["i"]])
+            if len(parcel) == 1:
+                await redis.xadd(STREAM, parcel[0])
+                continue
+            async with redis.pipeline(transaction=False) as pipe:
+                for fields in parcel:
+                    pipe.xadd(STREAM, fields)
+                await pipe.execute()
+
+    return await _timed(redis, max(1, load.in_hand // (load.group_size if pipelined else 1)), play)
+
+
+def _parcels(load: Load, size: int) -> Iterator[list[dict[Any, Any]]]:
+    """What one round trip carries."""
+    for number, blobs in enumerate(load.blobs):
+        fields = [{"n": number, "i": index, "b": blob} for index, blob in enumerate(blobs)]
+        for first in range(0, len(fields), size):
+            yield fields[first : first + size]
+
+
+async def _timed(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
+    """Seconds that so many players take, connections included."""
+    try:
+        start = time.perf_counter()
+        await asyncio.gather(*(play() for _ in range(players)))
+        return time.perf_counter() - start
+    finally:
+        await redis.aclose()

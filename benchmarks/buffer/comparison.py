@@ -1,0 +1,146 @@
+"""`offbeat bench buffer`: groups/s into and out of the trajectory buffer, against plain redis-py and against Reverb.
+
+All sides move the same bytes in turn, in one call; ours, and plain redis-py once more, make them of trajectories and read
+trajectories out of them within the time that is measured. Redis has its append-only file synced every second, for ours and
+for plain redis-py alike; Reverb keeps items in memory.
+
+Invariant: a round counts only if everything came out whole.
+"""
+
+import gc
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.benchmarks.buffer.backends import offbeat_side, raw_side, with_cpu
+from offbeat.benchmarks.buffer.load import (
+    Load,
+    Rates,
+    Side,
+    make_load,
+)
+from offbeat.benchmarks.buffer.reverb import REVERB_VENV, Reverb, ReverbError
+from offbeat.benchmarks.harness.environment import Ground, ground
+from offbeat.benchmarks.harness.result import Spread, console, show
+from offbeat.benchmarks.harness.venv import VenvError
+
+OURS = "offbeat"
+PARTS = ("into", "out", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is moved."""
+
+    batches: int = 32
+    """Of a round."""
+    batch: int = 8
+    """Groups that are acknowledged together."""
+    group_size: int = 8
+    tokens: tuple[int, ...] = (256, 4096)
+    """Of a trajectory."""
+    in_hand: int = 64
+    """Trajectories that are handed in at a time."""
+    rounds: int = 5
+    reverb: bool = True
+    venv: Path | None = None
+    """Reverb's own, made if absent; None: in the user's cache."""
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure everything and show it; returns what goes into the JSON."""
+    with console().status("starting") as status, ExitStack() as stack:
+        base = stack.enter_context(ground())
+        on_redis: dict[str, Side] = {
+            OURS: offbeat_side(base.redis, base.redis_url),
+            "raw": raw_side(base.redis, base.redis_url, pipelined=False),
+            "raw_codec": raw_side(base.redis, base.redis_url, pipelined=False, codec=True),
+            "raw_pipelined": raw_side(base.redis, base.redis_url, pipelined=True),
+        }
+        sides = {name: with_cpu(side, base.redis) for name, side in on_redis.items()}
+        refusal = "not asked for"
+        if options.reverb:
+            status.update("starting Reverb (the first time, its venv is made: minutes)")
+            reverb, refusal = _reverb(options, base, stack)
+            sides |= {"reverb": reverb.side} if reverb else {}
+        rows = [_measure(options, tokens, sides, status.update) for tokens in options.tokens]
+    for row in rows:
+        _show(row)
+    if refusal:
+        console().print(f"Reverb is left out: {refusal}", markup=False)
+    return {"loads": rows, "reverb_left_out": refusal}
+
+
+def _reverb(options: Options, base: Ground, stack: ExitStack) -> tuple[Reverb | None, str]:
+    """Reverb, or why there is none."""
+    try:
+        python = REVERB_VENV.ensure(options.venv or REVERB_VENV.default_folder())
+        return stack.enter_context(Reverb(python, base.folder / "reverb.log")), ""
+    except (VenvError, ReverbError) as error:
+        return None, str(error)
+
+
+def _measure(options: Options, tokens: int, sides: dict[str, Side], say: Callable[[str], None]) -> dict[str, Any]:
+    load = make_load(
+        groups=options.batches * options.batch,
+        group_size=options.group_size,
+        tokens=tokens,
+        in_hand=options.in_hand,
+        batch=options.batch,
+    )
+    gc.collect()
+    gc.freeze()  # the load is the benchmark's own: no side pays for the collector's walking it
+    for side in sides.values():
+        side(load.first(options.batch))  # imports, connections, scripts
+    found: dict[str, list[Rates]] = {name: [] for name in sides}
+    for number in range(options.rounds):
+        names = list(sides)
+        random.Random(number).shuffle(names)  # nobody always comes after the same one
+        for name in names:
+            say(f"{tokens} tokens, round {number + 1} of {options.rounds}: {name}")
+            found[name].append(sides[name](load))
+    return {"tokens": tokens, "bytes_per_group": _bytes_per_group(load), **summary(found)}
+
+
+def _bytes_per_group(load: Load) -> float:
+    return sum(len(blob) for row in load.blobs for blob in row) / load.num_groups
+
+
+def summary(found: dict[str, list[Rates]]) -> dict[str, Any]:
+    """Spread of every side's rates, and of ours over each other's in the same round."""
+    sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in found.items()}
+    for name, rounds in found.items():
+        spent = [rates.cpu_us for rates in rounds if rates.cpu_us is not None]
+        sides[name] |= {"cpu_us": Spread.of(spent)} if spent else {}
+    ratios = {
+        name: {part: _ratio(found[OURS], rounds, part) for part in PARTS}
+        for name, rounds in found.items()
+        if name != OURS
+    }
+    return {"sides": sides, "ratios": ratios}
+
+
+def _spread(rounds: list[Rates], part: str) -> Spread:
+    return Spread.of(getattr(rates, part) for rates in rounds)
+
+
+def _ratio(ours: list[Rates], theirs: list[Rates], part: str) -> Spread:
+    return Spread.of(getattr(a, part) / getattr(b, part) for a, b in zip(ours, theirs, strict=True))
+
+
+def _show(row: dict[str, Any]) -> None:
+    rows: list[list[Any]] = []
+    for name, rates in row["sides"].items():
+        ratio = row["ratios"].get(name)
+        over = (ratio[part].median if ratio else None for part in PARTS)
+        cpu_us = rates["cpu_us"].median if "cpu_us" in rates else None
+        rows.append([name, *(rates[part].median for part in PARTS), cpu_us, *over])
+    kib = row["bytes_per_group"] / 1024
+    show(
+        f"Groups/s, {row['tokens']} tokens a trajectory ({kib:.0f} KiB a group); ours / theirs, median of rounds",
+        ("side", "in", "out", "in and out", "CPU us/trajectory", "ours / theirs: in", "out", "in and out"),
+        rows,
+    )

@@ -1,0 +1,149 @@
+"""Does one fault to a run.
+
+Invariant: what is not meant to last is undone, also when the doing is interrupted.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from offbeat.benchmarks.chaos.disk import SmallDisk
+from offbeat.benchmarks.chaos.faults import (
+    PROCESSES,
+    RAYLET,
+    Act,
+    Fault,
+    processes_of,
+    strike,
+)
+from offbeat.benchmarks.chaos.proxy import DELAYED
+from offbeat.benchmarks.chaos.run_monitor import RunUnderChaos
+from offbeat.benchmarks.chaos.second_node import SecondNode
+
+DELAY_S = (0.02, 0.2)
+"""Of each piece that travels, each way, while connections are slow."""
+WEATHER_S = (2.0, 8.0)
+"""How long connections are slow or silent, or answers cut."""
+REFUSED_S = (4.0, 40.0)
+"""How long Redis refuses writes: also for longer than a call waits for it."""
+CLAIM_S = 20.0
+"""For which an env may take to find its order."""
+FULL_S = (1.0, 4.0)
+"""How long the disk stays full once the learner has found out."""
+TROUBLE_S = 60.0
+LEARNER = PROCESSES["learner"]
+
+Wait = Callable[[Callable[[], bool], float], bool]
+"""Whether a condition came to hold within so many seconds."""
+
+
+class MissedError(Exception):
+    """The fault could not be done; the message says why."""
+
+
+class Hand:
+    """Everything that is done to one run."""
+
+    def __init__(
+        self,
+        run: RunUnderChaos,
+        node: SecondNode,
+        disk: SmallDisk,
+        orders: Path,
+        rng: random.Random,
+        *,
+        pause: Callable[[float], None],
+        wait: Wait,
+    ) -> None:
+        self._run = run
+        self._node = node
+        self._disk = disk
+        self._orders = orders
+        self._rng = rng
+        self._pause = pause
+        self._wait = wait
+
+    def victims(self, fault: Fault) -> list[psutil.Process]:
+        """Processes that a fault may strike."""
+        if fault.what == RAYLET:
+            return processes_of([self._node.root] if self._node.root else [], RAYLET)
+        found = processes_of([psutil.Process()], fault.what)
+        if fault.during or (fault.act is Act.HANG and fault.what == LEARNER):  # of learners, the one that trains
+            leader = self._run.leader()
+            return [process for process in found if leader in (process.pid, process.ppid())]
+        return found
+
+    def strike(self, fault: Fault) -> float:
+        """Do it, and return for how long it lasted, s. Raises MissedError."""
+        match fault.act:
+            case Act.KILL | Act.STOP | Act.HANG:
+                return self._process(fault)
+            case Act.MISBEHAVE:
+                return self._misbehave(fault.what)
+            case Act.CONNECTIONS:
+                return self._connections(fault.what)
+            case Act.MEMORY:
+                return self._refuse_writes()
+            case Act.DISK:
+                return self._fill_disk()
+
+    def _process(self, fault: Fault) -> float:
+        victims = self.victims(fault)
+        if not victims:
+            raise MissedError("there was no such process at that moment")
+        try:
+            return strike(fault, self._rng.choice(victims), self._rng, self._pause)
+        except psutil.NoSuchProcess as error:
+            raise MissedError(f"it had ended: {error}") from error
+
+    def _misbehave(self, what: str) -> float:
+        order = self._orders / what
+        order.touch()
+        if not self._wait(lambda: not order.exists(), CLAIM_S):
+            order.unlink(missing_ok=True)
+            raise MissedError("no env was stepped")
+        return 0.0
+
+    def _connections(self, what: str) -> float:
+        duration_s = self._rng.uniform(*WEATHER_S)
+        if what != DELAYED:
+            self._order(what, duration_s)
+            self._pause(duration_s)
+            return duration_s
+        self._order(what, self._rng.uniform(*DELAY_S))
+        try:
+            self._pause(duration_s)
+        finally:
+            (self._orders / f"redis-{what}").unlink(missing_ok=True)
+        return duration_s
+
+    def _order(self, what: str, seconds: float) -> None:
+        aside = self._orders / f".{what}"
+        aside.write_text(str(seconds))
+        aside.rename(self._orders / f"redis-{what}")
+
+    def _refuse_writes(self) -> float:
+        duration_s = self._rng.uniform(*REFUSED_S)
+        try:
+            if not self._run.limit_memory(1):  # it may have heard of it all the same
+                raise MissedError("Redis did not answer at that moment")
+            self._pause(duration_s)
+        finally:
+            self._wait(lambda: self._run.limit_memory(0), TROUBLE_S)
+        return duration_s
+
+    def _fill_disk(self) -> float:
+        if not self._disk.is_there:
+            raise MissedError(self._disk.refusal)
+        full_s = self._rng.uniform(*FULL_S)
+        self._disk.fill()
+        try:
+            noticed = self._wait(lambda: bool(self._run.trouble()), TROUBLE_S)
+            self._pause(full_s)
+        finally:
+            self._disk.free()
+        if not noticed:
+            raise MissedError(f"no checkpoint was begun, or its failure was not told, in {TROUBLE_S:.0f} s")
+        return full_s

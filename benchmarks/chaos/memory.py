@@ -1,0 +1,163 @@
+"""Memory of a run's processes over time, and whether it grows.
+
+Invariant: what is compared is memory that a process has for itself (unique set size): what it shares is nobody's leak.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from offbeat.benchmarks.chaos.faults import PROCESSES
+
+MIB = 2**20
+SETTLING = 1 / 3
+"""Share of the time at the start that is left out: caches fill, pools grow."""
+OTHERS = {
+    "train command": "offbeat.deploy.cli.app",
+    "Ray's holder": "offbeat.deploy.local.ray_process",
+    "GCS": "gcs_server",
+    "raylet": "raylet/raylet",
+    "learner's host": "ray::LearnerHostActor",
+    "log monitor": "log_monitor",
+    "dashboard": "dashboard",
+    "runtime env agent": "runtime_env",
+}
+EVERYTHING = "all together"
+
+
+PIECES = 12
+"""Stretches of time that measurements are cut into; their medians are compared."""
+SURELY = 2.201
+"""Standard errors: the 97.5th percentile of Student's t with `PIECES - 1` degrees of freedom."""
+SWING = 0.1
+"""Of the distance between highest and lowest: what both have to rise by, beside the growth, to be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How measurements rise over time."""
+
+    per_hour: float
+    """Mean of what each piece of the time adds to the one before."""
+    error: float
+    """Its standard error, from how unlike the pieces are (Ibragimov and Mueller, 2010): noise may last, even wander."""
+    late: float
+    """Per hour, in the second half of the time: what fills up has slowed down there."""
+    lifted: float
+    """Per hour, by which lowest and highest of the second half both lie above those of the first, less a share of the
+    distance between lowest and highest: what swings comes down again, what leaks does not."""
+
+    def exceeds(self, limit: float) -> bool:
+        """Whether it goes on at more than `limit` an hour: surely, or in floor and ceiling alike."""
+        return self.late > limit and (self.per_hour - SURELY * self.error > limit or self.lifted > limit)
+
+
+@dataclass
+class Series:
+    """One process over time."""
+
+    kind: str
+    pid: int
+    hours: list[float] = field(default_factory=list[float])
+    mib: list[float] = field(default_factory=list[float])
+    files: list[int] = field(default_factory=list[int])
+    """Open file descriptors."""
+
+    def settled(self, duration_h: float) -> tuple[Sequence[float], Sequence[float]]:
+        """Without the time in which a run of `duration_h` settles."""
+        first = next((i for i, hours in enumerate(self.hours) if hours >= SETTLING * duration_h), len(self.hours))
+        return self.hours[first:], self.mib[first:]
+
+
+def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
+    """How `values` rise; None with fewer than three to a piece."""
+    t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    edges = np.linspace(t[0], t[-1], PIECES + 1)
+    pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]
+    if min(map(len, pieces)) < 3:
+        return None
+    width, medians = edges[1] - edges[0], np.array([np.median(piece) for piece in pieces])
+    steps = np.diff(medians) / width
+    middle = PIECES // 2
+    first, second = np.concatenate(pieces[:middle]), np.concatenate(pieces[middle:])
+    levels = np.polynomial.Polynomial.fit(t, y, 1)(t)
+    rise = min(np.quantile(second, q) - np.quantile(first, q) for q in (0.02, 0.98))
+    return Growth(
+        per_hour=float(steps.mean()),
+        error=float(steps.std(ddof=1)) / math.sqrt(len(steps)),
+        late=float((medians[-1] - medians[middle]) / (width * (PIECES - 1 - middle))),
+        lifted=float((rise - SWING * np.ptp(y - levels)) / (width * middle)),
+    )
+
+
+class MemoryLog:
+    """Samples of one run."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._series: dict[tuple[int, float], Series] = {}
+        self._total = Series(EVERYTHING, 0)
+
+    @property
+    def duration_h(self) -> float:
+        return self._total.hours[-1] if self._total.hours else 0.0
+
+    def sample(self, roots: Sequence[psutil.Process]) -> None:
+        """Measure every process below `roots`, and them."""
+        hours, total, files = (time.monotonic() - self._began) / 3600, 0.0, 0
+        for root in roots:
+            for process in (root, *root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    key = (process.pid, process.create_time())
+                    mib, count = process.memory_full_info().uss / MIB, process.num_fds()
+                    series = self._series.setdefault(key, Series("", process.pid))
+                    series.kind = kind_of(process.cmdline())  # Ray renames its workers as they come to work
+                    series.hours.append(hours)
+                    series.mib.append(mib)
+                    series.files.append(count)
+                    total, files = total + mib, files + count
+        self._total.hours.append(hours)
+        self._total.mib.append(total)
+        self._total.files.append(files)
+
+    def lasting(self) -> list[Series]:
+        """The sum, and the processes that were there from the settling to the end."""
+        first, last = SETTLING * self.duration_h, 0.97 * self.duration_h
+        lasting = [each for each in self._series.values() if each.hours[0] <= first and each.hours[-1] >= last]
+        return [self._total, *sorted(lasting, key=lambda each: -each.mib[-1])]
+
+
+def kind_of(cmdline: Sequence[str]) -> str:
+    """What a process is, for people."""
+    line = " ".join(cmdline)
+    for kind, mark in {**PROCESSES, **OTHERS}.items():
+        if mark in line and kind != "raylet of the second node":
+            return kind
+    return line[:40] or "?"
+
+
+def draw_memory(path: Path, title: str, series: Sequence[Series], duration_h: float) -> None:
+    """Write a PNG: what each process has for itself over minutes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
+    axis = figure.subplots()
+    for each in series:
+        axis.plot(
+            [60 * hours for hours in each.hours], each.mib, linewidth=1, label=f"{each.kind} ({each.mib[-1]:.0f})"
+        )
+    axis.axvspan(0, 60 * SETTLING * duration_h, color="gray", alpha=0.1, label="settling: not in the slopes")
+    axis.set_yscale("log")
+    axis.set_xlabel("minutes")
+    axis.set_ylabel("unique set size, MiB (log)")
+    axis.grid(alpha=0.25, which="both")
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,169 @@
+"""A redis-server whose clients reach it through a proxy that does to their connections what it is told to.
+
+`script` writes a program that a run takes for its redis-server (`redis.server`): it starts the proxy on the port that the
+run chose, becomes the real server on another, and the kernel ends the proxy with the server.
+
+Invariant: bytes of a connection arrive in order and unchanged, or the connection is cut.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+CUT, TORN, DELAYED, SILENT = "cut", "torn", "delayed", "silent"
+LOOK_S = 0.02
+BIND_S = 5.0
+CHUNK = 1 << 16
+PR_SET_PDEATHSIG = 1
+
+
+def script(path: Path, server: Path, orders: Path) -> Path:
+    """Write the program to `path`. server: the real redis-server; orders: folder in which the proxy finds what to do."""
+    lines = [
+        f"#!{sys.executable}",
+        "import sys",
+        f"sys.path[:0] = {sys.path!r}",
+        "from offbeat.benchmarks.chaos.proxy import become_server",
+        f"become_server({str(server)!r}, {str(orders)!r})",
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o755)
+    return path
+
+
+def become_server(server: str, orders: str) -> None:
+    """Read a configuration from stdin, start the proxy on its port, and become the server on another."""
+    lines = sys.stdin.read().splitlines()
+    public = next(line.split()[1] for line in lines if line.startswith("port "))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        private = str(probe.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    subprocess.Popen(
+        [sys.executable, "-m", "offbeat.benchmarks.chaos.proxy", public, private, orders, str(os.getpid())],
+        env=environment,
+    )
+    moved = os.memfd_create("configuration")
+    os.write(moved, "\n".join(f"port {private}" if each.startswith("port ") else each for each in lines).encode())
+    os.lseek(moved, 0, os.SEEK_SET)
+    os.dup2(moved, 0)
+    os.execv(server, [server, "-"])
+
+
+@dataclass
+class Weather:
+    """What becomes of the connections now."""
+
+    delay_s: float = 0.0
+    silent_until: float = 0.0
+    """Monotonic time up to which nothing passes, s."""
+    torn: bool = False
+    """The next answer of each connection is cut in its middle."""
+
+
+class Proxy:
+    """Carries bytes between clients and the server."""
+
+    def __init__(self, port: int, orders: Path) -> None:
+        self._port = port
+        self._orders = orders
+        self._weather = Weather()
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def run(self, public: int) -> None:
+        """Until cancelled."""
+        async with await self._listen(public):
+            while True:
+                self._look()
+                await asyncio.sleep(LOOK_S)
+
+    async def _listen(self, public: int) -> asyncio.Server:
+        deadline = time.monotonic() + BIND_S
+        while True:
+            try:
+                return await asyncio.start_server(self._serve, "127.0.0.1", public, limit=CHUNK)
+            except OSError:  # the proxy of the server before this one is just ending
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        """Carry out what lies in the folder: `NAME-SECONDS`, the file's text says how slow."""
+        self._weather.delay_s = 0.0
+        for order in self._orders.glob("redis-*"):
+            kind = order.name.removeprefix("redis-")
+            if kind == DELAYED:  # for as long as the file lies there
+                with suppress(OSError, ValueError):
+                    self._weather.delay_s = float(order.read_text() or 0)
+                continue
+            with suppress(OSError, ValueError):
+                seconds = float(order.read_text() or 0)
+                order.unlink()
+                self._obey(kind, seconds)
+
+    def _obey(self, kind: str, seconds: float) -> None:
+        if kind == SILENT:
+            self._weather.silent_until = time.monotonic() + seconds
+        elif kind == TORN:
+            self._weather.torn = True
+            asyncio.get_running_loop().call_later(seconds, self._mend)
+        elif kind == CUT:
+            self._cut_all()
+
+    def _mend(self) -> None:
+        self._weather.torn = False
+        self._cut_all()
+
+    def _cut_all(self) -> None:
+        for writer in list(self._open):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            up, down = await asyncio.open_connection("127.0.0.1", self._port, limit=CHUNK)
+        except OSError:
+            writer.transport.abort()
+            return
+        mine = {writer, down}
+        self._open |= mine
+        try:
+            await asyncio.gather(self._carry(reader, down, answers=False), self._carry(up, writer, answers=True))
+        except OSError:
+            pass
+        finally:
+            self._open -= mine
+            for each in mine:
+                each.transport.abort()
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool) -> None:
+        while chunk := await source.read(CHUNK):
+            if self._weather.delay_s:
+                await asyncio.sleep(self._weather.delay_s)
+            await asyncio.sleep(max(self._weather.silent_until - time.monotonic(), 0.0))
+            if answers and self._weather.torn:
+                sink.write(chunk[: len(chunk) // 2])
+                await sink.drain()
+                raise ConnectionError("torn")
+            sink.write(chunk)
+            await sink.drain()
+        raise ConnectionError("one end has closed")
+
+
+def main() -> None:
+    """`python -m offbeat.benchmarks.chaos.proxy PUBLIC PRIVATE ORDERS PARENT`."""
+    public, private, orders, parent = sys.argv[1:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == int(parent):
+        asyncio.run(Proxy(int(private), Path(orders)).run(int(public)))
+
+
+if __name__ == "__main__":
+    main()

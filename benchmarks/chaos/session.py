@@ -1,0 +1,239 @@
+"""Strikes a run as planned and measures how it comes back; then lets it end by itself and audits what it left."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from offbeat.benchmarks.chaos import proxy
+from offbeat.benchmarks.chaos.disk import SmallDisk
+from offbeat.benchmarks.chaos.faults import (
+    Act,
+    Fault,
+    pids,
+    plan,
+)
+from offbeat.benchmarks.chaos.injector import Hand, MissedError
+from offbeat.benchmarks.chaos.report import ChaosReport, Struck
+from offbeat.benchmarks.chaos.run_monitor import FOLDER_S, RunUnderChaos
+from offbeat.benchmarks.chaos.second_node import SecondNode, cluster_environment
+from offbeat.deploy.cli.audit import AuditError, as_tree, examine
+from offbeat.deploy.local.processes import adopt_orphans
+from offbeat.services.redis.server import server_binary
+
+QUIET_S = (0.5, 3.0)
+"""Between a recovery and the next fault."""
+STAGE_S = 20.0
+POLL_S = 0.05
+START_S = 900.0
+END_S = 360.0
+CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
+SMALL = (
+    "custom_envs.FrozenLake.env_type=offbeat.benchmarks.chaos.faulty_env:MisbehavingLakeEnv",
+    "custom_envs.FrozenLake.execution=process",
+    "custom_envs.FrozenLake.step_timeout_s=5",
+    "+custom_envs.FrozenLake.memory_gib=0.5",
+    "rollout_batch_size=16",
+    "train_env_manager.group_size=4",
+    "train_env_manager.num_env_groups=6",
+    "rollout.num_workers=2",
+    "rollout.max_env_num_per_worker=12",
+    "warm_start.steps=40",
+    "eval_steps=0",
+    "final_val_batch_size=8",
+    "save_steps=2",
+    "buffer.worker_timeout_s=4",
+    "buffer.learner_timeout_s=3",
+    "actor_infer.update_timeout_s=30",
+)
+"""A small run whose envs are processes, which checkpoints often and notices deaths soon."""
+
+
+class Chaos:
+    """One run and the faults that are done to it."""
+
+    def __init__(
+        self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, say: Callable[[str], None]
+    ) -> None:
+        """overlap: share of the faults whose recovery is not waited for before the next one. patience_s: for which a run may
+        stand still, and what was killed may be away."""
+        self._overlap = overlap
+        self._patience_s = patience_s
+        self._run = run
+        self._rng = random.Random(seed)
+        self._say = say
+        self._report = ChaosReport(seed)
+        self._began = 0.0
+
+    def go(
+        self,
+        faults: Sequence[Fault],
+        minutes: float,
+        end_s: float,
+        node: SecondNode,
+        disk: SmallDisk,
+        orders: Path,
+    ) -> ChaosReport:
+        """Wait for the first step, do faults for up to `minutes`, wait for the end, up to `end_s` without a step, audit."""
+        started = time.monotonic()
+        self._node = node
+        self._hand = Hand(
+            self._run,
+            node,
+            disk,
+            orders,
+            self._rng,
+            pause=self._pause,
+            wait=lambda done, s: self._wait(done, s) is not None,
+        )
+        if disk.refusal:
+            self._report.notes.append(disk.refusal)
+        try:
+            if self._wait(self._run.has_folder, FOLDER_S) is not None:
+                disk.attach()
+            if self._wait(lambda: (self._run.step() or -1) >= 1, START_S) is None:
+                self._complain(f"no step in {START_S:.0f} s, see {self._run.log}")
+            else:
+                self._strike_all(faults, minutes)
+            self._end(end_s)
+        finally:
+            node.close()
+            self._run.close()
+            self._report.leftovers = self._run.leftovers()
+            disk.keep()
+        self._report.wall_s = round(time.monotonic() - started, 1)
+        self._report.complaints += self._run.complaints
+        self._audit()
+        return self._report
+
+    def _end(self, end_s: float) -> None:
+        """Let the run go on until it ends, on its own, as long as it makes steps."""
+        step, since = self._run.step(), time.monotonic()
+        while self._run.running and time.monotonic() < since + end_s:
+            self._pause(POLL_S)
+            if (now := self._run.step()) is not None and now != step:
+                step, since = now, time.monotonic()
+        code = self._report.exit_code = self._run.process.poll()
+        if code is None:
+            self._complain(f"the run neither ended nor made a step for {end_s:.0f} s after the last fault")
+        elif code:
+            self._complain(f"exit code {code}, see {self._run.log}")
+
+    def _strike_all(self, faults: Sequence[Fault], minutes: float) -> None:
+        self._began = time.monotonic()
+        for number, fault in enumerate(faults, start=1):
+            if time.monotonic() - self._began > 60 * minutes or not self._run.running:
+                self._say(f"{number - 1} of {len(faults)} faults in the time there was")
+                return
+            self._pause(self._rng.uniform(*QUIET_S))
+            self._strike(number, fault)
+
+    def _strike(self, number: int, fault: Fault) -> None:
+        at_s, step = round(time.monotonic() - self._began, 2), self._run.step()
+        struck = Struck(fault.name, at_s, -1 if step is None else step)
+        self._report.struck.append(struck)
+        before = pids(self._hand.victims(fault)) if fault.has_victim else set[int]()
+        try:
+            if fault.during and self._wait(lambda: self._run.stage() == fault.during, STAGE_S, poll_s=0.001) is None:
+                raise MissedError(f"the learner was never seen in its {fault.during}")
+            if not self._run.running:
+                raise MissedError("the run had ended")
+            step = self._run.step() or struck.step
+            hit = time.monotonic()
+            struck.lasted_s = round(self._hand.strike(fault), 2)
+        except MissedError as error:
+            struck.missed = str(error)
+            self._say(f"{number:3d} {fault.name}: {error}")
+            return
+        if self._rng.random() < self._overlap:
+            self._say(f"{number:3d} {fault.name} at step {step}, and on at once")
+            return
+        self._see_it_back(fault, struck, before, hit)
+        self._see_progress(struck, step, hit)
+        back = "" if struck.back_s is None else f"back after {struck.back_s:.1f} s, "
+        steps = "no step since" if struck.next_step_s is None else f"two steps after {struck.next_step_s:.1f} s"
+        self._say(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
+
+    def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
+        if fault.act is Act.DISK:
+            struck.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=hit)
+        elif fault.act in (Act.KILL, Act.HANG) and fault.comes_back:
+            struck.back_s = self._wait(
+                lambda: bool(pids(self._hand.victims(fault)) - before), self._patience_s, since=hit
+            )
+        else:
+            return
+        if struck.back_s is None and self._run.running:
+            what = "no checkpoint was written" if fault.act is Act.DISK else "no process of its kind came back"
+            self._complain(f"{fault.name}: {what} within {self._patience_s:.0f} s")
+
+    def _see_progress(self, struck: Struck, step: int, hit: float) -> None:
+        struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, self._patience_s, since=hit)
+        if struck.next_step_s is None and self._run.running:
+            self._complain(
+                f"{struck.fault}: the run stands still at step {self._run.step()} since {self._patience_s:.0f} s"
+            )
+
+    def _wait(
+        self, done: Callable[[], bool], timeout_s: float, *, since: float | None = None, poll_s: float = POLL_S
+    ) -> float | None:
+        """Seconds from `since` until `done`, or None if it was not in time or the run ended."""
+        began = time.monotonic()
+        while not done():
+            if time.monotonic() > began + timeout_s or not self._run.running:
+                return None
+            self._pause(poll_s)
+        return round(time.monotonic() - (began if since is None else since), 2)
+
+    def _pause(self, seconds: float) -> None:
+        if seconds >= POLL_S:
+            self._run.look()
+            self._node.keep_up(self._run.root)
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 1.0:
+            time.sleep(1.0)
+            self._run.look()
+        time.sleep(max(left_s, 0.0))
+
+    def _complain(self, what: str) -> None:
+        self._say(f"    {what}")
+        self._report.complaints.append(what)
+
+    def _audit(self) -> None:
+        try:
+            found, evidence = examine(self._run.output_dir)
+        except AuditError as error:
+            self._complain(f"no audit: {error}")
+            return
+        tree = as_tree(found, evidence)
+        del tree["groups"]
+        self._report.audit = tree
+        self._report.steps = found.lineage.last
+
+
+def run_chaos(
+    folder: Path,
+    *,
+    minutes: float,
+    kills: int,
+    seed: int,
+    steps: int,
+    overlap: float,
+    patience_s: float,
+    say: Callable[[str], None],
+    overrides: Sequence[str],
+) -> ChaosReport:
+    """A run of `steps` steps in `folder`, and up to `kills` faults in up to `minutes`."""
+    folder = folder.resolve()
+    disk = SmallDisk(folder)
+    adopt_orphans()
+    orders = folder.with_name(f"{folder.name}.orders")
+    orders.mkdir(parents=True, exist_ok=True)
+    server = proxy.script(orders / "server", server_binary(None), orders)
+    told = (f"+custom_envs.FrozenLake.env_config.orders={orders}", f"redis.server={server}")
+    all_overrides = [*SMALL, *told, f"seed={seed}", f"max_steps={steps}", *overrides]
+    environment = cluster_environment()
+    run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
+    say(f"the run's log: {run.log}")
+    node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
+    return Chaos(run, seed, overlap, patience_s, say).go(plan(kills, seed), minutes, END_S, node, disk, orders)

@@ -1,0 +1,190 @@
+"""`offbeat soak`: a run at full speed for a long time, and whether any of its processes' memory grows."""
+
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from offbeat.benchmarks.chaos.options import (
+    JsonFile,
+    Overrides,
+    RunFolder,
+    write_report,
+)
+from offbeat.deploy.local.signals import interrupt_at_signals
+
+if TYPE_CHECKING:
+    from offbeat.benchmarks.chaos.memory import Growth, Series
+
+SAMPLE_S = 5.0
+START_S = 600.0
+END_S = 60.0
+INTERRUPTED = 130
+LEAK_SHARE = 0.02
+"""Of its memory: a process that surely grows by more an hour fails the soak."""
+LEAST_MIB = 1.0
+"""An hour, of any process: less is pages that an allocator did not find for what comes and goes."""
+METRICS, EVENTS = 1000, 5000
+"""Records that Redis keeps meanwhile, and events of the ledger, so that they come to their bound within the hour."""
+LONG = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
+
+
+@dataclass
+class SoakReport:
+    """What was seen."""
+
+    minutes: float
+    steps: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    complaints: list[str] = field(default_factory=list[str])
+    leftovers: list[str] = field(default_factory=list[str])
+
+    @property
+    def passed(self) -> bool:
+        return not self.complaints and not self.leftovers
+
+    def as_tree(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**self.__dict__, "passed": self.passed}
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(min=1.0, metavar="M", help="After the first step.")] = 60.0,
+    out: RunFolder = None,
+    as_json: JsonFile = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw memory over time there (PNG).", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Train the quickstart at full speed and measure the memory of every process: does any grow?
+
+    Exit codes: 0 none goes on growing by more than 2 % (and 1 MiB) an hour, surely or in floor and ceiling alike, the audit
+    proves the run, nothing is left; 1 otherwise.
+    """
+    interrupt_at_signals()
+    folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
+    report = _run_soak(folder, minutes, overrides or [], picture, typer.echo)
+    write_report(as_json, report.as_tree())
+    _show(report, folder)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _run_soak(
+    folder: Path, minutes: float, overrides: Sequence[str], picture: Path | None, say: Callable[[str], None]
+) -> SoakReport:
+    import psutil
+
+    from offbeat.benchmarks.chaos.memory import MemoryLog, draw_memory
+    from offbeat.benchmarks.chaos.run_monitor import RunUnderChaos
+    from offbeat.benchmarks.chaos.session import CONFIG
+    from offbeat.deploy.cli.audit import AuditError, examine
+    from offbeat.deploy.local.processes import adopt_orphans
+
+    adopt_orphans()
+    report, log = SoakReport(minutes), MemoryLog()
+    run = RunUnderChaos(CONFIG, folder, "soak", [*LONG, *overrides], {})
+    say(f"the run's log: {run.log}")
+    try:
+        started = time.monotonic()
+        while (run.step() or -1) < 1 and run.running and time.monotonic() < started + START_S:
+            time.sleep(SAMPLE_S)
+        log, began = MemoryLog(), time.monotonic()
+        while run.running and time.monotonic() < began + 60 * minutes:
+            run.look()
+            run.trim(METRICS, EVENTS)
+            log.sample([psutil.Process(run.process.pid)])
+            time.sleep(SAMPLE_S)
+        if not run.running:
+            report.complaints.append(f"the run ended by itself: exit code {run.process.returncode}, see {run.log}")
+        else:
+            run.process.send_signal(signal.SIGINT)
+            if run.wait(END_S) != INTERRUPTED:
+                report.complaints.append(f"the run did not end in order: {run.process.returncode}, see {run.log}")
+    finally:
+        run.close()
+    report.leftovers = run.leftovers()
+    try:
+        found, _ = examine(folder)
+        report.steps = found.lineage.last
+        report.complaints += found.findings
+    except AuditError as error:
+        report.complaints.append(f"no audit: {error}")
+    if log.duration_h == 0:
+        report.complaints.append(f"no step in {START_S:.0f} s, see {run.log}")
+        return report
+    series = log.lasting()
+    _judge(report, series, log.duration_h)
+    if picture is not None:
+        title = f"{report.steps} steps in {60 * log.duration_h:.0f} minutes"
+        draw_memory(picture, title, series, log.duration_h)
+    return report
+
+
+def _judge(report: SoakReport, series: "Sequence[Series]", duration_h: float) -> None:
+    from offbeat.benchmarks.chaos.memory import growth
+
+    for each in series:
+        hours, mib = each.settled(duration_h)
+        found = growth(hours, mib) if hours else None
+        if found is None:
+            report.complaints.append(
+                f"{each.kind} (process {each.pid}): {len(mib)} samples tell nothing, soak for longer"
+            )
+            continue
+        grows = found.exceeds(max(LEAK_SHARE * statistics.median(mib), LEAST_MIB))
+        report.rows.append(_row(each, found, mib, grows=grows))
+        if grows:
+            report.complaints.append(
+                f"{each.kind} (process {each.pid}) grows by {found.per_hour:.1f} ± {found.error:.1f} MiB an hour, "
+                f"by {found.late:.1f} in the second half of the time"
+            )
+
+
+def _row(each: "Series", found: "Growth", mib: "Sequence[float]", *, grows: bool) -> dict[str, Any]:
+    return {
+        "kind": each.kind,
+        "pid": each.pid,
+        "first_mib": round(mib[0], 1),
+        "last_mib": round(mib[-1], 1),
+        "mib_per_hour": round(found.per_hour, 2),
+        "error": round(found.error, 2),
+        "late_mib_per_hour": round(found.late, 2),
+        "lowest_mib": round(min(mib), 1),
+        "highest_mib": round(max(mib), 1),
+        "grows": grows,
+        "files": [each.files[0], each.files[-1]],
+        "samples": len(mib),
+    }
+
+
+def _show(report: SoakReport, folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "process", "MiB, settled", "at the end", "lowest to highest", "MiB an hour", "late", "files", box=None
+    )
+    for row in report.rows:
+        slope = f"{row['mib_per_hour']:+.1f} ± {row['error']:.1f}{' grows' if row['grows'] else ''}"
+        files = " -> ".join(map(str, row["files"]))
+        span = f"{row['lowest_mib']:.1f} to {row['highest_mib']:.1f}"
+        late = f"{row['late_mib_per_hour']:+.1f}"
+        table.add_row(row["kind"], f"{row['first_mib']:.1f}", f"{row['last_mib']:.1f}", span, slope, late, files)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(
+        f"{report.steps} steps; growth in the last two thirds, with one standard error; late: in the second half of them"
+    )
+    console.print(
+        f"Redis was made to keep {METRICS:,} records of metrics and {EVENTS:,} events: its own bounds take hours to reach"
+    )
+    for what in (*report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
+        console.print(f"  - {what}")
+    console.print(f"{'PASSED' if report.passed else 'FAILED'}: {folder}")

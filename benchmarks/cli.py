@@ -1,0 +1,342 @@
+"""`offbeat bench ...`: the command lines of the benchmarks.
+
+Invariant: nothing heavy is imported before a benchmark is asked for, so that `offbeat --help` answers at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offbeat.deploy.local.signals import interrupt_at_signals
+
+bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def before_each() -> None:
+    interrupt_at_signals()
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.", show_default=False)
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Seconds instead of minutes: shows that it works, measures little.")
+]
+
+
+class Distribution(StrEnum):
+    """Of a latency."""
+
+    normal = "normal"
+    lognormal = "lognormal"
+
+
+class Size(StrEnum):
+    """Parameters of a model."""
+
+    m1 = "1M"
+    m16 = "16M"
+    m135 = "135M"
+
+
+class Work(StrEnum):
+    """What `offbeat bench async` trains and samples with."""
+
+    real = "real"
+    emulated = "emulated"
+
+
+@bench_app.command("async")
+def bench_async(
+    work: Annotated[Work, typer.Option(help="vLLM and DeepSpeed on the tiny policy, or times alone.")] = Work.real,
+    mean: Annotated[float, typer.Option(metavar="S", help="Mean latency of an env's step.")] = 0.2,
+    std: Annotated[float, typer.Option(metavar="S", help="Its standard deviation.")] = 0.2,
+    distribution: Annotated[
+        list[Distribution] | None, typer.Option(help="Of the latency; may be repeated. Default: both.")
+    ] = None,
+    staleness: Annotated[
+        list[float] | None, typer.Option(metavar="BOUND", help="max_staleness to compare with 0; may be repeated.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=3, help="Batches of each run.")] = 10,
+    batch: Annotated[int, typer.Option(min=1, help="Trajectories of a batch.")] = 64,
+    env_groups: Annotated[int, typer.Option(min=1, help="Groups of 8 in play.")] = 16,
+    train_s: Annotated[float, typer.Option(metavar="S", help="Of a batch, with --work emulated.")] = 0.5,
+    answer_s: Annotated[float, typer.Option(metavar="S", help="Of a turn, with --work emulated.")] = 0.02,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """The same work synchronously and asynchronously, against the ideal: the slower of both sides alone."""
+    from offbeat.benchmarks import async_training
+
+    options = async_training.Options(
+        work=work.value,
+        distributions=tuple(each.value for each in distribution or Distribution),
+        mean_s=mean,
+        std_s=std,
+        staleness=tuple(staleness or (0.5, 1.0, 2.0, 4.0)),
+        steps=steps,
+        batch=batch,
+        env_groups=env_groups,
+        train_s=train_s,
+        answer_s=answer_s,
+    )
+    if quick:
+        options = async_training.Options(
+            work="emulated", distributions=("lognormal",), mean_s=0.01, std_s=0.02, staleness=(1.0,),
+            steps=4, batch=16, env_groups=4, train_s=0.05, answer_s=0.002,
+        )  # fmt: skip
+    _run("async", async_training.run, options, json)
+
+
+@bench_app.command("redundancy")
+def bench_redundancy(
+    distribution: Annotated[
+        list[Distribution] | None, typer.Option(help="Of the latency; may be repeated. Default: both.")
+    ] = None,
+    mean: Annotated[float, typer.Option(metavar="S", help="Mean latency of an env's step.")] = 0.1,
+    normal_std: Annotated[float, typer.Option(metavar="S", help="Standard deviation, normal.")] = 0.05,
+    lognormal_std: Annotated[float, typer.Option(metavar="S", help="Standard deviation, log-normal.")] = 0.5,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of each setting.")] = 3,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Time to collect a batch of 32 groups of 8, and with more groups and episodes started than are needed."""
+    from offbeat.benchmarks import redundancy
+
+    options = redundancy.Options(
+        distributions=tuple(each.value for each in distribution or Distribution),
+        mean_s=mean,
+        normal_std_s=normal_std,
+        lognormal_std_s=lognormal_std,
+        rounds=rounds,
+    )
+    if quick:
+        options = redundancy.Options(
+            distributions=("lognormal",), mean_s=0.01, lognormal_std_s=0.05, num_groups=4, group_size=2, over=((5, 3),),
+            rounds=1,
+        )  # fmt: skip
+    _run("redundancy", redundancy.run, options, json)
+
+
+@bench_app.command("buffer")
+def bench_buffer(
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=64, help="Of a trajectory; may be repeated. Default: 256 and 4096.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Of 8 groups of 8, in a round.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    reverb: Annotated[bool, typer.Option("--reverb/--no-reverb", help="Compare with Reverb, too.")] = True,
+    venv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Reverb's own, made if absent. Default: in the user's cache.")
+    ] = None,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Groups/s into and out of the trajectory buffer, against plain redis-py moving the same bytes, and against Reverb."""
+    from offbeat.benchmarks.buffer import comparison
+
+    options = comparison.Options(
+        tokens=tuple(tokens or comparison.Options().tokens), batches=batches, rounds=rounds, reverb=reverb, venv=venv
+    )
+    if quick:
+        options = comparison.Options(tokens=(256,), batches=2, rounds=1, reverb=False)
+    _run("buffer", comparison.run, options, json)
+
+
+@bench_app.command("scale")
+def bench_scale(
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=8, help="Episodes at a time; may be repeated. Default: 16 to 4096.")
+    ] = None,
+    answer_s: Annotated[float, typer.Option(metavar="S", help="Of the scripted policy for a turn.")] = 0.0,
+    coalesce_s: Annotated[float, typer.Option(metavar="S", help="That turns wait for company.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Windows of each setting.")] = 5,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 episodes at a time. It is
+    busy at each number; with --answer-s 0.05 --coalesce-s 0.01 it waits for answers as in a run."""
+    from offbeat.benchmarks import scale
+
+    options = scale.Options(
+        concurrency=tuple(concurrency or scale.Options().concurrency),
+        answer_s=answer_s,
+        coalesce_s=coalesce_s,
+        rounds=rounds,
+    )
+    if quick:
+        options = scale.Options(concurrency=(16, 64), window_s=1.0, rounds=1)
+    _run("scale", scale.run, options, json)
+
+
+@bench_app.command("generation")
+def bench_generation(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: the tiny policy.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the engine: float32 or bfloat16.")] = "float32",
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time; may be repeated. Default: 1 to 256.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
+    per_client: Annotated[int, typer.Option(min=1, help="Requests of each client in a round.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    http: Annotated[bool, typer.Option(help="Also as somebody else's agent calls it, over HTTP.")] = True,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Tokens/s and latency of the generation service against a bare AsyncLLM, at 1 to 256 requests at a time."""
+    from offbeat.benchmarks import generation
+
+    options = generation.Options(
+        model=model,
+        dtype=dtype,
+        concurrency=tuple(concurrency or generation.Options().concurrency),
+        tokens=tokens,
+        per_client=per_client,
+        rounds=rounds,
+        http=http,
+    )
+    if quick:
+        options = replace(options, concurrency=(1, 8), tokens=8, per_client=2, rounds=1)
+    _run("generation", generation.run, options, json)
+
+
+@bench_app.command("learner")
+def bench_learner(
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Hugging Face folder. Default: one of --size, made.")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="Parameters of the model that is made.")] = Size.m1,
+    sequences: Annotated[int, typer.Option(min=4, help="Of a batch; a multiple of 4.")] = 32,
+    longest: Annotated[int, typer.Option(min=32, help="Tokens of the longest sequence.")] = 256,
+    budget: Annotated[int, typer.Option(min=64, help="Tokens of one forward and backward pass.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are measured.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="torch's, on a CPU.")] = 1,
+    cuda: Annotated[bool, typer.Option("--cuda", help="On the first GPU.")] = False,
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Tokens/s and peak memory of an optimizer step, against a bare transformers loop and TRL's trainer."""
+    from offbeat.benchmarks import learner
+
+    options = learner.Options(
+        model=model, size=size.value, sequences=sequences, longest=longest, budget=budget, steps=steps, threads=threads,
+        device="cuda" if cuda else "cpu",
+    )  # fmt: skip
+    if quick:
+        options = replace(options, sequences=8, longest=64, budget=256, steps=2, vocabulary=256)
+    try:
+        if complaint := learner.check(options):
+            raise learner.SideError(complaint)
+        _run("learner", learner.run, options, json)
+    except learner.SideError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@bench_app.command("weights")
+def bench_weights(
+    size: Annotated[
+        list[Size] | None, typer.Option(help="Parameters of the model; may be repeated. Default: all.")
+    ] = None,
+    replicas: Annotated[
+        list[int] | None, typer.Option(min=1, help="Replicas; may be repeated. Default: 1 and 2.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Versions of each setting.")] = 5,
+    running: Annotated[int, typer.Option(min=1, help="Requests that run in each replica.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "bfloat16",
+    json: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """From publish to served: how long, how long each replica pauses, and bytes/s against copies."""
+    from offbeat.benchmarks import weights
+    from offbeat.benchmarks.weight_deltas import DeltaOptions
+
+    options = weights.Options(
+        sizes=tuple(each.value for each in size or Size),
+        replicas=tuple(replicas or (1, 2)),
+        rounds=rounds,
+        running=running,
+        dtype=dtype,
+    )
+    if quick:
+        deltas = DeltaOptions(learning_rates=(1e-6,), steps=3)
+        options = replace(options, sizes=("1M",), replicas=(1,), rounds=2, deltas=deltas)
+    _run("weights", weights.run, options, json)
+
+
+@bench_app.command("peer")
+def bench_peer(
+    settings: Annotated[str, typer.Option(metavar="LIST", help="Of a, b and c, with commas.")] = "a,b,c",
+    seeds: Annotated[str, typer.Option(metavar="LIST", help="Of the runs, with commas.")] = "1,2,3",
+    sides: Annotated[str, typer.Option(metavar="LIST", help="Who is run or read: offbeat, trl.")] = "offbeat,trl",
+    steps: Annotated[int | None, typer.Option(min=8, help="Of each run. Default: the setting's own.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Of the runs' configuration; give --folder one of its own."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Holds the runs; those that are there are not measured again.")
+    ] = Path("runs/bench-peer"),
+    venv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="TRL's own, made if absent. Default: in the user's cache.")
+    ] = None,
+    smollm2: Annotated[Path, typer.Option(metavar="DIR", help="The model of setting c.")] = Path("models/smollm2"),
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Success over wall time, as PNG.")] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="TRL's turns wait for the whole batch, instead of taking who is ready.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Against TRL's GRPOTrainer: the same policy, maps, seeds and algorithm; success over wall time, trajectories/s.
+
+    a: tiny policy, instant env. b: env steps take 0.1 s on average, with a heavy tail. c: SmolLM2-135M.
+    """
+    from offbeat.benchmarks.harness.venv import VenvError
+    from offbeat.benchmarks.peer import comparison, options
+    from offbeat.deploy.config.errors import ConfigError
+
+    try:
+        chosen = options.parse(
+            settings=settings, seeds=seeds, sides=sides, steps=steps, folder=folder, venv=venv, smollm2=smollm2,
+            plot=plot, together=together, fresh=fresh, overrides=tuple(set_ or ()),
+        )  # fmt: skip
+        _run("peer", comparison.run, chosen, json)
+    except (options.PeerError, VenvError, ConfigError) as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@bench_app.command("plot")
+def bench_plot(
+    result: Annotated[Path, typer.Argument(metavar="RESULT.json", exists=True, dir_okay=False)],
+    picture: Annotated[Path, typer.Argument(metavar="PICTURE.png")],
+) -> None:
+    """Draw what a benchmark wrote with --json."""
+    from offbeat.benchmarks.harness.plots import draw
+
+    try:
+        draw(result, picture)
+    except ValueError as error:
+        typer.echo(f"offbeat: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
+    """Run a benchmark and keep its result."""
+    from offbeat.benchmarks.harness.result import write_json
+
+    try:
+        result = bench(options)
+    except KeyboardInterrupt:
+        typer.echo("offbeat: interrupted; what was started has ended", err=True)
+        raise
+    if file is not None:
+        write_json(file, name, asdict(options), result)

@@ -1,0 +1,115 @@
+"""The generation service over HTTP, as somebody else's agent calls it: OpenAI's completions at an env worker's gateway.
+
+Real: the gateway with its capture in a process of its own, as in an env worker; behind it the worker's batching and the
+Serve handle. The agents share a process and use `httpx`, on which OpenAI's client is built; each has an episode of its own.
+"""
+
+import itertools
+import ssl
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.benchmarks.harness.load import Load, Prompts, under_load
+from offbeat.benchmarks.harness.process_actor import Servant
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+
+if TYPE_CHECKING:
+    from offbeat.services.generation.client import GenerationClient
+
+SEQUENCE_LENGTH = 512
+TIMEOUT_S = 300.0
+
+
+class GatewayHost:
+    """In its own process: a gateway before the service, with an open episode for each agent."""
+
+    def __init__(self, ray_address: str, run_id: str, model: Path, coalesce_s: float) -> None:
+        self._ray_address = ray_address
+        self._run_id = run_id
+        self._model = model
+        self._coalesce_s = coalesce_s
+
+    async def start(self) -> None:
+        import ray
+
+        from offbeat.services.generation.client import ServeGenerationClient
+        from offbeat.services.generation.config import app_name
+
+        ray.init(address=self._ray_address, log_to_driver=False)
+        self.serve(ServeGenerationClient(app_name(self._run_id)))
+
+    def serve(self, client: "GenerationClient") -> None:
+        """Open the gateway before a generation service, on the running loop."""
+        from offbeat.services.chat.template import load_chat_template
+        from offbeat.services.gateway.server import Gateway
+        from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
+
+        self._batcher = TurnBatcher(client, self._coalesce_s)
+        self._template = load_chat_template(self._model)
+        self._episodes = ExitStack()
+        self._numbers = itertools.count()
+        self._gateway = Gateway()
+        self._gateway.start()
+
+    async def open(self, agents: int, tokens: int) -> tuple[str, list[str]]:
+        """An episode for each agent, instead of those before; returns where, and their keys."""
+        from offbeat.services.gateway.session import Bounds, EpisodeSession
+
+        self._episodes.close()
+        bounds = Bounds(SEQUENCE_LENGTH, tokens)
+        sessions = [EpisodeSession(self._template, self._sample, bounds) for _ in range(agents)]
+        for session in sessions:
+            self._episodes.enter_context(self._gateway.opened(session))
+        return self._gateway.origin, [session.key for session in sessions]
+
+    async def _sample(self, prompt: tuple[int, ...], most: int) -> Completion:
+        """Exactly `most` tokens: nothing stops an answer."""
+        request = GenerateRequest(f"http-{next(self._numbers)}", prompt, Sampling(max_new_tokens=most))
+        return await self._batcher.sample(request)
+
+    def close(self) -> None:
+        import ray
+
+        self.end()
+        ray.shutdown()
+
+    def end(self) -> None:
+        """Close what `open` opened."""
+        self._episodes.close()
+
+
+class Agents:
+    """The clients' side."""
+
+    def __init__(self, host: Servant, vocab_size: int, tokens: int) -> None:
+        self._host = host
+        self._tokens = tokens
+        self._prompts = Prompts(vocab_size, tokens, seed=3)
+
+    async def measure(self, concurrency: int, count: int) -> Load:
+        """One round."""
+        import httpx
+
+        origin, keys = self._host.call("open", concurrency, self._tokens)
+        verify = ssl.create_default_context()  # one for all: it takes longer than a call
+        async with AsyncExitStack() as clients:
+            # a client for each, as agents have; a pool of 256 connections searches all of them for each call
+            idle = [
+                await clients.enter_async_context(
+                    httpx.AsyncClient(
+                        base_url=origin, headers={"Authorization": f"Bearer {key}"}, verify=verify, timeout=TIMEOUT_S
+                    )
+                )
+                for key in keys
+            ]
+
+            async def call(request: GenerateRequest) -> int:
+                asked = {"model": "policy", "prompt": list(request.prompt), "max_tokens": self._tokens}
+                client = idle.pop()
+                answer = await client.post("/v1/completions", json=asked)
+                idle.append(client)
+                answer.raise_for_status()
+                return answer.json()["usage"]["completion_tokens"]
+
+            return await under_load(call, self._prompts.take(count), concurrency)

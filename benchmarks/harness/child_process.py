@@ -1,0 +1,129 @@
+"""A process of a benchmark's own that is told what to do over a pipe.
+
+Invariants: it ends with its parent, however that ends; what it raises is raised in the parent; one that ended without a word
+is missed by the next call, or at the end, which says how it ended and what it wrote last.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from offbeat.benchmarks.harness import event_loop
+
+PR_SET_PDEATHSIG = 1
+END_S = 20.0
+TAIL = 3
+"""Lines of the log that tell why a process ended."""
+Serve = Callable[..., Coroutine[Any, Any, None]]
+"""(its end of the pipe, arguments): what the process does; a module's function, which can be pickled."""
+
+
+class Child:
+    """The parent's end; `with` starts the process, waits for its first word, and ends it."""
+
+    def __init__(self, serve: Serve, arguments: tuple[Any, ...], *, log: Path, goodbye: Any) -> None:
+        """log: where the process's output goes. goodbye: the message upon which it ends by itself."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, self._theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(self._theirs, log, serve, arguments), daemon=False)
+        self._log = log
+        self._goodbye = goodbye
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self._theirs.close()
+        try:
+            self._answer()
+        except BaseException:  # Ctrl-C while it starts: `with` would not end it
+            self._process.kill()
+            self._process.join()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._tell(self._goodbye)
+            else:
+                self._process.terminate()
+            self._process.join(END_S)
+            # It may have been told in the moment in which it died.
+            if kind is None and self._process.exitcode:
+                raise RuntimeError(self._last_words())
+        finally:
+            if self._process.is_alive():
+                self._process.kill()
+            self._process.join()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None, "use `with`"
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raises what ended the process, if anything did; no answer may be due."""
+        if self._pipe.poll():
+            self._answer()
+
+    def _ask(self, message: Any) -> Any:
+        """Send a message and wait for the answer; raises what ended the process, if anything did."""
+        self._tell(message)
+        return self._answer()
+
+    def _tell(self, message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            # Typer takes a broken pipe for `| head` and ends without a word: what the process said last is raised instead
+            while True:
+                self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(self._last_words()) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _last_words(self) -> str:
+        self._process.join(END_S)
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        said = "".join(f"\n{line}" for line in lines[-TAIL:])
+        return f"a process of the benchmark ended with code {self._process.exitcode}{said}"
+
+
+def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...]) -> None:
+    _end_with_parent()
+    _quiet(log)
+    try:
+        event_loop.run(serve(pipe, *arguments))
+    except EOFError:
+        return  # the parent is gone
+    except Exception as error:
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _end_with_parent() -> None:
+    """Its Redis is gone with the parent, and so is who could end this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it ended while this process started
+        os._exit(1)
+
+
+def _quiet(log: Path) -> None:
+    """Send what this process and its children print, vLLM's warnings above all, to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)

@@ -1,0 +1,191 @@
+"""A learner inside the benchmark's own process: the real loop around a real trainer, or around one that only takes time.
+
+Invariant: intake, publisher, checkpoints and acknowledgements are those of a run; only what `train` does may differ.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.benchmarks.harness.environment import Ground
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.buffer.config import Order
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.messages.types import Group
+from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.services.weights.publisher import RedisWeightPublisher
+from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.learner.components import parts_of
+from offbeat.trainer.learner.evaluations import RedisEvaluationLog
+from offbeat.trainer.learner.loop import Learner
+from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.training.checkpoint import CheckpointStore
+from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
+from offbeat.trainer.warm_start.train import Progress
+
+START = "start"
+
+
+class TimedTrainer:
+    """`Trainer` that takes `train_s` for a batch, as an accelerator would that leaves the CPU alone."""
+
+    kl_coef = 0.0
+    vocab_size = 1 << 24
+
+    def __init__(self, train_s: float) -> None:
+        self._train_s = train_s
+        self._weights = torch.zeros(1024)
+
+    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
+        """See `Trainer.begin`."""
+        del progress, stopped
+        return True
+
+    def load(self, folder: Path, kl_coef: float) -> None:
+        """See `Trainer.load`."""
+        raise NotImplementedError("a benchmark starts from the beginning")
+
+    def steer(self, learning_rate: float) -> None:
+        """See `Trainer.steer`."""
+
+    def train(
+        self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()
+    ) -> dict[str, Partial]:
+        """See `Trainer.train`."""
+        del groups, silent, weights
+        time.sleep(self._train_s)
+        self._weights.fill_(step)
+        return {}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer.tensors`."""
+        yield "weight", self._weights
+
+    def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        (folder / "nothing").touch()
+
+
+class Records:
+    """Keeps the learner's metric records and shows nothing."""
+
+    def __init__(self, on_step: Callable[[int], None]) -> None:
+        self._on_step = on_step
+        self.steps: list[MetricRecord] = []
+        self.evaluations: list[MetricRecord] = []
+
+    def append(self, record: MetricRecord) -> None:
+        """See `MetricsSink`."""
+        if record.source == "eval":
+            self.evaluations.append(record)
+        if record.source == "learner" and record.step is not None:
+            self.steps.append(record)
+            self._on_step(record.step)
+
+    def show(self, **_: str) -> None:
+        """See `Board`."""
+
+
+class BenchLearner:
+    """One run's learner; `publish_start` first, then `run`."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        config: RunConfig,
+        epoch: int,
+        trainer: Any,
+        on_step: Callable[[int], None],
+        *,
+        check: Callable[[], None],
+        evaluates: bool = False,
+        order: Order = "completion",
+        ends_at: float = math.inf,
+    ) -> None:
+        """trainer: a `Trainer` with `vocab_size`, begun already. check: raises once there are no rollouts to wait for any
+        more. evaluates: before and after, as the run says. ends_at: monotonic time at which to stop."""
+        read = learner_config(config, evaluates=evaluates)
+        run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
+        self._trainer: Trainer = trainer
+        self._publisher = RedisWeightPublisher(
+            ground.redis, config.exp_name, config.weights, epoch, config.output_dir, read.adapter_settings
+        )
+        self.records = Records(on_step)
+
+        def stopped() -> bool:
+            check()
+            return time.monotonic() > ends_at
+
+        buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
+        parts = parts_of(
+            run,
+            trainer=trainer,
+            vocab_size=trainer.vocab_size,
+            publisher=self._publisher,
+            buffer=buffer,
+            checkpoints=CheckpointStore(run.checkpoints, 1),
+            sink=self.records,
+            log=RedisEvaluationLog(ground.redis, config.exp_name),
+            reporter=Reporter(self.records, self.records),
+            stopped=stopped,
+        )
+        self._learner = Learner(run, parts)
+
+    def publish_start(self) -> None:
+        """Announce version 0, so that rollouts may begin."""
+        self._publisher.publish(0, 0, self._trainer.tensors())
+
+    def run(self) -> list[MetricRecord]:
+        """Train `max_steps`; returns the record of each step."""
+        try:
+            self._learner.run()
+        finally:
+            self.close()
+        return self.records.steps
+
+    def close(self) -> None:
+        """Return when nothing is being published any more; `run` does so at its end."""
+        self._publisher.close()
+
+
+def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
+    """A run's configuration as the learner reads it; without evaluations unless they are what is measured."""
+    read = LearnerRunConfig.model_validate_json(config.model_dump_json())
+    return read if evaluates else read.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
+
+
+@contextmanager
+def real_trainers(
+    ground: Ground, config: RunConfig, show: Callable[[str], None]
+) -> Iterator[Callable[[RunConfig], Any]]:
+    """Warm-start the tiny policy once; gives what makes a fresh real trainer of those weights for a run."""
+    torch.set_num_threads(config.actor_train.num_threads)
+    torch.manual_seed(config.seed)
+    ranks = ranks_of_environment("cpu")
+    with process_group(ranks):
+        folder = ground.folder / START
+        _warm_start(config, ranks, folder, show)
+        yield lambda of: _trainer(of.model_copy(update={"pretrain": str(folder), "warm_start": None}), ranks)
+
+
+def _warm_start(config: RunConfig, ranks: Ranks, folder: Path, show: Callable[[str], None]) -> None:
+    folder.mkdir()
+    trainer = _trainer(config, ranks, begin=False)
+    trainer.begin(lambda done, total: show(f"warm start {done}/{total}"), lambda: False)
+    trainer.save(folder)
+
+
+def _trainer(config: RunConfig, ranks: Ranks, *, begin: bool = True) -> PolicyTrainer:
+    run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, learner_config(config))
+    trainer = PolicyTrainer(run, ranks)
+    if begin:
+        trainer.begin(lambda *_: None, lambda: False)
+    return trainer

@@ -1,0 +1,220 @@
+"""Rollouts in a process of their own: one real env worker, and with it a replica or a scripted policy.
+
+Invariant: the process plays one run after another, so that what is slow to start (the engine) starts once.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from offbeat.benchmarks.harness.child_process import Child
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.keys import RunKeys
+from offbeat.services.rollout.config import WorkerSettings
+
+LOAD_S = 20.0
+"""Longest load of a version."""
+LOG = "rollouts.log"
+LOOK_S = 0.02
+"""Between two looks at what a replica serves."""
+WATCH_S = 0.1
+"""Between two looks at how many episodes are being played; they count as the worker's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """Who answers the turns."""
+
+    kind: Literal["vllm", "engine", "client"]
+    """`vllm`: the real engine in the real replica. `engine`: a scripted engine in the real replica, which follows the
+    broker. `client`: a scripted policy right behind the worker."""
+    delay_s: float = 0.0
+    """Of a scripted answer."""
+    config: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What playing a run took, from its start to its stop."""
+
+    wall_s: float
+    cpu_s: float
+    """Of the process and those below it."""
+    rss_bytes: int
+    """When it stopped."""
+    playing: float
+    """Episodes in hand, on average."""
+    calls: int
+    """To generation."""
+
+
+class Rollouts(Child):
+    """The parent's end."""
+
+    def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:
+        super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
+
+    def play(self, settings: WorkerSettings) -> None:
+        """Begin to play a run."""
+        self._ask(("play", settings))
+
+    def stop(self) -> Usage:
+        """Stop playing; what is in hand is given back."""
+        return self._ask(("stop",))
+
+    def usage(self) -> Usage:
+        """So far."""
+        return self._ask(("usage",))
+
+
+async def _serve(pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+    await _Host(pipe, policy, model, sequence_length).serve()
+
+
+class _Host:
+    """The child's end."""
+
+    def __init__(self, pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
+        self._pipe = pipe
+        self._policy = policy
+        self._model = model
+        self._sequence_length = sequence_length
+
+    async def serve(self) -> None:
+        from offbeat.services.chat.append_only import load_chat_format
+
+        self._chat = load_chat_format(self._model)
+        engine = await self._engine()
+        self._pipe.send("ready")
+        try:
+            while (message := await asyncio.to_thread(self._pipe.recv))[0] == "play":
+                async with self._playing(message[1], engine) as meter:
+                    self._pipe.send("playing")
+                    while (await asyncio.to_thread(self._pipe.recv))[0] == "usage":
+                        self._pipe.send(meter.usage())
+                    last = meter.usage()
+                self._pipe.send(last)
+        finally:
+            engine.close()
+
+    async def _engine(self) -> Any:
+        from offbeat.benchmarks.harness.scripted_policy import ScriptedEngine, ScriptedPolicy
+        from offbeat.services.generation.vllm.engine import VllmEngine
+
+        if self._policy.kind == "vllm":
+            return await VllmEngine.start(
+                self._policy.config, self._model, sequence_length=self._sequence_length, seed=0
+            )
+        return ScriptedEngine(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s)
+
+    @asynccontextmanager
+    async def _playing(self, settings: WorkerSettings, engine: Any) -> AsyncIterator["_Meter"]:
+        from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+        from offbeat.services.redis.connection import connect_async
+        from offbeat.services.rollout.actor import calm_collector
+        from offbeat.services.rollout.worker import EnvWorker
+        from offbeat.services.telemetry import AsyncRedisMetrics
+
+        async with connect_async(settings.redis_url) as redis:
+            client, replica = self._client(settings, engine, redis)
+            worker = EnvWorker(
+                settings,
+                "bench",
+                buffer=AsyncRolloutBuffer(redis, settings.run_id),
+                generation=client,
+                metrics=AsyncRedisMetrics(redis, settings.run_id),
+                chat=self._chat,
+            )
+            meter = _Meter(worker)
+            calm_collector(settings.rollout.max_env_num_per_worker)
+            working = self._watched("env worker", worker.run())
+            chores = [self._watched("meter", meter.watch())]
+            if replica is not None:
+                chores.append(self._watched("replica", replica.follow()))
+            try:
+                yield meter
+            finally:
+                worker.stop()
+                await working
+                await _caught_up(replica, redis, settings.run_id)
+                for chore in chores:
+                    chore.cancel()
+                await asyncio.gather(*chores, return_exceptions=True)
+
+    def _watched(self, what: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """A task; one that ends by an error has nobody else to tell."""
+
+        def report(task: "asyncio.Task[Any]") -> None:
+            if not task.cancelled() and (error := task.exception()):
+                self._pipe.send(RuntimeError(f"the {what} ended: {type(error).__name__}: {error}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(report)
+        return task
+
+    def _client(self, settings: WorkerSettings, engine: Any, redis: Any) -> Any:
+        from offbeat.benchmarks.harness.scripted_policy import ReplicaGeneration, ScriptedGeneration, ScriptedPolicy
+        from offbeat.services.generation.replica import GenerationReplica
+        from offbeat.services.weights.config import WeightsConfig
+        from offbeat.services.weights.subscriber import RedisWeightSubscriber
+
+        if self._policy.kind == "client":
+            return ScriptedGeneration(ScriptedPolicy(self._chat, seed=0), self._policy.delay_s), None
+        if self._policy.kind == "vllm":  # the next run has other weights of the same versions
+            engine = engine.salted(secrets.token_hex(4))
+        subscriber = RedisWeightSubscriber(redis, settings.run_id, WeightsConfig(), settings.output_dir)
+        replica = GenerationReplica("bench", engine, subscriber, self._policy.config)
+        return ReplicaGeneration(replica), replica
+
+
+async def _caught_up(replica: Any, redis: Any, run_id: str) -> None:
+    """Return once the replica serves the newest version: the engine, which the next run gets, is not left half-way."""
+    newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
+    try:
+        async with asyncio.timeout(LOAD_S):
+            while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it rings for nobody
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise TimeoutError(f"the replica does not serve version {newest} after {LOAD_S:g} s") from None
+
+
+class _Meter:
+    """Watches a worker and its process."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._process = psutil.Process()
+        # Looked up once: to look for children is to look at every process of the machine.
+        self._processes = (self._process, *self._process.children(recursive=True))
+        self._began = time.monotonic()
+        self._cpu_before = self._cpu_s()
+        self._episode_s = 0.0
+
+    async def watch(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = time.monotonic()
+            self._episode_s += self._worker.num_playing * (now - before)
+            before = now
+
+    def usage(self) -> Usage:
+        wall_s = time.monotonic() - self._began
+        return Usage(
+            wall_s=wall_s,
+            cpu_s=self._cpu_s() - self._cpu_before,
+            rss_bytes=self._process.memory_info().rss,
+            playing=self._episode_s / wall_s,
+            calls=self._worker.num_calls,
+        )
+
+    def _cpu_s(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)

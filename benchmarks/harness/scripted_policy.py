@@ -1,0 +1,98 @@
+"""A policy without a model: it answers at once, or after a given time, with a random direction.
+
+Invariant: it stands where the engine or the whole generation service stands, behind the same protocols; everything around
+it is the real thing.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from offbeat.envs.frozen_lake.maps import ACTIONS
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.generation.replica import GenerationReplica
+from offbeat.services.generation.vllm.engine import LoadTimes
+from offbeat.services.messages.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    VersionSpan,
+)
+
+LOGPROB = -1.4
+"""About that of one direction among four."""
+
+
+class ScriptedPolicy:
+    """Walks at random; each answer is a direction and the end of the turn."""
+
+    def __init__(self, chat: ChatFormat, seed: int) -> None:
+        self._answers = [(*chat.encode(word), chat.end_id) for word in ACTIONS]
+        self._random = random.Random(seed)
+
+    def answer(self, request: GenerateRequest, version: int) -> Completion:
+        """A completion as `version` might have sampled it."""
+        ids = self._random.choice(self._answers)[: request.sampling.max_new_tokens]
+        finish = FinishReason.STOP if ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
+        spans = (VersionSpan(0, len(ids), version),)
+        return Completion(request.request_id, ids, (LOGPROB,) * len(ids), spans, finish)
+
+
+class ScriptedEngine:
+    """`PolicyEngine` without a model: the replica around it follows the broker as ever."""
+
+    def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
+        self._policy = policy
+        self._delay_s = delay_s
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        """See `PolicyEngine.generate`."""
+        if self._delay_s:
+            await asyncio.sleep(self._delay_s)
+        return self._policy.answer(request, version)
+
+    async def stage(self, path: Path) -> None:
+        """See `PolicyEngine.stage`."""
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """See `PolicyEngine.load`. The bytes are left alone."""
+        del path, version
+        return LoadTimes(0.0, 0.0)
+
+    async def check(self) -> None:
+        """See `PolicyEngine.check`."""
+
+    def close(self) -> None:
+        """See `PolicyEngine.close`."""
+
+
+class ScriptedGeneration:
+    """`GenerationClient` without a service."""
+
+    def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
+        self._policy = policy
+        self._delay_s = delay_s
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """See `GenerationClient.generate`."""
+        await asyncio.sleep(self._delay_s)
+        yield [self._policy.answer(request, request.min_version) for request in requests]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `GenerationClient.abort`. Answers are too short to be worth it."""
+
+
+class ReplicaGeneration:
+    """`GenerationClient` of a replica in this process: the same calls without Ray Serve in between."""
+
+    def __init__(self, replica: GenerationReplica) -> None:
+        self._replica = replica
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """See `GenerationClient.generate`."""
+        return self._replica.generate(requests)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `GenerationClient.abort`."""
+        await self._replica.abort(request_ids)

@@ -1,0 +1,64 @@
+"""FrozenLake whose steps take time: what tools, the web and games with a clock do to a rollout.
+
+Invariant: each env draws its latencies from a generator of its own, numbered by the order in which its process makes envs,
+so siblings of a group wait differently and a run repeats itself.
+"""
+
+import itertools
+import math
+import time
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from offbeat.envs.config import Config
+from offbeat.envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
+
+__all__ = ["WORDS", "Latency", "SlowLake", "SlowLakeConfig"]
+
+Distribution = Literal["normal", "lognormal"]
+
+
+class Latency(Config):
+    """How long a step takes."""
+
+    distribution: Distribution = "normal"
+    """`normal`: cut off at 0. `lognormal`: the heavy tail of real tools; `mean_s` and `std_s` are those of the latency, not
+    of its logarithm."""
+    mean_s: float = Field(default=0.0, ge=0)
+    std_s: float = Field(default=0.0, ge=0)
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One step's latency, s."""
+        if self.mean_s == 0:
+            return 0.0
+        if self.distribution == "normal":
+            return max(0.0, float(rng.normal(self.mean_s, self.std_s)))
+        variance = math.log1p((self.std_s / self.mean_s) ** 2)
+        return float(rng.lognormal(math.log(self.mean_s) - variance / 2, math.sqrt(variance)))
+
+
+class SlowLakeConfig(FrozenLakeConfig):
+    """`env_config` of `SlowLake`."""
+
+    latency: Latency = Latency()
+    latency_seed: int = 0
+
+
+class SlowLake(FrozenLakeEnv):
+    """FrozenLake that sleeps in each step; run it with `execution: thread`."""
+
+    config_class: ClassVar[type[FrozenLakeConfig]] = SlowLakeConfig
+    _numbers: ClassVar[Any] = itertools.count()
+
+    def __init__(self, config: SlowLakeConfig | None = None) -> None:
+        slow = config or SlowLakeConfig()
+        super().__init__(slow)
+        self._latency = slow.latency
+        self._latency_rng = np.random.default_rng([slow.latency_seed, next(self._numbers)])
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """See `FrozenLakeEnv.step`."""
+        time.sleep(self._latency.draw(self._latency_rng))
+        return super().step(action)

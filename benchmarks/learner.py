@@ -1,0 +1,194 @@
+"""`offbeat bench learner`: tokens/s and peak memory of an optimizer step, against a bare loop and against TRL's trainer.
+
+Invariant: the sides train the same model on the same batch in processes of their own, and take their steps in turn, so that
+whatever else the machine does falls on all of them alike. Tokens are those of the sequences; padding does not count.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat.benchmarks.harness.result import Spread, console, show
+from offbeat.benchmarks.learner_backends import (
+    GROUP,
+    READY,
+    STEP,
+    Task,
+)
+
+PROMPT = 16
+SHORTEST = 32
+LONG = 8
+"""Of a long prompt and its answer, the answer is one part in so many."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured."""
+
+    model: Path | None = None
+    """A Hugging Face folder; None makes one of `size` with random weights."""
+    size: str = "1M"
+    sequences: int = 32
+    longest: int = 256
+    vocabulary: int = 8192
+    """Words of the model that is made."""
+    budget: int = 2048
+    steps: int = 5
+    threads: int = 1
+    device: str = "cpu"
+
+
+class SideError(Exception):
+    """A side ended before its time; the message is what it said last."""
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure equal and ragged lengths, and long prompts with short answers, where ours is also asked to compute a group's
+    prompt once; shows a table and returns what the JSON file holds."""
+    sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
+        model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
+        batches: dict[str, Any] = {}
+        equal = [options.longest] * options.sequences
+        long_prompt = options.longest * (LONG - 1) // LONG
+        for name, lengths, prompt in (
+            ("equal", equal, PROMPT),
+            ("ragged", _ragged(options), PROMPT),
+            ("long prompts", equal, long_prompt),
+        ):
+            task = Task(model, lengths, prompt, options.budget, options.threads, 1, options.device)
+            task.write(Path(folder) / "task.json")
+            present = ["offbeat", "shared", *sides[1:]] if prompt == long_prompt else sides
+            batches[name] = _measure(present, Path(folder) / "task.json", sum(lengths), options.steps)
+    result = {
+        "batches": batches,
+        "left_out": [] if "trl" in sides else ["trl: it is not installed (the dev extra has it)"],
+    }
+    _show(result)
+    return result
+
+
+def _ragged(options: Options) -> list[int]:
+    """Lengths spread evenly on a logarithmic scale, each group's in another order."""
+    rng = random.Random(1)
+    count = options.sequences
+    lengths = [round(SHORTEST * (options.longest / SHORTEST) ** (i / max(1, count - 1))) for i in range(count)]
+    rng.shuffle(lengths)
+    return lengths
+
+
+def _make_model(folder: Path, options: Options) -> str:
+    import torch
+
+    from offbeat.benchmarks.weights import SHAPES
+    from offbeat.trainer.config.learner import ModelArgs
+    from offbeat.trainer.models.policy import load_policy
+    from offbeat.trainer.models.tiny import write_tiny_policy
+
+    shape = SHAPES[options.size].model_copy(update={"max_position_embeddings": max(512, options.longest)})
+    write_tiny_policy(folder, shape, [f"w{i}" for i in range(options.vocabulary - 8)])
+    torch.set_num_threads(options.threads)
+    load_policy(folder, ModelArgs(attn_implementation="sdpa"), seed=1).model.save_pretrained(folder)
+    return str(folder)
+
+
+def _measure(sides: list[str], task: Path, num_tokens: int, steps: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    peak: dict[str, int] = {}
+    with ExitStack() as stack:
+        running = {side: stack.enter_context(_side(side, task)) for side in sides}
+        for number in range(-1, steps):
+            for side, process in running.items():
+                if number % 5 == 0:
+                    console().print(f"{side}: step {number + 1} of {steps}")
+                took = _step(process)
+                if number >= 0:  # the first one compiles and allocates
+                    seconds[side].append(took["seconds"])
+                    peak[side] = took["bytes"]
+    ours = statistics.median(seconds["offbeat"])
+    return {
+        "tokens": num_tokens,
+        "sides": {
+            side: {
+                "tokens_per_s": Spread.of(num_tokens / each for each in seconds[side]),
+                "peak_mib": peak[side] / MIB,
+                "ratio": statistics.median(seconds[side]) / ours,
+            }
+            for side in sides
+        },
+    }
+
+
+@contextmanager
+def _side(side: str, task: Path) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "offbeat.benchmarks.learner_backends", side, str(task)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    log = task.with_name(f"{side}.log")
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=task.parent,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        _read(process, READY, log)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # how it ended is told below
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return json.loads(_read(process, STEP))
+
+
+def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) -> str:
+    """The rest of the next line that starts with `word`; libraries may print others."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word)
+    said = log.read_text().strip().splitlines()[-3:] if log else []
+    raise SideError(f"{cast(list[str], process.args)[3]} ended early: {' '.join(said) or process.wait()}")
+
+
+def _show(result: dict[str, Any]) -> None:
+    rows = [
+        (name, side, found["tokens_per_s"].median, found["tokens_per_s"].low, found["tokens_per_s"].high,
+         found["ratio"], found["peak_mib"])
+        for name, batch in result["batches"].items()
+        for side, found in batch["sides"].items()
+    ]  # fmt: skip
+    columns = ("lengths", "side", "tokens/s", "lowest", "highest", "offbeat is x faster", "peak MiB")
+    show("An optimizer step", columns, rows)
+    for line in result["left_out"]:
+        console().print(line)
+
+
+def check(options: Options) -> str:
+    """Why these options can't be measured, or nothing."""
+    if options.sequences % GROUP:
+        return f"{options.sequences} sequences are no whole number of groups of {GROUP}"
+    if options.longest < SHORTEST:
+        return f"the longest sequence has {options.longest} tokens: take at least {SHORTEST}"
+    return ""

@@ -1,0 +1,239 @@
+"""`offbeat bench peer`: runs both sides, evaluates their snapshots by the same code, and compares.
+
+Invariant: a run that lies in the folder is not measured again unless asked for, so a long benchmark can be had in pieces.
+"""
+
+import json
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from offbeat.benchmarks.harness.result import console, show
+from offbeat.benchmarks.peer.options import (
+    OFFBEAT,
+    TRL,
+    Options,
+    SideError,
+)
+from offbeat.benchmarks.peer.plot import draw
+from offbeat.benchmarks.peer.processes import (
+    evaluate,
+    make_policy,
+    run_offbeat,
+    run_trl,
+)
+from offbeat.benchmarks.peer.records import SideRun, read_offbeat, read_trl
+from offbeat.benchmarks.peer.settings import (
+    SETTINGS,
+    Setting,
+    adjusted,
+    evaluate_job,
+    offbeat_config,
+    train_job,
+    warm_config,
+)
+from offbeat.benchmarks.peer.venv import TRL_VENV
+from offbeat.deploy.config.run import RunConfig
+
+TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""The same success: the highest of these that both sides reach with a seed."""
+SUCCESSES = "successes.json"
+DONE = "done"
+
+
+class PeerBench:
+    """Runs what is not there yet, and reads what is."""
+
+    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._say = say
+        self._guest = TRL_VENV.python_of(options.venv)
+
+    def measure(self, setting: Setting, seed: int, side: str) -> SideRun:
+        """One run of one side, its snapshots rated."""
+        name = f"{TRL}-together" if side == TRL and self._options.together else side
+        folder = self._options.folder / f"{setting.name}-{seed}" / name
+        config = self.config(setting, seed, folder.resolve() / "run")
+        if self._options.fresh or not (folder / DONE).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            self._run(setting, seed, side, config, folder)
+            (folder / DONE).touch()
+        run = read_trl(folder) if side == TRL else read_offbeat(folder / "run", Path(config.pretrain))
+        return self._rated(setting, config, run, folder, f"{setting.name}, seed {seed}, {side}")
+
+    def config(self, setting: Setting, seed: int, output: Path) -> RunConfig:
+        """What both sides go by; the policy is made if it is not there."""
+        steps = self._options.steps or setting.steps
+        return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
+
+    def _run(self, setting: Setting, seed: int, side: str, config: RunConfig, folder: Path) -> None:
+        self._say(f"setting {setting.name}, seed {seed}: {side} trains")
+        o = self._options
+        if side == OFFBEAT:
+            run_offbeat(config, folder, 4 * o.max_seconds)
+            return
+        job = train_job(
+            setting, config, folder, threads=o.threads, max_seconds=o.max_seconds, together=o.together
+        )  # fmt: skip
+        run_trl(self._python(), job, folder, 4 * o.max_seconds)
+
+    def _policy(self, setting: Setting, seed: int) -> Path:
+        if setting.pretrained:
+            if not (self._options.smollm2 / "config.json").exists():
+                where = self._options.smollm2
+                raise SideError(
+                    f"no model in {where}: make it with `offbeat model smollm2 {where}`, or name it by --smollm2"
+                )
+            return self._options.smollm2.resolve()
+        out = (self._options.folder / "policies" / f"seed-{seed}").resolve()
+        if not (out / "model.safetensors").exists():
+            self._say(f"seed {seed}: warm start of the policy that both sides begin with")
+            shutil.rmtree(out, ignore_errors=True)
+            make_policy(warm_config(setting, seed, out.with_name(f"warm-{seed}")), out, self._options.max_seconds)
+        return out
+
+    def _rated(self, setting: Setting, config: RunConfig, run: SideRun, folder: Path, who: str) -> SideRun:
+        if not setting.eval_tasks or not run.snapshots:
+            return run
+        kept = folder / SUCCESSES
+        if not kept.exists():
+            self._say(f"{who}: evaluating {len(run.snapshots)} snapshots")
+            folders = [each.folder for each in run.snapshots]
+            job = evaluate_job(setting, config, folders, folder / "evaluated.json", threads=self._options.threads)
+            kept.write_text(json.dumps(evaluate(self._python(), job, folder, self._options.max_seconds)))
+        return run.rated(json.loads(kept.read_text(encoding="utf-8")))
+
+    def _python(self) -> Path:
+        if self._guest is None:
+            self._say(f"making TRL's venv in {self._options.venv} (minutes, once)")
+            self._guest = TRL_VENV.ensure(self._options.venv)
+        return self._guest
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure, show and draw; returns what goes into the JSON."""
+    settings = [adjusted(SETTINGS[name], options.overrides) for name in options.settings]
+    with console().status("starting") as status:
+        bench = PeerBench(options, status.update)
+        found = [_setting(bench, options, setting) for setting in settings]
+    for each in found:
+        _show(each)
+    if options.plot is not None:
+        draw(options.plot, found)
+    return {"settings": found}
+
+
+def _setting(bench: PeerBench, options: Options, setting: Setting) -> dict[str, Any]:
+    sides = [side for side in (OFFBEAT, TRL) if side in options.sides]
+    batch = bench.config(setting, options.seeds[0], Path("run")).rollout_batch_size
+    runs = {side: {seed: bench.measure(setting, seed, side) for seed in options.seeds} for side in sides}
+    return {"setting": setting.name, "title": setting.title, **compare(runs, batch)}
+
+
+def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
+    """Medians over seeds, ratios of the sides, and each run.
+
+    How much sooner a side is at the same success is asked seed by seed, because what is reached differs from seed to
+    seed; the median of these ratios is given.
+    """
+    seeds = {seed for by_seed in runs.values() for seed in by_seed}
+    targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}
+    sides = {side: _side(by_seed, batch, targets) for side, by_seed in runs.items()}
+    result: dict[str, Any] = {"batch": batch, "sides": sides}
+    if OFFBEAT in sides and TRL in sides:
+        ours, theirs = sides[OFFBEAT], sides[TRL]
+        result["rate_ratio"] = ours["trajectories_per_s"] / theirs["trajectories_per_s"]
+        times = [
+            (o["seconds_to_target"], t["seconds_to_target"]) for o, t in zip(ours["runs"], theirs["runs"], strict=True)
+        ]
+        if known := [theirs_s / ours_s for ours_s, theirs_s in times if ours_s and theirs_s]:
+            result["speedup_to_target"] = statistics.median(known)
+    return result
+
+
+def common_target(runs: Sequence[SideRun]) -> float | None:
+    """The highest of `TARGETS` that every run reaches."""
+    return next((t for t in TARGETS if runs and all(each.seconds_to(t) is not None for each in runs)), None)
+
+
+def _side(by_seed: dict[int, SideRun], batch: int, targets: dict[int, float | None]) -> dict[str, Any]:
+    return {
+        "trajectories_per_s": statistics.median(each.rate(batch) for each in by_seed.values()),
+        "step_s": statistics.median(each.step_s() for each in by_seed.values()),
+        "step_cpu_s": _median(each.step_cpu_s() for each in by_seed.values()),
+        "startup_s": statistics.median(each.startup_s for each in by_seed.values()),
+        "runs": [
+            {
+                "seed": seed,
+                "trajectories_per_s": each.rate(batch),
+                "step_s": each.step_s(),
+                "step_cpu_s": each.step_cpu_s(),
+                "step_cpu_s_by_kind": each.step_cpu_s_by_kind(),
+                "startup_s": each.startup_s,
+                "target_success": targets[seed],
+                "seconds_to_target": _seconds_to(each, targets[seed]),
+                "steps": [asdict(step) for step in each.steps],
+                "curve": [{"step": s.step, "seconds": s.seconds, "success": s.success} for s in each.snapshots],
+            }
+            for seed, each in by_seed.items()
+        ],
+    }
+
+
+def _seconds_to(run: SideRun, target: float | None) -> float | None:
+    return None if target is None else run.seconds_to(target)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _show(found: dict[str, Any]) -> None:
+    rows = [
+        [
+            side,
+            run["seed"],
+            run["trajectories_per_s"],
+            run["step_s"],
+            run["step_cpu_s"],
+            _reached(run),
+            _final(run),
+        ]
+        for side, of in found["sides"].items()
+        for run in of["runs"]
+    ]
+    rows += [
+        [side, "median", of["trajectories_per_s"], of["step_s"], of["step_cpu_s"], None, None]
+        for side, of in found["sides"].items()
+    ]
+    if "rate_ratio" in found:
+        rows.append(["offbeat / trl", "", found["rate_ratio"], None, None, found.get("speedup_to_target"), None])
+    columns = (
+        "side",
+        "seed",
+        "trained trajectories/s",
+        "s/step",
+        "CPU s/step",
+        "s to the same success",
+        "success at the end",
+    )
+    show(f"({found['setting']}) {found['title']}", columns, rows)
+    for side, of in found["sides"].items():
+        for run in of["runs"]:
+            spent = ", ".join(
+                f"{kind} {seconds:.2f}" for kind, seconds in run["step_cpu_s_by_kind"].items() if seconds >= 0.01
+            )
+            console().print(f"CPU s/step of {side}, seed {run['seed']}: {spent or 'not seen'}", markup=False)
+
+
+def _reached(run: dict[str, Any]) -> str | None:
+    return None if run["seconds_to_target"] is None else f"{run['seconds_to_target']:.1f} to {run['target_success']:g}"
+
+
+def _final(run: dict[str, Any]) -> float | None:
+    return run["curve"][-1]["success"] if run["curve"] else None

@@ -1,0 +1,74 @@
+"""What `offbeat bench peer` is asked for, and how it refuses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OFFBEAT, TRL = "offbeat", "trl"
+SETTING_NAMES = ("a", "b", "c")
+
+
+class PeerError(Exception):
+    """The comparison can't be had; the message says why and what would be right."""
+
+
+class SideError(PeerError):
+    """A side failed; the message names its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is compared."""
+
+    settings: tuple[str, ...] = ("a", "b", "c")
+    seeds: tuple[int, ...] = (1, 2, 3)
+    sides: tuple[str, ...] = (OFFBEAT, TRL)
+    steps: int | None = None
+    """None: the setting's own."""
+    overrides: tuple[str, ...] = ()
+    """`key=value` of the configuration, over those of each setting."""
+    folder: Path = Path("runs/bench-peer")
+    venv: Path = Path()
+    smollm2: Path = Path("models/smollm2")
+    plot: Path | None = None
+    threads: int = 2
+    """Of TRL; Offbeat's are those of its configuration."""
+    together: bool = False
+    """TRL's turns wait for all episodes of the batch."""
+    max_seconds: float = 330.0
+    """TRL's training ends after so long."""
+    fresh: bool = False
+
+
+def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: Any) -> Options:
+    """Options from what stood on the command line: lists with commas.
+
+    Raises:
+        PeerError: a name or a number is none.
+    """
+    from offbeat.benchmarks.peer.venv import TRL_VENV
+
+    return Options(
+        settings=_names("settings", settings, SETTING_NAMES),
+        seeds=_numbers(seeds),
+        sides=_names("sides", sides, (OFFBEAT, TRL)),
+        venv=TRL_VENV.default_folder() if venv is None else venv,
+        **rest,
+    )
+
+
+def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise PeerError(f"--{option} {text}: there is no {unknown[0]!r}, there is {', '.join(known)}")
+    return names
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not part.isdecimal()]
+    if wrong:
+        raise PeerError(f"--seeds {text}: {wrong[0]!r} is no whole number")
+    return tuple(int(part) for part in dict.fromkeys(parts))

@@ -1,0 +1,33 @@
+"""`python -m offbeat.benchmarks.peer.policy CONFIG OUT`: the warm-started policy that both sides begin with, as a folder."""
+
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.run_setup import prepare_folder
+from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
+from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
+
+
+def make_policy(config_file: Path, out: Path) -> None:
+    """Warm-start a run's policy as its learner would, and keep the weights in `out`."""
+    config = load_run(config_file)
+    torch.set_num_threads(config.actor_train.num_threads)
+    torch.manual_seed(config.seed)
+    prepare_folder(config)
+    read = LearnerRunConfig.model_validate_json(config.model_dump_json())
+    ranks = ranks_of_environment("cpu")
+    with process_group(ranks):
+        trainer = PolicyTrainer(LearnerRun(config.exp_name, config.exp_name, config.output_dir, read), ranks)
+        trainer.begin(lambda *_: None, lambda: False)
+        out.mkdir(parents=True)
+        trainer.save(out)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    make_policy(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,106 @@
+"""Running one side: TRL in its venv, Offbeat by its own command, snapshots' evaluation in TRL's venv for both."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import offbeat
+from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter
+from offbeat.benchmarks.peer.options import SideError
+from offbeat.benchmarks.peer.trl_worker import job as jobs
+from offbeat.deploy.config.loader import dump_yaml
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.local.processes import dying_with_this_thread
+
+GUEST = "offbeat.benchmarks.peer.trl_worker"
+BIG = str(1 << 32)
+
+
+def guest_environment(folder: Path, threads: int) -> dict[str, str]:
+    """Environment of a process in TRL's venv: our packages by links, so that no other package of ours is seen, and memory
+    that glibc keeps instead of returning it to the kernel between steps."""
+    links = folder / "path"
+    links.mkdir(parents=True, exist_ok=True)
+    if not (links / "offbeat").exists():
+        (links / "offbeat").symlink_to(Path(offbeat.__file__).parent)
+    return {
+        **os.environ,
+        "PYTHONPATH": str(links.resolve()),
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "MALLOC_MMAP_THRESHOLD_": BIG,
+        "MALLOC_TRIM_THRESHOLD_": BIG,
+        "MALLOC_TOP_PAD_": str(1 << 26),
+    }
+
+
+def run_trl(python: Path, job: jobs.TrainJob, folder: Path, timeout_s: float) -> None:
+    """Train with TRL."""
+    jobs.write(folder / "job.json", job)
+    command = [str(python), "-m", f"{GUEST}.train", str((folder / "job.json").resolve())]
+    _run(command, folder / "trl.log", timeout_s, guest_environment(folder, job.threads), folder / CPU)
+
+
+def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float) -> list[float]:
+    """Success of each of the job's folders."""
+    jobs.write(folder / "evaluate.json", job)
+    command = [str(python), "-m", f"{GUEST}.evaluate", str((folder / "evaluate.json").resolve())]
+    _run(command, folder / "evaluate.log", timeout_s, guest_environment(folder, job.threads))
+    return json.loads(Path(job.output).read_text(encoding="utf-8"))
+
+
+def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
+    """`offbeat train`, the real command."""
+    log = folder / "offbeat.log"
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(_written(config, log))]
+    _run(command, log, timeout_s, dict(os.environ), folder / CPU)
+
+
+def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
+    """Warm-start a policy into `out`."""
+    log = out.with_suffix(".log")
+    command = [sys.executable, "-m", "offbeat.benchmarks.peer.policy", str(_written(config, log)), str(out)]
+    _run(command, log, timeout_s, dict(os.environ))
+
+
+def _written(config: RunConfig, log: Path) -> Path:
+    """The configuration as a file beside the log."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = log.with_suffix(".yaml")
+    file.write_text(dump_yaml(config), encoding="utf-8")
+    return file
+
+
+def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str], cpu: Path | None = None) -> None:
+    """Run to the end; one that takes too long is interrupted, and killed if it does not listen. It does not outlive us.
+
+    cpu: where to write down the CPU time of all its processes while they run.
+
+    Raises:
+        SideError: it failed or took too long.
+    """
+    with log.open("wb") as out:
+        mortal = dying_with_this_thread(command, by=signal.SIGTERM)
+        process = subprocess.Popen(mortal, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        meter = CpuMeter(process.pid, cpu) if cpu is not None else None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise SideError(f"not done in {timeout_s:g} s: {' '.join(command[1:4])}\nRead {log}") from None
+        finally:
+            if meter is not None:
+                meter.stop()
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(20.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    if code:
+        raise SideError(f"{' '.join(command[1:4])} ended with {code}\nRead {log}")

@@ -1,0 +1,141 @@
+"""What one side's run came to: read from the files that it wrote, TRL's `steps.jsonl` or Offbeat's `metrics.jsonl`."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offbeat.benchmarks.peer.cpu_meter import CPU
+
+FIRST_STEPS = 5
+"""Left out of the rates: both sides fill up and warm up."""
+REPORT_S = 1.0
+"""How late a replica may tell that it holds its first weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer batch."""
+
+    step: int
+    seconds: float
+    """From when the policy could first be asked, wall time."""
+    success: float
+    """Of the trained episodes."""
+    time: float = 0.0
+    """Unix time at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Weights that are evaluated afterwards."""
+
+    step: int
+    seconds: float
+    folder: Path
+    success: float | None = None
+    """On held-out tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SideRun:
+    """One run of one side."""
+
+    startup_s: float
+    """From the command to the moment from which `seconds` count."""
+    steps: tuple[Step, ...]
+    snapshots: tuple[Snapshot, ...]
+    cpu: tuple[tuple[float, float], ...] = ()
+    """(Unix time, CPU seconds that all its processes had taken)."""
+    cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
+    """Of each kind of process at the times of `cpu`."""
+
+    def rated(self, successes: Sequence[float]) -> "SideRun":
+        """With the snapshots' successes, in their order."""
+        pairs = zip(self.snapshots, successes, strict=True)
+        return replace(self, snapshots=tuple(replace(each, success=success) for each, success in pairs))
+
+    def rate(self, batch: int) -> float:
+        """Trained trajectories/s, without the first steps."""
+        first = self.steps[min(FIRST_STEPS, len(self.steps) - 2)]
+        last = self.steps[-1]
+        return batch * (last.step - first.step) / (last.seconds - first.seconds)
+
+    def step_s(self) -> float:
+        """Median seconds of a step."""
+        later = self.steps[min(FIRST_STEPS, len(self.steps) - 2) :]
+        return statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(later))
+
+    def step_cpu_s(self) -> float | None:
+        """Mean CPU seconds of a step, all processes together; None where nobody looked."""
+        return self._per_step([used for _, used in self.cpu])
+
+    def step_cpu_s_by_kind(self) -> dict[str, float]:
+        """The same of each kind of process, the dearest first; kinds below a millisecond are left out."""
+        found = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
+        return {kind: spent for kind, spent in sorted(found.items(), key=lambda each: -each[1]) if spent >= 0.001}
+
+    def _per_step(self, used: Sequence[float]) -> float | None:
+        first, last = self.steps[min(FIRST_STEPS, len(self.steps) - 2)], self.steps[-1]
+        if len(used) < 2:
+            return None
+        began, ended = np.interp([first.time, last.time], [time for time, _ in self.cpu], used)
+        return float(ended - began) / (last.step - first.step)
+
+    def seconds_to(self, target: float) -> float | None:
+        """When the held-out success first was `target`, between two snapshots on the straight line; None: never."""
+        rated = [each for each in self.snapshots if each.success is not None]
+        before: Snapshot | None = None
+        for each in rated:
+            assert each.success is not None
+            if each.success >= target:
+                if before is None or before.success is None:
+                    return each.seconds
+                share = (target - before.success) / (each.success - before.success)
+                return before.seconds + share * (each.seconds - before.seconds)
+            before = each
+        return None
+
+
+def read_trl(folder: Path) -> SideRun:
+    """What `guest.train` wrote."""
+    records = _lines(folder / "steps.jsonl")
+    steps = tuple(Step(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
+    seconds = {0: 0.0} | {each.step: each.seconds for each in steps}
+    return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds), *_cpu(folder))
+
+
+def read_offbeat(folder: Path, start: Path) -> SideRun:
+    """What `offbeat train` wrote. start: the folder of the policy that it began with."""
+    records = _lines(folder / "metrics.jsonl")
+    began = next(r["time"] for r in records if r["source"] == "command")
+    served = next(r["time"] for r in records if r["source"] == "generation" and r["values"].get("weight_updates"))
+    zero = served - REPORT_S
+    learner = [r for r in records if r["source"] == "learner" and r["step"] is not None]
+    steps = tuple(Step(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
+    seconds = {each.step: each.seconds for each in steps}
+    snapshots = (Snapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
+    return SideRun(zero - began, steps, snapshots, *_cpu(folder.parent))
+
+
+def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[Snapshot, ...]:
+    """The `step-*` folders of steps whose time is known."""
+    found = [(int(each.name.removeprefix("step-")), each) for each in sorted(folder.glob("step-*"))]
+    return tuple(Snapshot(step, seconds[step], each) for step, each in found if step in seconds)
+
+
+def _cpu(folder: Path) -> tuple[tuple[tuple[float, float], ...], dict[str, tuple[float, ...]]]:
+    path = folder / CPU
+    looks = _lines(path) if path.exists() else []
+    kinds = {kind for look in looks for kind in look.get("by_kind", {})}
+    by_kind = {kind: tuple(look["by_kind"].get(kind, 0.0) for look in looks) for kind in kinds}
+    return tuple((look["time"], look["cpu_s"]) for look in looks), by_kind
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

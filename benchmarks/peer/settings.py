@@ -1,0 +1,170 @@
+"""The three settings: what differs between them, as a run's configuration and as TRL's job.
+
+Invariant: TRL's job is read off the configuration that Offbeat runs, so that task, seeds, algorithm and batch are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offbeat.benchmarks.peer.trl_worker.job import EvaluateJob, Play, TrainJob
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import model_folder
+from offbeat.envs import registry
+from offbeat.services.rollout.tasks import FIRST_EVAL_SEED, train_task
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+TAG = "FrozenLake"
+SLOW_LAKE = "offbeat.benchmarks.harness.slow_lake:SlowLake"
+LEARNER_MEASURES = ("eval_steps=0", "final_val_batch_size=1", "max_ckpt_to_keep=100000")
+"""Neither side evaluates while it trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One of the three."""
+
+    name: str
+    title: str
+    config: str
+    """File in `deploy/configs`."""
+    steps: int
+    snapshot_every: int
+    """Steps between the weights that are evaluated afterwards."""
+    eval_tasks: int
+    overrides: tuple[str, ...] = ()
+    env_threads: int = 0
+    pretrained: bool = False
+    """Starts from SmolLM2 instead of a warm-started tiny policy."""
+
+
+LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
+SETTINGS = {
+    "a": Setting("a", "tiny policy, instant env", "quickstart.yaml", 120, 10, 256),
+    "b": Setting(
+        "b",
+        "tiny policy, env steps log-normal, mean 0.1 s, std 0.2 s",
+        "quickstart.yaml",
+        60,
+        5,
+        256,
+        overrides=(
+            f"custom_envs.{TAG}.env_type={SLOW_LAKE}",
+            f"custom_envs.{TAG}.execution=thread",
+            f"custom_envs.{TAG}.env_config.latency={LATENCY}",
+            "rollout.num_threads=256",
+            "rollout.coalesce_s=0.03",  # a turn may wait that long for company, its env makes it wait longer
+            "max_staleness=2",  # groups wait for their slowest member: more of them must be in play to feed the learner
+            "buffer.order=completion",  # a batch does not wait for the slowest of all that were admitted with it
+            "buffer.stale_policy=train",  # what came late was paid for
+        ),
+        env_threads=64,
+    ),
+    "c": Setting(
+        "c", "SmolLM2-135M, instant env", "frozen_lake_smollm2.yaml", 8, 0, 0, pretrained=True
+    ),
+}  # fmt: skip
+
+
+def adjusted(setting: Setting, overrides: Sequence[str]) -> Setting:
+    """The setting under a configuration that differs by `key=value`s; what TRL has no word for is Offbeat's alone."""
+    return replace(setting, overrides=(*setting.overrides, *overrides))
+
+
+def warm_config(setting: Setting, seed: int, output: Path) -> RunConfig:
+    """The run whose warm start gives both sides their policy."""
+    return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
+
+
+def offbeat_config(setting: Setting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
+    """What `offbeat train` runs."""
+    return load_run(
+        CONFIGS / setting.config,
+        [
+            f"exp_name=peer-{setting.name}-{seed}",
+            f"output_dir={output}",
+            f"seed={seed}",
+            f"pretrain={policy}",
+            "warm_start=null",
+            f"max_steps={steps}",
+            f"save_steps={setting.snapshot_every or steps}",
+            *LEARNER_MEASURES,
+            *setting.overrides,
+        ],
+    )
+
+
+def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -> Play:
+    """How `config`'s episodes are played."""
+    env = config.custom_envs[TAG]
+    system = env.agent_system_template
+    if system is None:
+        system = str(getattr(registry.make(env.env_type, env.env_config).unwrapped, "system_prompt", ""))
+    return Play(
+        env_type=env.env_type,
+        env_config=dict(env.env_config),
+        system_prompt=system,
+        agent_template=env.agent_template,
+        max_turns=env.max_steps,
+        max_new_tokens=min(env.max_tokens_per_step, config.actor_infer.generating_args.max_new_tokens),
+        sequence_length=config.sequence_length,
+        env_threads=env_threads,
+        together=together,
+    )
+
+
+def train_job(
+    setting: Setting, config: RunConfig, output: Path, *, threads: int, max_seconds: float, together: bool
+) -> TrainJob:
+    """The same run for TRL."""
+    args, group_size = config.actor_train.training_args, config.train_env_manager.group_size
+    groups = config.rollout_batch_size // group_size
+    return TrainJob(
+        policy=str(model_folder(config).resolve()),
+        output=str(output.resolve()),
+        play=play_rules(config, setting.env_threads, together=together),
+        seed=config.seed,
+        task_seeds=[train_task(config, config.seed, number).seed for number in range(groups * config.max_steps)],
+        steps=config.max_steps,
+        groups_per_step=groups,
+        group_size=group_size,
+        micro_batch=config.rollout_batch_size,  # of 16, 32 and 64 sequences a pass, all at once cost the least CPU
+        learning_rate=args.learning_rate,
+        warmup_steps=args.warmup_steps,
+        lr_scheduler_type=args.lr_scheduler_type,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_epsilon=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_grad_norm,
+        pg_clip=config.pg_clip,
+        scale_rewards="group" if config.reward_method == "mean_std" else "none",
+        entropy_coef=config.entropy_loss_coef,
+        dtype=config.actor_train.model_args.dtype,
+        threads=threads,
+        snapshot_every=setting.snapshot_every,
+        max_seconds=max_seconds,
+    )
+
+
+def evaluate_job(
+    setting: Setting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
+) -> EvaluateJob:
+    """Success of snapshots on held-out maps, without the envs' latency."""
+    settings: dict[str, Any] = dict(config.custom_envs[TAG].env_config)
+    settings.pop("latency", None)
+    held_out = registry.held_out_config("frozen_lake", settings)
+    seeds = registry.distinct_seeds(setting.eval_tasks, FIRST_EVAL_SEED, "frozen_lake", held_out)
+    return EvaluateJob(
+        policy=str(model_folder(config).resolve()),
+        folders=[str(folder.resolve()) for folder in folders],
+        play=replace(play_rules(config, 0), env_type="frozen_lake", env_config=held_out),
+        task_seeds=seeds,
+        seed=config.seed,
+        batch=128,
+        dtype=config.actor_train.model_args.dtype,
+        threads=threads,
+        output=str(output.resolve()),
+    )

@@ -1,0 +1,93 @@
+"""What the host asks of a process in TRL's venv, as JSON in a file; standard library alone, so both sides can read it."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """How episodes are played; the same rules as `offbeat.services.rollout` plays by."""
+
+    env_type: str
+    env_config: dict[str, Any]
+    system_prompt: str
+    agent_template: str
+    """A turn's user message, with `{observation}`, `{step}` and `{actions_left}`."""
+    max_turns: int
+    max_new_tokens: int
+    """Of an answer."""
+    sequence_length: int
+    """Longest episode, tokens."""
+    env_threads: int
+    """0: step on the main thread, for envs that answer at once."""
+    together: bool = False
+    """Whether each turn waits for all running episodes, as one `generate` call a turn does, or takes who is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """One run of TRL's GRPOTrainer."""
+
+    policy: str
+    output: str
+    """Folder for `steps.jsonl` and `snapshots/`."""
+    play: Play
+    seed: int
+    task_seeds: list[int]
+    """Env seed of each group, in the order in which they are trained."""
+    steps: int
+    groups_per_step: int
+    group_size: int
+    micro_batch: int
+    """Sequences of one forward and backward pass."""
+    learning_rate: float
+    warmup_steps: int
+    lr_scheduler_type: str
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    pg_clip: float
+    scale_rewards: str
+    """`none` or `group`: divided by the group's standard deviation."""
+    entropy_coef: float
+    dtype: str
+    threads: int
+    snapshot_every: int
+    """Steps between snapshots of the weights; what they take is left out of the wall time. 0: none."""
+    max_seconds: float
+    """Training ends at the first step after so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateJob:
+    """Success of snapshots on held-out tasks, sampled at temperature 1."""
+
+    policy: str
+    """Folder with the tokenizer."""
+    folders: list[str]
+    play: Play
+    task_seeds: list[int]
+    seed: int
+    batch: int
+    dtype: str
+    threads: int
+    output: str
+    """File for the successes, a JSON list in the order of `folders`."""
+
+
+def write(path: Path, job: TrainJob | EvaluateJob) -> None:
+    """Write a job for `read`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+
+
+def read(path: Path) -> TrainJob | EvaluateJob:
+    """Read what `write` wrote."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values["play"] = Play(**values["play"])
+    kind = TrainJob if "steps" in values else EvaluateJob
+    return kind(**{field.name: values[field.name] for field in fields(kind)})

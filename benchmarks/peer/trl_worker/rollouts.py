@@ -1,0 +1,170 @@
+"""Many episodes at once through plain transformers: every episode whose env has answered takes its next turn at once.
+
+With an env that answers immediately all of them move in step, a batch a turn. With one that takes its time nobody waits for
+the slowest: the batch is whoever is ready. Keys and values stay over all turns, and siblings share their prompt's.
+"""
+
+# pyright: basic
+import queue
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.benchmarks.peer.trl_worker.chat import Chat
+from offbeat.benchmarks.peer.trl_worker.job import Play
+from offbeat.benchmarks.peer.trl_worker.kv_store import Store
+from offbeat.envs import registry
+from offbeat.envs.prompts import fill_template
+
+
+@dataclass
+class Episode:
+    """One episode as it grows."""
+
+    slot: int
+    env: Any
+    prompt: tuple[int, ...] = ()
+    completion: list[int] = field(default_factory=list)
+    """All tokens after the first prompt, the env's among them, up to the last answer."""
+    sampled: list[int] = field(default_factory=list)
+    """1 where the policy sampled the token of `completion`, 0 where the env said it."""
+    unread: list[int] = field(default_factory=list)
+    """Tokens that the model has to read before it answers."""
+    answer: list[int] = field(default_factory=list)
+    turns: int = 0
+    reward: float = 0.0
+    success: bool = False
+
+    def hear(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy did not sample."""
+        self.completion += ids
+        self.sampled += [0] * len(ids)
+        self.unread += ids
+
+    def say(self, token: int) -> None:
+        """A token that the policy sampled."""
+        self.completion.append(token)
+        self.sampled.append(1)
+        self.answer.append(token)
+        self.unread.append(token)
+
+
+class Player:
+    """Plays `num_slots` episodes at most at a time with one model."""
+
+    def __init__(self, model: Any, chat: Chat, play: Play, num_slots: int) -> None:
+        self._chat = chat
+        self._play = play
+        self._store = Store(model, num_slots, play.sequence_length)
+        self._envs = [registry.make(play.env_type, play.env_config) for _ in range(num_slots)]
+        self._pool = ThreadPoolExecutor(play.env_threads) if play.env_threads else None
+        self._replies: queue.SimpleQueue[tuple[Episode, Any]] = queue.SimpleQueue()
+        self._live: list[Episode] = []
+        """By slot."""
+
+    def first_message(self, task_seed: int) -> str:
+        """The user message that an episode with this env seed begins with."""
+        return self._message(self._envs[0].reset(seed=task_seed)[0], 0)
+
+    def _message(self, observation: str, turns: int) -> str:
+        left = self._play.max_turns - turns
+        return fill_template(self._play.agent_template, observation=observation, step=turns + 1, actions_left=left)
+
+    @torch.inference_mode()
+    def play(self, task_seeds: Sequence[int], group_size: int = 1) -> list[Episode]:
+        """Play `group_size` episodes of each task to their ends; siblings stand together, in the order of the tasks."""
+        episodes = [Episode(slot, self._envs[slot]) for slot in range(len(task_seeds) * group_size)]
+        self._live = list(episodes)
+        self._store.clear()
+        logits = self._begin(episodes, task_seeds, group_size)
+        self._answer(episodes, logits)
+        while self._live:
+            ready = self._take_replies()
+            if ready:
+                self._answer(ready, self._read(ready))
+        return episodes
+
+    def _begin(self, episodes: Sequence[Episode], task_seeds: Sequence[int], group_size: int) -> Tensor:
+        leaders = episodes[::group_size]
+        for number, episode in enumerate(episodes):
+            observation, _ = episode.env.reset(seed=task_seeds[number // group_size])
+            episode.prompt = self._chat.first_prompt(self._message(observation, 0))
+        logits = self._store.feed([each.slot for each in leaders], [each.prompt for each in leaders])
+        if group_size > 1:
+            for leader in leaders:
+                self._store.copy(leader.slot, range(leader.slot + 1, leader.slot + group_size))
+        return logits.repeat_interleave(group_size, 0)
+
+    def _read(self, ready: Sequence[Episode]) -> Tensor:
+        chunks = [each.unread for each in ready]
+        logits = self._store.feed([each.slot for each in ready], chunks)
+        for each in ready:
+            each.unread = []
+        return logits
+
+    def _answer(self, ready: list[Episode], logits: Tensor) -> None:
+        """One answer of each, and off to its env."""
+        speaking = ready
+        for place in range(self._play.max_new_tokens):
+            if place:
+                logits = self._read(speaking)
+            for episode, token in zip(speaking, _sample(logits), strict=True):
+                episode.say(token)
+            speaking = [each for each in speaking if each.answer[-1] not in self._chat.stop_ids]
+            if not speaking:
+                break
+        for episode in ready:
+            text = self._chat.answer(tuple(episode.answer))
+            if self._pool is None:
+                self._replies.put((episode, episode.env.step(text)))
+            else:
+                self._pool.submit(self._step, episode, text)
+
+    def _step(self, episode: Episode, text: str) -> None:
+        try:
+            self._replies.put((episode, episode.env.step(text)))
+        except Exception as error:
+            self._replies.put((episode, error))
+
+    def _take_replies(self) -> list[Episode]:
+        """Wait for an env, take along all that have answered; returns the episodes that go on, by slot."""
+        least = len(self._live) if self._play.together else 1
+        replies = [self._replies.get() for _ in range(least)]
+        while not self._replies.empty():
+            replies.append(self._replies.get())
+        goes_on = [episode for episode, reply in replies if self._hear(episode, reply)]
+        return sorted(goes_on, key=lambda each: each.slot)
+
+    def _hear(self, episode: Episode, reply: Any) -> bool:
+        if isinstance(reply, Exception):
+            raise reply
+        observation, reward, terminated, truncated, info = reply
+        episode.turns += 1
+        episode.reward += float(reward)
+        episode.success = bool(info.get("success", False))
+        chunk = self._chat.next_prompt(self._message(observation, episode.turns))
+        ended = episode.answer[-1] == self._chat.end_id
+        room = self._play.sequence_length - len(episode.prompt) - len(episode.completion) - len(chunk) - 2
+        if terminated or truncated or episode.turns >= self._play.max_turns or room < self._play.max_new_tokens:
+            self._leave(episode)
+            return False
+        episode.answer = []
+        episode.hear(chunk if ended else (self._chat.end_id, *chunk))
+        return True
+
+    def _leave(self, episode: Episode) -> None:
+        """Free a slot; the last one moves there, so that the live ones lie together."""
+        last = self._live.pop()
+        if last is not episode:
+            self._store.copy(last.slot, [episode.slot])
+            self._live[episode.slot], last.slot = last, episode.slot
+        episode.slot = -1
+
+
+def _sample(logits: Tensor) -> list[int]:
+    """At temperature 1. [n, vocabulary] -> n tokens"""
+    return torch.softmax(logits, -1).div_(torch.empty_like(logits).exponential_()).argmax(-1).tolist()

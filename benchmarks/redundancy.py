@@ -1,0 +1,132 @@
+"""`offbeat bench redundancy`: how long a batch takes when the slowest episodes need not be waited for.
+
+Real: Redis, the buffer with its cancellations, the env worker with its threads, the replica that follows the broker, the
+learner's loop. The policy is a script, and training takes no time: what is left is the time to collect a batch.
+
+Invariant: every setting collects the same batch (`num_groups` groups of `group_size`), all in one call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.status import Status
+
+from offbeat.benchmarks.harness.environment import (
+    TAG,
+    Ground,
+    ground,
+    manager,
+    slow_lake,
+    worker,
+)
+from offbeat.benchmarks.harness.learner import BenchLearner, TimedTrainer
+from offbeat.benchmarks.harness.result import Spread, console, show
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.services.telemetry import MetricRecord, RedisMetrics
+
+FIRST_BATCHES = 1
+"""Not measured: threads and envs are made."""
+ROLL_MEAN_S = 10.0
+"""Mean latency of ROLL Flash's experiment (arXiv:2510.11345), to which times are scaled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured; times in seconds."""
+
+    distributions: tuple[str, ...] = ("normal", "lognormal")
+    mean_s: float = 0.1
+    normal_std_s: float = 0.05
+    """ROLL Flash's half of the mean."""
+    lognormal_std_s: float = 0.5
+    """A heavy tail."""
+    num_groups: int = 32
+    group_size: int = 8
+    over: tuple[tuple[int, int], ...] = ((32, 9), (36, 8), (36, 9), (36, 12))
+    """(groups, episodes of each) that are started for the same batch."""
+    rounds: int = 3
+    answer_s: float = 0.005
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure everything and show it; returns what goes into the JSON."""
+    grid = ((options.num_groups, options.group_size), *options.over)
+    with console().status("starting") as status, ground() as base:
+        first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
+        base.prepare(first)
+        policy = PolicySpec("engine", delay_s=options.answer_s)
+        with Rollouts(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
+            found = {
+                name: [_setting(options, base, rollouts, name, *cell, status) for cell in grid]
+                for name in options.distributions
+            }
+    tables = {name: with_ratios(rows) for name, rows in found.items()}
+    for name, rows in tables.items():
+        _show(name, options, rows)
+    return {"distributions": tables}
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row with its speed-up over the first one, which has no redundancy."""
+    base: Spread = rows[0]["batch_s"]
+    return [{**row, "ratio": base.median / row["batch_s"].median} for row in rows]
+
+
+def _setting(
+    o: Options, base: Ground, rollouts: Rollouts, distribution: str, groups: int, members: int, status: Status
+) -> dict[str, Any]:
+    std_s = o.normal_std_s if distribution == "normal" else o.lognormal_std_s
+    latency = {"distribution": distribution, "mean_s": o.mean_s, "std_s": std_s}
+    name = f"bench-{distribution}-{groups}x{members}"
+    config = base.run_config(
+        name,
+        custom_envs={TAG: slow_lake(latency)},
+        train_env_manager=manager(groups, o.group_size, redundancy=members - o.group_size),
+        rollout=worker(groups * members, spare_threads=groups * members),
+        rollout_batch_size=o.num_groups * o.group_size,
+        max_steps=o.rounds + FIRST_BATCHES,
+        # As many groups as are started beyond the batch: those that lose are too old for the next one, and dropped.
+        max_staleness=groups / o.num_groups - 1,
+    )
+    epoch = base.prepare(config, spare_steps=1.0)
+
+    def say(step: int) -> None:
+        status.update(f"{distribution}: {groups} x {members}, batch {step}/{config.max_steps}")
+
+    learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), say, check=rollouts.check)
+    rollouts.play(base.worker_settings(config))
+    records = learner.run()
+    usage = rollouts.stop()
+    return {
+        "groups": groups,
+        "members": members,
+        "batch_s": Spread.of(_batch_s(records)),
+        "cancelled": _total(base, name, "cancelled") / len(records),
+        "episodes": _total(base, name, "episodes") / len(records),
+        "worker_cpu_s": usage.cpu_s / len(records),
+    }
+
+
+def _batch_s(records: Sequence[MetricRecord]) -> list[float]:
+    return [record.values["time/wait_s"].value for record in records[FIRST_BATCHES:]]
+
+
+def _total(base: Ground, run_id: str, name: str) -> float:
+    """Sum of a metric of the env worker over the run."""
+    records = RedisMetrics(base.redis, run_id).read(count=100_000)
+    return sum(r.values[name].total for _, r in records if r.source == "rollout" and name in r.values)
+
+
+def _show(distribution: str, o: Options, rows: Sequence[dict[str, Any]]) -> None:
+    scale = ROLL_MEAN_S / o.mean_s if o.mean_s else 1.0
+    columns = ("groups x episodes", "batch, s", "lowest", "highest", "at a mean of 10 s", "ratio", "cancelled a batch")
+    show(
+        f"{distribution} latency: a batch of {o.num_groups} groups of {o.group_size}",
+        columns,
+        [
+            [f"{r['groups']} x {r['members']}", s.median, s.low, s.high, s.median * scale, r["ratio"], r["cancelled"]]
+            for r in rows
+            for s in (r["batch_s"],)
+        ],
+    )

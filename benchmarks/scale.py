@@ -1,0 +1,214 @@
+"""`offbeat bench scale`: what an episode costs when one env worker plays 16 to 4,096 of them at a time.
+
+Real: Redis with its append-only file, the buffer, the env worker, FrozenLake. The policy is a script that answers each turn
+at once, so that the worker is busy at each number, or after a given time. CPU is that of the worker's process and of Redis;
+whoever takes the groups out is not counted.
+
+Invariant: what is measured is a long run. Episodes that began together end in waves: a measurement begins when every place
+has ended some, and counts many generations; one at its edge is paid for in one window and counted in the next. Every number
+has its turn in each round, so that a machine that grows slower makes none dearer than the others.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+from typing import Any
+
+import psutil
+
+from offbeat.benchmarks.harness.environment import (
+    TAG,
+    Ground,
+    ground,
+    manager,
+    slow_lake,
+)
+from offbeat.benchmarks.harness.result import Spread, console, show
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.keys import RunKeys
+from offbeat.services.rollout.config import CustomEnv, RolloutConfig
+
+GROUP_SIZE = 8
+WARM_UP = 64
+"""Episodes at a time of a setting that is not reported."""
+EARLY = 3
+"""Episodes of each place that are not measured."""
+ENDLESS = 10**6
+"""Steps: no run ends, and with it what is played, while it is measured."""
+FLAT = 0.2
+"""What the issue allows between the cheapest and the dearest setting."""
+
+_NUMBERS = itertools.count()
+"""Of runs: no two settings share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured; times in seconds."""
+
+    concurrency: tuple[int, ...] = (16, 64, 256, 1024, 4096)
+    answer_s: float = 0.0
+    """Of the scripted policy for one turn."""
+    coalesce_s: float = 0.0
+    """See `rollout.coalesce_s`."""
+    window_s: float = 8.0
+    """At least; see `generations`."""
+    generations: int = 8
+    """A window lasts until so many episodes of each place ended, on average."""
+    rounds: int = 5
+    """In each, one window of every setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Totals at a moment."""
+
+    at: float
+    trajectories: int
+    worker_cpu_s: float
+    redis_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one window showed."""
+
+    trajectories_per_s: float
+    worker_cpu_ms: float
+    """Per trajectory."""
+    redis_cpu_ms: float
+    """Per trajectory."""
+    bytes_per_episode: float
+    """That the process grew by; where an earlier window left it room, too little."""
+
+    @property
+    def cpu_ms(self) -> float:
+        """Per trajectory."""
+        return self.worker_cpu_ms + self.redis_cpu_ms
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure everything and show it; returns what goes into the JSON."""
+    with console().status("starting") as status, ground() as base:
+        first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
+        base.prepare(first)
+        policy = PolicySpec("client", delay_s=options.answer_s)
+        windows: dict[int, list[Window]] = {count: [] for count in options.concurrency}
+        with Rollouts(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
+            _Setting(options, base, rollouts, WARM_UP).measure()  # imports, caches, connections
+            for number in range(options.rounds):
+                for count in options.concurrency:
+                    status.update(f"round {number + 1} of {options.rounds}: {count} episodes at a time")
+                    windows[count].append(_Setting(options, base, rollouts, count).measure())
+    rows = [_row(count, seen) for count, seen in windows.items()]
+    spread = cost_spread([[each.cpu_ms for each in seen] for seen in windows.values()])
+    _show(rows, spread)
+    return {"settings": rows, "cost_spread": spread, "flat": spread <= FLAT}
+
+
+def cost_spread(costs: Sequence[Sequence[float]]) -> float:
+    """By how much the dearest setting costs more than the cheapest; 0.2 is a fifth.
+
+    costs: of each setting, its windows in the order of the rounds. A window is held against the others of its round, for
+    the machine is faster in one minute than in the next; what counts of a setting is the median of these.
+    """
+    means = [geometric_mean(of_round) for of_round in zip(*costs, strict=True)]
+    relative = [median(cost / mean for cost, mean in zip(windows, means, strict=True)) for windows in costs]
+    return max(relative) / min(relative) - 1
+
+
+class _Setting:
+    """One number of episodes at a time, in a run of its own."""
+
+    def __init__(self, options: Options, base: Ground, rollouts: Rollouts, count: int) -> None:
+        self._options = options
+        self._ground = base
+        self._rollouts = rollouts
+        self._count = count
+        self._redis = psutil.Process(base.server_pid)
+        self._taken = 0
+
+    def measure(self) -> Window:
+        config = self._config()
+        epoch = self._ground.prepare(config)
+        self._publish(config)
+        self._buffer = RedisLearnerBuffer(self._ground.redis, config.exp_name, epoch)
+        idle_bytes = psutil.Process(self._rollouts.pid).memory_info().rss
+        self._rollouts.play(self._ground.worker_settings(config))
+        self._take_until(lambda: self._taken >= EARLY * self._count)
+        before = self._look()
+        end, count = before.at + self._options.window_s, self._taken + self._options.generations * self._count
+        self._take_until(lambda: time.monotonic() >= end and self._taken >= count)
+        after = self._look()
+        grown = self._rollouts.stop().rss_bytes - idle_bytes
+        self._ground.redis.flushdb()
+        done = after.trajectories - before.trajectories
+        return Window(
+            trajectories_per_s=done / (after.at - before.at),
+            worker_cpu_ms=1000 * (after.worker_cpu_s - before.worker_cpu_s) / done,
+            redis_cpu_ms=1000 * (after.redis_cpu_s - before.redis_cpu_s) / done,
+            bytes_per_episode=grown / self._count,
+        )
+
+    def _config(self) -> RunConfig:
+        lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
+        return self._ground.run_config(
+            f"bench-{next(_NUMBERS)}-{self._count}",
+            custom_envs={TAG: lake},
+            train_env_manager=manager(self._count // GROUP_SIZE, GROUP_SIZE),
+            rollout=RolloutConfig(max_env_num_per_worker=self._count, coalesce_s=self._options.coalesce_s),
+            max_staleness=1e6,
+            max_steps=ENDLESS,
+        )
+
+    def _publish(self, config: RunConfig) -> None:
+        """Version 0, as far as admission is concerned."""
+        keys = RunKeys(config.exp_name)
+        self._ground.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
+        self._ground.redis.xadd(keys.doorbell, {"e": "publish"})
+
+    def _take_until(self, done: Any) -> None:
+        while not done():
+            self._rollouts.check()
+            group = self._buffer.take(0.1)
+            if group is not None:
+                self._buffer.ack([group.entry_id], 1)
+                self._taken += len(group.trajectories)
+
+    def _look(self) -> Look:
+        usage = self._rollouts.usage()
+        redis_cpu_s = sum(self._redis.cpu_times()[:2])
+        return Look(time.monotonic(), self._taken, usage.cpu_s, redis_cpu_s)
+
+
+def _row(count: int, windows: Sequence[Window]) -> dict[str, Any]:
+    return {
+        "concurrency": count,
+        "trajectories_per_s": Spread.of(each.trajectories_per_s for each in windows),
+        "cpu_ms": Spread.of(each.cpu_ms for each in windows),
+        "worker_cpu_ms": Spread.of(each.worker_cpu_ms for each in windows),
+        "redis_cpu_ms": Spread.of(each.redis_cpu_ms for each in windows),
+        "kib_per_episode": max(each.bytes_per_episode for each in windows) / 1024,
+    }
+
+
+def _show(rows: Sequence[dict[str, Any]], spread: float) -> None:
+    show(
+        f"One env worker; cost per trajectory within {spread:.0%}",
+        ("episodes at a time", "trajectories/s", "CPU ms/trajectory", "of that worker", "Redis", "KiB/episode"),
+        [
+            [
+                r["concurrency"],
+                r["trajectories_per_s"].median,
+                r["cpu_ms"].median,
+                r["worker_cpu_ms"].median,
+                r["redis_cpu_ms"].median,
+                r["kib_per_episode"],
+            ]
+            for r in rows
+        ],
+    )

@@ -1,0 +1,129 @@
+"""Asynchronous runs one after another on one engine, for `offbeat.benchmarks.studies.algorithms`.
+
+Real: Redis, admission and its staleness bound, the env worker, vLLM in its replica, weights through the broker under running
+episodes, the learner's loop with DeepSpeed, checkpoints and acknowledgements, evaluations. Ray and the control service stand
+aside, which a run costs more than what it learns with.
+"""
+
+# pyright: basic
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from offbeat.benchmarks.harness.environment import Ground, ground
+from offbeat.benchmarks.harness.learner import BenchLearner, learner_config
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.telemetry import MetricRecord
+from offbeat.services.weights.transports.base import cleanup
+from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
+from offbeat.trainer.learner.evaluations import RECORDED, Evaluation, RedisEvaluationLog
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
+
+BEFORE = "before.json"
+"""Success of the weights that all runs begin with, measured by the first."""
+SAMPLINGS = ("sampled", "greedy")
+
+
+class Field:
+    """One engine, one Redis, one env worker's process."""
+
+    def __init__(self, base: Ground, rollouts: Rollouts, ranks: Ranks, policy: Path) -> None:
+        self._ground = base
+        self._rollouts = rollouts
+        self._ranks = ranks
+        self._policy = policy
+
+    def run(self, file: Path, overrides: list[str], folder: Path, timeout_s: float) -> dict[str, Any]:
+        """Train, and keep what the steps measured in `folder`; what came of it, or why nothing did."""
+        config = load_run(file, overrides).model_copy(update={"output_dir": folder})
+        began, load = time.monotonic(), _load()
+        torch.manual_seed(config.seed)
+        epoch = self._ground.prepare(config)
+        learner = self._learner(config, epoch, began + timeout_s)
+        self._rollouts.play(self._ground.worker_settings(config))
+        try:
+            steps = learner.run()
+        finally:
+            try:
+                self._rollouts.stop()
+            finally:
+                cleanup(config.exp_name, config.weights, folder)
+        (folder / "steps.jsonl").write_text("".join(json.dumps(_plain(record)) + "\n" for record in steps))
+        if not any(record.labels.get("when") == "after" for record in learner.records.evaluations):
+            raise TimeoutError(f"not over after {timeout_s:g} s: {len(steps)} of {config.max_steps} steps")
+        found = {
+            "steps": len(steps),
+            "eval_episodes": config.final_val_batch_size,
+            **summed_up([_plain(record) for record in steps]),
+        }
+        found |= self._before() | _successes(learner.records.evaluations, "after")
+        return found | {"wall_s": time.monotonic() - began, "load": [load, _load()]}
+
+    def _learner(self, config: RunConfig, epoch: int, ends_at: float) -> BenchLearner:
+        read = learner_config(config, evaluates=True)
+        trainer = PolicyTrainer(LearnerRun(config.exp_name, config.exp_name, config.output_dir, read), self._ranks)
+        trainer.begin(lambda *_: None, lambda: False)
+        if (self._policy / BEFORE).exists():
+            log = RedisEvaluationLog(self._ground.redis, config.exp_name)
+            for sampling in SAMPLINGS:
+                log.put(Evaluation("before", sampling, 0, 0).eval_id, RECORDED)
+
+        learner = BenchLearner(
+            self._ground, config, epoch, trainer, lambda _: None, check=self._rollouts.check, evaluates=True,
+            order=config.buffer.order, ends_at=ends_at,
+        )  # fmt: skip
+        self._evaluations = learner.records.evaluations
+        return learner
+
+    def _before(self) -> dict[str, float]:
+        kept = self._policy / BEFORE
+        if not kept.exists():
+            kept.write_text(json.dumps(_successes(self._evaluations, "before")))
+        return json.loads(kept.read_text())
+
+
+def summed_up(values: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the steps that trained the policy."""
+    trained = [step for step in values if "actor/mismatch_kl" in step]
+    names = {"lag": "staleness", "mismatch_kl": "actor/mismatch_kl", "ess": "actor/ess"}
+    found = {key: mean(step[name] for step in trained if name in step) for key, name in names.items()}
+    return found | {"lag_max": max(step["staleness_max"] for step in values)}
+
+
+def _plain(record: MetricRecord) -> dict[str, float]:
+    return {"step": record.step or 0, **{name: partial.value for name, partial in record.values.items()}}
+
+
+def _successes(records: list[MetricRecord], when: str) -> dict[str, float]:
+    found = {
+        record.labels["sampling"]: record.values["success"].value for record in records if record.labels["when"] == when
+    }
+    return {f"success_{when}": found["sampled"], f"greedy_{when}": found["greedy"]}
+
+
+def _load() -> float:
+    return float(Path("/proc/loadavg").read_text().split()[0])
+
+
+@contextmanager
+def field(file: Path, overrides: list[str], policy: Path) -> Iterator[Field]:
+    """Until the context ends; the engine is that of `file` with `overrides` and serves `policy`."""
+    config = load_run(file, overrides)
+    torch.set_num_threads(config.actor_train.num_threads)
+    spec = PolicySpec("vllm", config=config.actor_infer)
+    ranks = ranks_of_environment("cpu")
+    with (
+        ground() as base,
+        Rollouts(spec, policy, sequence_length=config.sequence_length) as rollouts,
+        process_group(ranks),
+    ):
+        yield Field(base, rollouts, ranks, policy)

@@ -1,0 +1,275 @@
+"""The proof that a run lost no group and trained none twice, from what it left on disk (and in Redis, where that is there).
+
+Two accounts that know nothing of each other are held against each other: the buffer's (`ledger/groups.jsonl`: what became of
+each group) and the learner's (`ledger/steps.jsonl`: what each optimizer batch was made of); then both against the
+checkpoints and the counters.
+
+Invariant: whatever does not hold is said in words, with the group, step or file where it does not.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from offbeat.deploy.audit.lineage import Lineage, trace
+from offbeat.services.buffer.api import Counters
+from offbeat.services.buffer.group_ledger import UNCOUNTED, LifeEvent
+from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
+
+TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
+ENDINGS = (TRAINED, DROPPED, FAILED)
+REWOUND = "rewound"
+SHOWN = 8
+"""Numbers that a finding names."""
+
+
+@dataclass
+class GroupLife:
+    """What became of one group."""
+
+    number: int
+    admitted_version: int
+    submitted: bool = False
+    ending: str = ""
+    """One of `ENDINGS`, or nothing: in flight."""
+    detail: str = ""
+    """trained: the step whose checkpoint holds it; else the reason."""
+    step: int | None = None
+    """Optimizer batch that trained it, in the lineage of weights that survives."""
+    oldest_version: int | None = None
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        return self.ending or ("in the stream" if self.submitted else "being played")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that a run left."""
+
+    events: Sequence[LifeEvent]
+    journal: Sequence[StepLine | ResumedLine]
+    checkpoints: dict[int, str] = field(default_factory=dict[int, str])
+    """Step -> what is wrong with it, or nothing."""
+    counters: Counters | None = None
+    """Of the Redis that the newest events came from."""
+    groups_per_step: int = 1
+    max_steps: int = 0
+    train_stale: bool = False
+    """`buffer.stale_policy: train`."""
+    broken_lines: int = 0
+
+
+@dataclass
+class Audit:
+    """What was found."""
+
+    groups: dict[int, GroupLife]
+    lineage: Lineage
+    findings: list[str] = field(default_factory=list[str])
+    """What does not hold; empty: the accounting is proven."""
+    notes: list[str] = field(default_factory=list[str])
+    """What is worth knowing, and in order."""
+
+    @property
+    def proven(self) -> bool:
+        return not self.findings
+
+    def count(self, ending: str) -> int:
+        return sum(life.ending == ending for life in self.groups.values())
+
+    def reasons(self, ending: str) -> dict[str, int]:
+        """By reason, most frequent first."""
+        return dict(Counter(life.detail for life in self.groups.values() if life.ending == ending).most_common())
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Lag at consumption -> groups of the surviving lineage."""
+        lags = (line.step - 1 - each.oldest_version for line in self.lineage.steps for each in line.groups)
+        return dict(sorted(Counter(lags).items()))
+
+
+def audit(evidence: Evidence) -> Audit:
+    """Hold everything that a run left against everything else."""
+    lineage = trace(evidence.journal)
+    found = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
+    standing = _standing(evidence.events, found)
+    _live(standing, found)
+    _settle(found)
+    found.findings += _numbers(found)
+    found.findings += _steps(evidence, found)
+    found.findings += _acknowledged(evidence, found)
+    found.findings += _counters(evidence, found)
+    found.findings += _end(evidence, found)
+    if evidence.broken_lines:
+        found.notes.append(
+            f"{evidence.broken_lines} cut lines in ledger/, of a disk that was full or a process that died"
+        )
+    return found
+
+
+def _standing(events: Sequence[LifeEvent], found: Audit) -> list[LifeEvent]:
+    """The events that no loss of data in Redis took back."""
+    standing: list[LifeEvent] = []
+    counted = [event for event in events if event.ordinal != UNCOUNTED]
+    if old := len(events) - len(counted):
+        found.notes.append(f"{old} events of an older version of Offbeat are not numbered, and were not looked at")
+    for event in counted:
+        last = standing[-1].ordinal if standing else 0
+        if event.ordinal > last + 1:
+            missing = f"event {last + 1}" if event.ordinal == last + 2 else f"events {last + 1} to {event.ordinal - 1}"
+            found.findings.append(f"ledger/groups.jsonl: {missing} before {event.id} are missing")
+        elif event.ordinal <= last:
+            kept = [each for each in standing if each.ordinal < event.ordinal]
+            found.notes.append(f"Redis came back without its newest {len(standing) - len(kept)} events (at {event.id})")
+            standing = kept
+        standing.append(event)
+    return standing
+
+
+def _live(events: Iterable[LifeEvent], found: Audit) -> None:
+    for event in events:
+        life = found.groups.get(event.number)
+        if event.event == "admitted":
+            if life is not None:
+                found.findings.append(f"group {event.number} was admitted twice (again at {event.id})")
+            found.groups[event.number] = GroupLife(event.number, int(event.detail))
+            continue
+        if life is None:
+            found.findings.append(f"group {event.number} was {event.event} at {event.id}, though never admitted")
+            life = found.groups[event.number] = GroupLife(event.number, 0)
+        if life.ending:
+            found.findings.append(
+                f"group {event.number} was {event.event} at {event.id} after it had been {life.ending} ({life.detail})"
+            )
+        elif event.event == "submitted":
+            if life.submitted:
+                found.findings.append(f"group {event.number} entered the stream twice (again at {event.id})")
+            life.submitted = True
+        else:
+            if event.event == TRAINED and not life.submitted:
+                found.findings.append(f"group {event.number} was trained, though it never entered the stream")
+            life.ending, life.detail = event.event, event.detail
+
+
+def _settle(found: Audit) -> None:
+    """Bring in what the learner knows: the step of each group, and what became of groups when either side lost data."""
+    for step, groups in found.lineage.rewound.items():
+        for number in groups:
+            life = found.groups.get(number)
+            if life is not None and life.ending == TRAINED and int(life.detail) >= step:
+                life.ending, life.detail = DROPPED, REWOUND
+    for line in found.lineage.steps:
+        for each in line.groups:
+            life = found.groups.get(each.number)
+            if life is None and line.step <= found.lineage.restored_to:
+                life = found.groups[each.number] = GroupLife(
+                    each.number, each.oldest_version, True, TRAINED, str(line.step)
+                )
+            if life is not None:
+                life.step, life.oldest_version = line.step, each.oldest_version
+                if not life.ending and line.step <= found.lineage.restored_to:
+                    life.submitted, life.ending, life.detail = True, TRAINED, str(line.step)
+    rewound_to = found.lineage.rewound_to
+    if rewound_to is not None:
+        found.notes.append(f"checkpoints after step {rewound_to} were gone: their groups are dropped as {REWOUND}")
+        for life in found.groups.values():
+            if life.ending == TRAINED and life.step is not None and life.step <= rewound_to < int(life.detail):
+                life.detail = str(rewound_to)
+    if found.lineage.restored_to:
+        found.notes.append(
+            f"Redis had lost its data: the groups of the steps up to {found.lineage.restored_to} are counted by the journal"
+        )
+
+
+def _numbers(found: Audit) -> Iterator[str]:
+    if not found.groups or found.lineage.restored_to or found.lineage.first > 1:
+        return
+    missing = [number for number in range(max(found.groups)) if number not in found.groups]
+    if missing:
+        yield f"{named('group', missing)} never admitted, though group {max(found.groups)} was"
+
+
+def _steps(evidence: Evidence, found: Audit) -> Iterator[str]:
+    """What the surviving steps were made of."""
+    seen: dict[int, int] = {}
+    for line in found.lineage.steps:
+        if len(line.groups) != evidence.groups_per_step:
+            yield f"step {line.step} consumed {len(line.groups)} groups instead of {evidence.groups_per_step}"
+        for each in line.groups:
+            if each.number in seen:
+                yield f"group {each.number} was trained twice: at step {seen[each.number]} and at step {line.step}"
+            seen[each.number] = line.step
+            lag = line.step - 1 - each.oldest_version
+            if lag < 0:
+                yield f"group {each.number} of step {line.step} holds tokens of the later version {each.oldest_version}"
+            if lag > math.ceil(line.max_staleness) and not evidence.train_stale:
+                bound = f"{line.max_staleness:g}"
+                yield f"group {each.number} was trained at step {line.step} with a lag of {lag}, above {bound}"
+            life = found.groups.get(each.number)
+            if life is None:
+                yield f"group {each.number} of step {line.step} is not in the buffer's ledger"
+            elif life.ending in (DROPPED, FAILED):
+                yield f"group {each.number} was trained at step {line.step}, and {life.ending} ({life.detail})"
+
+
+def _acknowledged(evidence: Evidence, found: Audit) -> Iterator[str]:
+    """Groups left the buffer when a durable checkpoint held them, and not before."""
+    trained = [life for life in found.groups.values() if life.ending == TRAINED]
+    newest = max((int(life.detail) for life in trained), default=0)
+    if found.lineage.first == 1:
+        orphans = [life.number for life in trained if life.step is None]
+        if orphans:
+            yield f"{named('group', orphans)} acknowledged as trained, though no step of the surviving lineage holds them"
+    for life in trained:
+        if life.step is not None and life.step > int(life.detail):
+            yield f"group {life.number} of step {life.step} was acknowledged by the checkpoint of step {life.detail} before"
+    left = [life.number for life in found.groups.values() if not life.ending and life.step and life.step <= newest]
+    if left:
+        yield f"{named('group', left)} trained by step {newest}, whose checkpoint was acknowledged without them"
+    whole = [step for step, complaint in evidence.checkpoints.items() if not complaint]
+    for step, complaint in sorted(evidence.checkpoints.items()):
+        if complaint:
+            yield f"checkpoints/step-{step:06d} can't be used: {complaint}"
+    if newest > max(whole, default=0):
+        there = f"the newest whole checkpoint is of step {max(whole)}" if whole else "there is no whole checkpoint"
+        yield f"groups were acknowledged for step {newest}, but {there}"
+
+
+def _counters(evidence: Evidence, found: Audit) -> Iterator[str]:
+    """The counters of Redis count the same groups."""
+    counters = evidence.counters
+    if counters is None:
+        return
+    elsewhere = (found.lineage.first - 1) * evidence.groups_per_step
+    pairs = {
+        "admitted": (counters.admitted, len(found.groups) + elsewhere),
+        TRAINED: (counters.trained, found.count(TRAINED) + elsewhere),
+        DROPPED: (sum(counters.dropped.values()), found.count(DROPPED)),
+        FAILED: (sum(counters.failed.values()), found.count(FAILED)),
+    }
+    for name, (counted, listed) in pairs.items():
+        if counted != listed:
+            yield f"Redis counts {counted} groups as {name}, the ledger lists {listed}"
+
+
+def _end(evidence: Evidence, found: Audit) -> Iterator[str]:
+    """A run that is through has trained every group that it was to train, and left none behind."""
+    if not evidence.max_steps or found.lineage.last < evidence.max_steps:
+        return
+    whole = [step for step, complaint in evidence.checkpoints.items() if not complaint]
+    if max(whole, default=0) < evidence.max_steps:
+        return
+    open_ones = [life.number for life in found.groups.values() if not life.ending]
+    if open_ones:
+        yield f"all {evidence.max_steps} steps are trained and saved, but {named('group', open_ones, past=False)} still open"
+
+
+def named(what: str, numbers: Sequence[int], *, past: bool = True) -> str:
+    """`group 3 was`, or `groups 3, 4, 5 and 17 more were`."""
+    shown = ", ".join(map(str, numbers[:SHOWN]))
+    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+    verb = ("was" if len(numbers) == 1 else "were") if past else ("is" if len(numbers) == 1 else "are")
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more} {verb}"

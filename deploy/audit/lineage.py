@@ -1,0 +1,99 @@
+"""The lineage of weights that survives, read from the learner's journal.
+
+Invariant: each step stands once, as the last learner to train it left it; what was repeated is held against the first time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
+
+
+@dataclass
+class Lineage:
+    """The steps behind the weights, in order."""
+
+    steps: list[StepLine] = field(default_factory=list[StepLine])
+    first: int = 1
+    """Number of the first step; above 1 where the run went on from another run's checkpoint."""
+    restored_to: int = 0
+    """Redis had lost what it knew of the steps up to this one."""
+    rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """Step -> groups that were trained by it in a lineage whose checkpoints are gone."""
+    rewound_to: int | None = None
+    """The buffer had counted groups of steps after this one, whose checkpoints are gone."""
+    repeated: int = 0
+    """Steps that a learner trained again after another one's death."""
+    learners: int = 0
+    skipped: list[int] = field(default_factory=list[int])
+    """Steps whose gradient was not finite."""
+    findings: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def last(self) -> int:
+        """The newest step; one below `first` without any."""
+        return self.first + len(self.steps) - 1
+
+
+def trace(journal: Iterable[StepLine | ResumedLine]) -> Lineage:
+    """Follow the journal line by line."""
+    lineage = Lineage()
+    before: dict[int, StepLine] = {}
+    epoch = fenced = 0
+    for line in journal:
+        if line.epoch < epoch:
+            fenced += 1
+            continue
+        epoch = line.epoch
+        if isinstance(line, ResumedLine):
+            _resume(lineage, line, before)
+        else:
+            _add(lineage, line, before)
+    if fenced:
+        lineage.notes.append(f"{fenced} lines of a learner that had been replaced: passed over")
+    if lineage.repeated:
+        lineage.notes.append(f"{lineage.repeated} steps were trained again after a learner's death, on the same groups")
+    if lineage.skipped:
+        lineage.notes.append(f"steps without a finite gradient, which left the weights alone: {lineage.skipped}")
+    return lineage
+
+
+def _resume(lineage: Lineage, line: ResumedLine, before: dict[int, StepLine]) -> None:
+    lineage.learners += 1
+    if not lineage.steps:
+        lineage.first = line.step + 1
+    elif line.step > lineage.last or line.step < lineage.first - 1:
+        lineage.findings.append(
+            f"a learner (epoch {line.epoch}) went on from step {line.step}, though the journal ends at step {lineage.last}"
+        )
+    keep = max(0, line.step - lineage.first + 1)
+    undone, lineage.steps = lineage.steps[keep:], lineage.steps[:keep]
+    if line.restored > 0:
+        lineage.restored_to = line.step
+    if line.restored < 0:
+        lineage.rewound_to = line.step
+    if line.restored:  # the groups of these steps are gone, or counted out: others come in their place
+        before.clear()
+        lineage.rewound |= {each.step: [group.number for group in each.groups] for each in undone}
+    else:
+        before |= {each.step: each for each in undone}
+    lineage.skipped = [step for step in lineage.skipped if step <= line.step]
+
+
+def _add(lineage: Lineage, line: StepLine, before: dict[int, StepLine]) -> None:
+    if line.step != lineage.last + 1:
+        lineage.findings.append(f"ledger/steps.jsonl: step {line.step} follows step {lineage.last}")
+        if line.step <= lineage.last:
+            return
+    earlier = before.pop(line.step, None)
+    if earlier is not None:
+        lineage.repeated += 1
+        numbers, others = (sorted(group.number for group in each.groups) for each in (line, earlier))
+        if numbers != others:
+            lineage.findings.append(
+                f"step {line.step} was repeated on groups {numbers}, and had been trained on {others}"
+            )
+    lineage.steps.append(line)
+    if line.skipped:
+        lineage.skipped.append(line.step)

@@ -1,0 +1,1 @@
+"""The `offbeat` command line."""

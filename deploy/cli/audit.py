@@ -1,0 +1,216 @@
+"""`offbeat audit`: proves from what a run left that no group was lost and none trained twice, or says where it was."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.audit.audit import (
+    DROPPED,
+    ENDINGS,
+    FAILED,
+    TRAINED,
+    Audit,
+    Evidence,
+    GroupLife,
+    audit,
+)
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.buffer.admin import snapshot_from
+from offbeat.services.buffer.api import Counters
+from offbeat.services.buffer.group_ledger import (
+    LEDGER_FILE,
+    LifeEvent,
+    broken_lines,
+    events_after,
+    read_ledger,
+)
+from offbeat.services.buffer.scripts import BufferScripts
+from offbeat.services.errors import MeshError
+from offbeat.services.redis.connection import connect
+from offbeat.services.redis.server import EmbeddedRedis
+from offbeat.trainer.learner.step_ledger import STEPS_FILE, read_journal
+from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
+
+RUNS = Path("runs")
+PATIENCE_S = 3.0
+
+
+class AuditError(Exception):
+    """There is nothing to audit; the message says why."""
+
+
+def audit_run(
+    run: str, *, console: Console, as_json: bool = False, group: int | None = None, redis_url: str | None = None
+) -> int:
+    """Audit a run by its name or folder; returns the exit code: 0 proven, 1 not.
+
+    group: tell the life of this one too. redis_url: see `examine`.
+
+    Raises:
+        AuditError: there is no such run, or it kept no ledger.
+    """
+    folder = folder_of(run)
+    found, evidence = examine(folder, redis_url)
+    if group is not None and group not in found.groups:
+        raise AuditError(f"run {run} has no group {group}: it has {len(found.groups)}, numbered from 0")
+    if as_json:
+        console.print_json(json.dumps(as_tree(found, evidence, group)))
+    else:
+        _show(found, evidence, folder, console, group)
+    return 0 if found.proven else 1
+
+
+def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
+    """Read and judge what lies in a run's folder. Raises `AuditError`.
+
+    redis_url: of the Redis that holds the run, whatever its folder says: a run that was sent to a mesh.
+    """
+    try:
+        config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
+    except (ConfigError, OSError) as error:
+        raise AuditError(f"{folder / run_folder.CONFIG}: {error}") from error
+    if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():
+        raise AuditError(f"{folder} has no ledger/: its learner never came to a step, or an older build wrote it")
+    journal, broken = read_journal(folder)
+    events, counters, complaint = _events(folder, config, redis_url)
+    evidence = Evidence(
+        events=events,
+        journal=journal,
+        checkpoints=_checkpoints(folder),
+        counters=counters,
+        groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
+        max_steps=config.max_steps,
+        train_stale=config.buffer.stale_policy == "train",
+        broken_lines=broken + broken_lines(folder),
+    )
+    found = audit(evidence)
+    if complaint:
+        found.notes.append(complaint)
+    return found, evidence
+
+
+def folder_of(run: str) -> Path:
+    """The folder of a run that a person names by it or by the run's name under `runs/`. Raises `AuditError`."""
+    for folder in (Path(run), RUNS / run):
+        if (folder / run_folder.CONFIG).is_file():
+            return folder.resolve()
+    raise AuditError(f"there is no run in {run} or {RUNS / run}: name its folder")
+
+
+def _events(folder: Path, config: RunConfig, redis_url: str | None) -> tuple[list[LifeEvent], Counters | None, str]:
+    """The ledger, and what Redis knows beyond it; why that could not be asked, or nothing."""
+    events = read_ledger(folder)
+    running = run_folder.read_endpoints(folder)
+    url = redis_url or config.redis.url or (running.redis_url if running else None)
+    try:
+        if url is None and not (folder / "redis").is_dir():
+            return events, None, "its Redis is gone: only what lies on the disk was looked at"
+        if url is not None:
+            with connect(url, patience_s=PATIENCE_S) as redis:
+                events, counters = _with_newest(redis, config.exp_name, events)
+            unknown = f"its Redis tells no counters of run {config.exp_name}: only the ledger was looked at"
+            return events, counters, unknown if counters is None else ""
+        with EmbeddedRedis(folder / "redis", config.redis) as server, connect(server.url) as redis:
+            return *_with_newest(redis, config.exp_name, events), ""
+    except (MeshError, RedisError, OSError) as error:
+        return events, None, f"its Redis does not answer ({error}): only what lies on the disk was looked at"
+
+
+def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[list[LifeEvent], Counters | None]:
+    """Events and counters of one moment; no counters where the run moves on too fast."""
+    scripts = BufferScripts(redis, run_id)
+    for _ in range(20):
+        while page := events_after(redis, run_id, events[-1].id if events else "0"):
+            events = [*events, *page]
+        reply = scripts("snapshot")
+        ledger = {reply[0][i]: reply[0][i + 1] for i in range(0, len(reply[0]), 2)}
+        if not ledger or (events and int(ledger.get(b"events", 0)) == events[-1].ordinal):
+            return events, snapshot_from(reply).counters if ledger else None
+    return events, None
+
+
+def _checkpoints(folder: Path) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for path in (folder / "checkpoints").glob(f"{PREFIX}*"):
+        try:
+            state = read_checkpoint(path).state
+            found[state.step] = ""
+        except CheckpointError as error:
+            digits = path.name.removeprefix(PREFIX)
+            found[int(digits) if digits.isdigit() else -1] = str(error)
+    return found
+
+
+def as_tree(found: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
+    """The audit as JSON; every group with its life, unless one is asked for."""
+    lives = [found.groups[group]] if group is not None else [found.groups[n] for n in sorted(found.groups)]
+    return {
+        "proven": found.proven,
+        "findings": found.findings,
+        "notes": found.notes,
+        "admitted": len(found.groups),
+        "trained": found.count(TRAINED),
+        "dropped": found.reasons(DROPPED),
+        "failed": found.reasons(FAILED),
+        "in_flight": len(found.groups) - sum(found.count(ending) for ending in ENDINGS),
+        "steps": found.lineage.last,
+        "steps_repeated": found.lineage.repeated,
+        "steps_skipped": found.lineage.skipped,
+        "learners": found.lineage.learners,
+        "staleness": {str(lag): count for lag, count in found.staleness.items()},
+        "checkpoints": {str(step): complaint or "whole" for step, complaint in sorted(evidence.checkpoints.items())},
+        "groups": [asdict(life) | {"state": life.state} for life in lives],
+    }
+
+
+def _show(found: Audit, evidence: Evidence, folder: Path, console: Console, group: int | None) -> None:
+    if group is not None:
+        console.print(_sentence(found.groups[group]))
+        return
+    in_flight = len(found.groups) - sum(found.count(ending) for ending in ENDINGS)
+    table = Table(title=f"{folder}", title_justify="left", show_header=False, box=None)
+    table.add_row("groups admitted", str(len(found.groups)))
+    table.add_row("= trained", str(found.count(TRAINED)))
+    for ending in (DROPPED, FAILED):
+        table.add_row(f"+ {ending}", f"{found.count(ending)}{_listed(found.reasons(ending))}")
+    table.add_row("+ in flight", str(in_flight))
+    table.add_row("steps", f"{found.lineage.last} of {evidence.max_steps}, by {found.lineage.learners} learner(s)")
+    table.add_row("lag at consumption", ", ".join(f"{lag}: {count} groups" for lag, count in found.staleness.items()))
+    whole = [step for step, complaint in sorted(evidence.checkpoints.items()) if not complaint]
+    table.add_row("whole checkpoints", ", ".join(map(str, whole)) or "none")
+    console.print(table)
+    for note in found.notes:
+        console.print(f"  {note}")
+    if found.proven:
+        console.print("PROVEN: every group admitted is accounted for once; nothing was lost and nothing trained twice.")
+        return
+    console.print(f"NOT PROVEN: {len(found.findings)} finding(s)")
+    for finding in found.findings:
+        console.print(f"  - {finding}")
+
+
+def _listed(reasons: dict[str, int]) -> str:
+    return f" ({', '.join(f'{reason} {count}' for reason, count in reasons.items())})" if reasons else ""
+
+
+def _sentence(life: GroupLife) -> str:
+    """A group's life in words."""
+    parts: Sequence[str] = [
+        f"group {life.number}: admitted at version {life.admitted_version}",
+        *(["submitted"] if life.submitted else []),
+        *([f"consumed by step {life.step} (oldest token of version {life.oldest_version})"] if life.step else []),
+        {TRAINED: f"trained, in the checkpoint of step {life.detail}"}.get(
+            life.ending, f"{life.state} {life.detail}".strip()
+        ),
+    ]
+    return ", ".join(parts)

@@ -1,0 +1,113 @@
+"""`offbeat env`: which envs there are, whether one holds the contract, and a template for one's own."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_FOUND, EXIT_USAGE = 1, 2
+"""The env does not hold the contract; the command itself was wrong."""
+
+INLINE_S, THREAD_S = 0.002, 0.5
+"""Mean call up to which an env is played inline, or in a thread."""
+
+env_app = typer.Typer(help="Find, check and write environments.", no_args_is_help=True)
+
+EnvType = Annotated[str, typer.Argument(metavar="ENV", help="A name, or `module:Class`.", show_default=False)]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the env (`env_config`), as YAML.", show_default=False),
+]
+
+
+@env_app.command("list")
+def list_envs() -> None:
+    """Every env that has a name: built in, or registered by an installed package (entry points `offbeat.envs`)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from offbeat.envs import registry
+
+    table = Table("env_type", "settings", "what it is", box=None, pad_edge=False)
+    for name in registry.names():
+        try:
+            about, settings = registry.about(name), ", ".join(registry.settings_of(name))
+        except ValueError as error:
+            about, settings = str(error), "-"
+        table.add_row(name, settings, about)
+    Console().print(table)
+
+
+@env_app.command("check")
+def check(
+    env: EnvType,
+    settings: Settings = None,
+    limit_s: Annotated[float, typer.Option(min=0.1, help="Longest that one call may take, seconds.")] = 30.0,
+    seeds: Annotated[int, typer.Option(min=2, help="Seeds that are played.")] = 8,
+) -> None:
+    """Play an env and say what it does not hold: text, gymnasium's own check, determinism, generators, timeouts, speed.
+
+    Exit code 1 where there is a problem; advice alone is 0.
+    """
+    from offbeat.envs.contract_process import check_apart
+
+    report = check_apart(env, parse_settings(settings), num_seeds=seeds, limit_s=limit_s)
+    for finding in report.findings:
+        colour = typer.colors.RED if finding.severity == "problem" else typer.colors.YELLOW
+        typer.secho(f"{finding.severity:8}", fg=colour, nl=False)
+        typer.echo(f"{finding.rule}: {finding.message}")
+    if report.num_turns:
+        times = f"make {_ms(report.make_s)}, reset {_ms(report.reset_s)}, step {_ms(report.step_s)}"
+        typer.echo(f"{report.num_episodes} episodes, {report.num_turns} turns; slowest {times}: {_execution(report)}")
+        typer.echo(f"one more env takes {report.bytes_per_env / 1024:.3g} KiB")
+    if report.sandbox:
+        typer.echo(f"programs that it runs are {report.sandbox}")
+    if report.problems:
+        raise typer.Exit(EXIT_FOUND)
+    typer.secho(f"{env} holds the contract", fg=typer.colors.GREEN)
+
+
+@env_app.command("new")
+def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.")]) -> None:
+    """Write an env of one's own (`NAME.py`), its test and a run's configuration into the current folder."""
+    from offbeat.deploy.cli.env_template import BadNameError, class_name, write_template
+
+    try:
+        written = write_template(Path.cwd(), name)
+    except (BadNameError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(EXIT_USAGE) from None
+    module = written[0].stem
+    typer.echo(f"wrote {', '.join(path.name for path in written)}; next:")
+    typer.echo(f"  offbeat env check {module}:{class_name(module)}")
+    typer.echo(f"  offbeat play {module}:{class_name(module)}")
+    typer.echo(f"  offbeat train {module}.yaml")
+
+
+def parse_settings(settings: list[str] | None) -> dict[str, Any]:
+    """`KEY=VALUE` pairs, each value read as YAML; ends the command where one is no pair."""
+    import yaml
+
+    parsed: dict[str, Any] = {}
+    for text in settings or []:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            typer.echo(f"{text!r}: expected KEY=VALUE, a setting of the env", err=True)
+            raise typer.Exit(EXIT_USAGE)
+        try:
+            parsed[key.removeprefix("env_config.")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            typer.echo(f"{key}: {value!r} is no YAML: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(EXIT_USAGE) from None
+    return parsed
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"
+
+
+def _execution(report: Any) -> str:
+    if report.mean_s <= INLINE_S:
+        return f"{_ms(report.mean_s)} on average, execution: inline fits"
+    fits = "execution: thread fits" if report.mean_s <= THREAD_S else "execution: process, or thread if it only waits"
+    return f"{_ms(report.mean_s)} on average, {fits}"

@@ -1,0 +1,121 @@
+"""What `offbeat env new` writes: an env that works, its test, and a run that trains on it."""
+
+import keyword
+import re
+from pathlib import Path
+
+ENV = '''"""{title}: say what the task is."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Text
+
+WORDS = ("Say", "the", "larger", "number", ".", "right", "wrong", *map(str, range(10)))
+"""Every word that the env shows or takes; only the built-in tiny policy needs to know them."""
+
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\\n\\t"
+
+
+class {cls}(gymnasium.Env[str, str]):
+    """Two numbers are shown, the larger one is wanted."""
+
+    metadata = {{"render_modes": ["ansi"]}}
+    observation_space = Text(max_length=100, charset=PRINTABLE)  # of the class: a worker holds thousands of envs
+    action_space = Text(min_length=0, max_length=100_000, charset=PRINTABLE)
+    words = WORDS
+    system_prompt = "Say the larger number ."
+
+    def __init__(self, largest: int = 9, render_mode: str | None = None) -> None:
+        """`env_config` of a tag holds these arguments."""
+        if not 1 <= largest <= 9:
+            raise ValueError(f"largest must lie between 1 and 9, got {{largest}}")
+        self.largest, self.render_mode = largest, render_mode
+        self._shown = (0, 0)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        first, second = self.np_random.choice(self.largest + 1, size=2, replace=False)
+        self._shown = int(first), int(second)
+        return f"{{first}} {{second}}", {{}}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Observation, reward, terminated, truncated, and metrics; `success` is what evaluations show."""
+        said = action.strip()
+        success = said == str(max(self._shown))
+        info = {{"success": success, "action_is_valid": said.isdecimal()}}
+        return ("right" if success else "wrong"), float(success), True, False, info
+
+    def render(self) -> str:
+        return f"{{self._shown[0]}} {{self._shown[1]}}"
+
+    def random_answer(self, rng: np.random.Generator) -> str:
+        """What a random agent says."""
+        return str(rng.integers(self.largest + 1))
+'''
+
+TEST = """from {name} import {cls}
+
+from offbeat.envs.contract import check_contract
+
+
+def test_the_env_holds_the_contract():
+    report = check_contract("{name}:{cls}", {{}})
+    assert not report.problems, report.problems
+
+
+def test_the_larger_number_is_paid():
+    env = {cls}()
+    first, second = env.reset(seed=1)[0].split()
+    observation, reward, terminated, _, info = env.step(max(first, second))
+    assert (observation, reward, terminated, info["success"]) == ("right", 1.0, True, True)
+"""
+
+RUN = """# offbeat train {name}.yaml
+exp_name: {name}
+output_dir: runs/{name}
+custom_envs:
+  {cls}:
+    env_type: "{name}:{cls}"
+    max_steps: 1
+    max_tokens_per_step: 2
+    execution: inline
+    env_config: {{largest: 9}}
+train_env_manager: {{num_env_groups: 16, group_size: 8}}
+rollout_batch_size: 64
+sequence_length: 64
+max_steps: 60
+reward_normalization: {{method: mean}}
+actor_train:
+  training_args: {{learning_rate: 1.0e-3}}
+"""
+
+
+class BadNameError(ValueError):
+    """No module can have this name."""
+
+
+def write_template(folder: Path, name: str) -> list[Path]:
+    """Write the env's module, its test and a run's configuration.
+
+    Raises:
+        BadNameError: the name is not snake_case, or a word of Python's.
+        FileExistsError: one of the files is there; nothing is written then.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
+        raise BadNameError(f"{name!r} can't name a module: take snake_case, such as `word_game`")
+    cls = class_name(name)
+    title = name.replace("_", " ").capitalize()
+    texts = {f"{name}.py": ENV, f"test_{name}.py": TEST, f"{name}.yaml": RUN}
+    for path in (folder / file for file in texts):
+        if path.exists():
+            raise FileExistsError(f"{path} exists already: take another name, or remove it")
+    for file, text in texts.items():
+        (folder / file).write_text(text.format(name=name, cls=cls, title=title), encoding="utf-8")
+    return [folder / file for file in texts]
+
+
+def class_name(name: str) -> str:
+    """`word_game` -> `WordGame`."""
+    return "".join(part.capitalize() for part in name.split("_"))

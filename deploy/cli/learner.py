@@ -1,0 +1,65 @@
+"""`offbeat learner attach`: finds the run and its Redis, and trains it from this process."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.deploy import run_folder
+from offbeat.trainer.cli import REDIS_VARIABLE, attach, end_process
+
+RUNS = Path("runs")
+"""Where runs lie unless their configuration says otherwise."""
+
+
+class UnknownRedisError(Exception):
+    """Nothing says which Redis holds the run; the message says how to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A run, and the Redis that holds it."""
+
+    run_id: str
+    redis_url: str
+
+
+def find_target(run: str, redis_url: str | None) -> Target:
+    """The run that a person means: by its name, or by its folder; a run that `offbeat train` runs on this host needs no URL.
+
+    Raises:
+        UnknownRedisError: no URL is given, and no run of that name or folder runs on this host.
+    """
+    folder = next((each for each in (Path(run), RUNS / run) if (each / run_folder.CONFIG).is_file()), None)
+    run_id = run if folder is None else _name_of(folder)
+    if redis_url is not None:
+        return Target(run_id, redis_url)
+    endpoints = run_folder.read_endpoints(folder) if folder is not None else None
+    if endpoints is None:
+        raise UnknownRedisError(
+            f"no run in {run} or {RUNS / run} goes on on this host: name the Redis that holds it with --redis URL or "
+            f"{REDIS_VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder"
+        )
+    return Target(run_id, endpoints.redis_url)
+
+
+def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:
+    """Train a run from here; does not return, but ends this process with the learner's exit code.
+
+    Raises:
+        UnknownRedisError: see `find_target`.
+    """
+    target = find_target(run, redis_url)
+
+    again = ["offbeat", "learner", "attach", run]
+    # What comes from the environment need not be typed again, nor shown: the URL may hold a password
+    again += [] if redis_url in (None, os.environ.get(REDIS_VARIABLE)) else ["--redis", redis_url]
+    again += [] if num_processes is None else ["--nproc", str(num_processes)]
+    end_process(attach(target.run_id, target.redis_url, num_processes=num_processes, again=shlex.join(again)))
+
+
+def _name_of(folder: Path) -> str:
+    import yaml
+
+    tree = yaml.safe_load((folder / run_folder.CONFIG).read_text())
+    return str(tree["exp_name"]) if isinstance(tree, dict) and "exp_name" in tree else folder.name

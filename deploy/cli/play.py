@@ -1,0 +1,297 @@
+"""`offbeat play`, `offbeat rollout` and `offbeat inspect`."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from offbeat.deploy.cli.env import parse_settings
+
+EXIT_USAGE = 2
+
+EnvOrConfig = Annotated[
+    str, typer.Argument(metavar="ENV", help="An env's name, `module:Class`, or a run's YAML file.", show_default=False)
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the env, as YAML.", show_default=False),
+]
+Agent = Annotated[
+    str,
+    typer.Option(
+        help="`human`, `random`, `openai URL`, or `policy PATH` (or PATH alone): a model's folder, or a run's."
+    ),
+]
+Tokenizer = Annotated[
+    Path | None, typer.Option(help="Show the tokens of this folder's tokenizer. A policy brings its own.")
+]
+
+
+def play(
+    env: EnvOrConfig,
+    settings: Settings = None,
+    agent: Agent = "human",
+    seed: Annotated[int, typer.Option(help="Of the env and of the agent.")] = 0,
+    tag: Annotated[str | None, typer.Option(help="Which tag of the YAML file; its first.", show_default=False)] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Turns.", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default=False)] = None,
+    tokenizer: Tokenizer = None,
+    model: Annotated[str, typer.Option(help="Of `openai`: else the first that the endpoint lists.")] = "",
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="User message of a turn, in place of `agent_template`; `{image}` in it shows the env's picture.",
+            show_default=False,
+        ),
+    ] = None,
+    render: Annotated[Path | None, typer.Option(help="Write the episode as .gif or .html.", show_default=False)] = None,
+) -> None:
+    """Play one episode here: each observation, the exact prompt tokens, completion, action, reward, and why it ended.
+
+    `offbeat play ENV --agent openai http://localhost:8000/v1` lets a model behind an OpenAI-compatible endpoint play (its
+    key is read from OPENAI_API_KEY).
+
+    Needs no Ray, GPU or Redis; prompts, answers and rewards are made by the code that plays in the mesh.
+    """
+    if render is not None and render.suffix not in (".gif", ".html"):
+        _refuse(f"--render {render}: write .gif or .html")
+    if render is not None and not render.parent.is_dir():
+        _refuse(f"--render {render}: there is no folder {render.parent}")
+    agent, settings = _named_policy(agent, settings or [])
+    urls = [word for word in settings if word.startswith(("http://", "https://"))]
+    if agent == "openai" and len(urls) != 1:
+        _refuse(
+            "--agent openai needs the endpoint's base URL: offbeat play ENV --agent openai http://localhost:8000/v1"
+        )
+    if agent != "openai" and (urls or model):
+        _refuse("a URL and --model belong to --agent openai")
+    from dataclasses import replace
+
+    from offbeat.deploy.play.target import find_setting
+
+    endpoint = (urls[0], model) if urls else None
+    changes = parse_settings([word for word in settings if word not in urls])
+    try:
+        setting = find_setting(env, changes, tag, max_steps, template)
+        if temperature is not None:
+            setting = replace(setting, temperature=temperature)
+        asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
+    except _errors() as error:
+        _refuse(_told(error))
+
+
+def _named_policy(agent: str, words: list[str]) -> tuple[str, list[str]]:
+    """The path that `policy` is followed by in its place, and the other words."""
+    if agent != "policy":
+        return agent, words
+    paths = [word for word in words if "=" not in word]
+    if len(paths) != 1:
+        _refuse("--agent policy needs a path: offbeat play ENV --agent policy runs/sokoban")
+    return paths[0], [word for word in words if "=" in word]
+
+
+async def _play(
+    setting: Any,
+    agent: str,
+    endpoint: tuple[str, str] | None,
+    seed: int,
+    temperature: float | None,
+    tokenizer: Path | None,
+    render: Path | None,
+) -> None:
+    from offbeat.deploy.play.agents import (
+        GoneError,
+        SpokenAnswers,
+        chat_of,
+        human_speaker,
+        random_speaker,
+    )
+    from offbeat.deploy.play.episode import watch
+    from offbeat.deploy.play.openai_agent import AskedAnswers
+    from offbeat.deploy.play.policy import policy_folder
+    from offbeat.deploy.play.target import check_shown, unbounded
+    from offbeat.deploy.report.episodes import make_with_pictures, write_gif, write_html
+    from offbeat.envs import registry
+
+    spoken = agent in ("human", "random") or endpoint is not None
+    if endpoint and tokenizer:
+        raise ValueError("--tokenizer can't show the tokens of an endpoint's model")
+    folder = tokenizer if spoken else policy_folder(Path(agent))
+    chat = chat_of(folder)
+    check_shown(setting.env, chat)
+    setting = unbounded(setting) if spoken else setting
+    make = make_with_pictures if render else registry.make
+    made = make(setting.env.env_type, setting.env.env_config)
+    try:
+        if endpoint:
+            sample = AskedAnswers(*endpoint, chat, temperature)
+        elif spoken:
+            sample = SpokenAnswers(human_speaker() if agent == "human" else random_speaker(made, seed), chat)
+        else:
+            sample = _policy_sampler(folder, chat, setting, seed)
+        _, played = await watch(setting, made, sample, chat, seed=seed, show_tokens=folder is not None, tell=typer.echo)
+    except GoneError:
+        typer.echo("\nleft before the end")
+        return
+    finally:
+        made.close()
+    if render is not None:
+        if render.suffix == ".html":
+            write_html(render, [played], title=f"{setting.tag}, seed {seed}")
+        elif not write_gif(render, [played]):
+            _refuse(f"{setting.env.env_type} draws no pictures (render_mode rgb_array): write .html instead")
+        typer.echo(f"wrote {render}")
+
+
+def rollout(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 64,
+    out: Annotated[Path, typer.Option(help="The parquet file to write.")] = Path("rollout.parquet"),
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            help="`random`, or `policy PATH` (or PATH alone); else the run's newest checkpoint, else `pretrain`."
+        ),
+    ] = None,
+    split: Annotated[
+        Literal["held_out", "train"], typer.Option(help="Tasks of evaluation or of training.")
+    ] = "held_out",
+    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task, for pass@k.")] = 1,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Else the run's.", show_default=False)] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 32,
+) -> None:
+    """Play a run's episodes here and keep them: for evaluation, pass@k, or as data to train on.
+
+    Tasks and rules are the run's own; tokens, masks, logprobs and rewards go into a parquet file that `offbeat inspect`
+    shows.
+    """
+    from offbeat.deploy.play.rollouts import Order
+    from offbeat.services.messages.types import EpisodeKind
+
+    if episodes % group_size:
+        _refuse(f"{episodes} episodes are no whole number of groups of {group_size}")
+    if not out.parent.is_dir():
+        _refuse(f"--out {out}: there is no folder {out.parent}")
+    kind = EpisodeKind.EVAL if split == "held_out" else EpisodeKind.TRAIN
+    try:
+        from offbeat.deploy.play.target import load_config
+
+        if agent is not None:
+            agent, overrides = _named_policy(agent, overrides or [])
+        loaded = load_config(config, overrides)
+        order = Order(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
+        _rollout(loaded, order, agent, temperature, out)
+    except _errors() as error:
+        _refuse(_told(error))
+
+
+def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path) -> None:
+    from rich.progress import Progress
+
+    from offbeat.deploy.play.agents import chat_of
+    from offbeat.deploy.play.parquet import record, write_parquet
+    from offbeat.deploy.play.policy import CHECKPOINTS, policy_folder
+    from offbeat.deploy.play.rollouts import play_many
+    from offbeat.deploy.play.target import check_shown, setting_of
+    from offbeat.services.rollout.agents.episode import desk_for
+
+    if temperature is not None:
+        args = config.actor_infer.generating_args.model_copy(update={"temperature": temperature})
+        infer = config.actor_infer.model_copy(update={"generating_args": args})
+        config = config.model_copy(update={"actor_infer": infer})
+    own = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
+    if agent is None and str(own) == "tiny":
+        raise ValueError(
+            f"{config.output_dir} holds no checkpoints yet: train first, or give --agent PATH or --agent random"
+        )
+    folder = None if agent == "random" else policy_folder(Path(agent) if agent else own)
+    typer.echo(f"playing {order.episodes} episodes with {folder or 'a random agent'}")
+    chat = chat_of(folder)
+    for env in config.custom_envs.values():
+        check_shown(env, chat)
+    setting = setting_of(config, next(iter(config.custom_envs)))
+    sample = None if folder is None else _policy_sampler(folder, chat, setting, order.seed)
+    desk = None if folder is None else desk_for(config.custom_envs, folder)
+    with Progress(transient=True) as bar:
+        line = bar.add_task("episodes", total=order.episodes)
+
+        def show(done: int, _: int) -> None:
+            bar.update(line, completed=done)
+
+        played = asyncio.run(play_many(config, order, chat, sample, show, desk))
+    write_parquet(out, [record(trajectory, chat) for trajectory in played.trajectories])
+    _summary(played, order)
+    typer.echo(f"wrote {out}: offbeat inspect {out}")
+
+
+def _summary(played: Any, order: Any) -> None:
+    from itertools import groupby
+
+    from offbeat.deploy.play.rollouts import pass_at_k, succeeded
+
+    for reason, count in played.failures.items():
+        typer.secho(f"{count} episode(s) could not be played: {reason}", fg=typer.colors.RED)
+    done = played.trajectories
+    if not done:
+        return
+    typer.echo(f"reward {sum(t.reward for t in done) / len(done):.4g}, mean of {len(done)} episodes")
+    groups = [[bool(succeeded(t)) for t in members] for _, members in groupby(done, key=lambda t: t.group_id)]
+    if any(succeeded(t) is not None for t in done):
+        whole = [group for group in groups if len(group) == order.group_size]
+        powers = [2**i for i in range(order.group_size.bit_length())]
+        for k in [k for k in dict.fromkeys((*powers, order.group_size)) if k <= order.group_size and whole]:
+            typer.echo(
+                f"pass@{k} {pass_at_k(whole, k):.4g}" if order.group_size > 1 else f"success {pass_at_k(whole, 1):.4g}"
+            )
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="FILE|RUN", help="A file of `offbeat rollout`, or a run's folder.")],
+    color: Annotated[
+        Literal["logprob", "version", "mask"], typer.Option(help="What a token's colour says.")
+    ] = "logprob",
+    episode: Annotated[int | None, typer.Option(help="Show this one alone.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Show the first so many.")] = 3,
+) -> None:
+    """Show recorded trajectories, token by token."""
+    from offbeat.deploy.play.inspector import inspected
+
+    try:
+        for line in inspected(path, colour=color, episode=episode, limit=limit):
+            typer.echo(line)
+    except _errors() as error:
+        _refuse(_told(error))
+
+
+def _policy_sampler(folder: Path | None, chat: Any, setting: Any, seed: int) -> Any:
+    from offbeat.deploy.play.policy import Chance, TogetherSampler, load_policy
+
+    assert folder is not None, "a policy has a folder"
+    chance = Chance(setting.temperature, setting.top_p, setting.top_k)
+    return TogetherSampler(load_policy(folder, chat.stop_ids, seed=seed), chance, max_new_tokens=setting.max_new_tokens)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What a user can do something about."""
+    from offbeat.deploy.config.errors import ConfigError
+    from offbeat.services.errors import RolloutError
+
+    return ConfigError, RolloutError, ValueError
+
+
+def _told(error: Exception) -> str:
+    from offbeat.deploy.config.errors import ConfigError
+
+    if isinstance(error, ConfigError):
+        return "\n".join(str(problem) for problem in error.problems)
+    return str(error)
+
+
+def _refuse(message: str) -> None:
+    typer.echo(message, err=True)
+    raise typer.Exit(EXIT_USAGE)

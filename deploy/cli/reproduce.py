@@ -1,0 +1,92 @@
+"""`offbeat learner replay`: trains again on what a run recorded, and shows one step's samples."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.cli.audit import AuditError, folder_of
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import load_run
+from offbeat.services.errors import CodecError, ControlError
+
+if TYPE_CHECKING:
+    from offbeat.trainer.training.reproduction import Replayed, SampleView
+
+SHOWN = 40
+"""Samples in the table; `--json` has them all."""
+
+
+class ReplayError(Exception):
+    """It can't be done; the message says why."""
+
+
+def replay_run(run: str, step: int | None, *, console: Console, as_json: bool) -> int:
+    """Replay a run by its name or folder; returns the exit code. Raises `ReplayError`."""
+    try:
+        folder = folder_of(run)
+        config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
+    except (AuditError, ConfigError) as error:
+        raise ReplayError(str(error)) from error
+    # As in the learner's own process: before torch is loaded
+    os.environ["OMP_NUM_THREADS"] = str(config.actor_train.num_threads)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
+    from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+    from offbeat.trainer.training.reproduction import find_route, retrain
+
+    learner_run = LearnerRun(
+        config.exp_name, "replay", folder, LearnerRunConfig.model_validate_json(config.model_dump_json())
+    )
+    say = _quiet if as_json else console.print
+    try:
+        route, ranks = find_route(learner_run, step), ranks_of_environment(config.actor_train.device)
+        with process_group(ranks):
+            replayed = retrain(learner_run, route, ranks, shown=step, say=say)
+    except (ControlError, CodecError, RuntimeError, OSError) as error:
+        raise ReplayError(str(error)) from error
+    if as_json:
+        console.print_json(json.dumps(asdict(replayed)))
+    else:
+        _show(replayed, step, console)
+    return 0 if all(each.equal for each in replayed.compared) else 1
+
+
+def _quiet(_: str) -> None:
+    """Say nothing."""
+
+
+def _show(replayed: "Replayed", step: int | None, console: Console) -> None:
+    if step is not None:
+        console.print(_table(step, replayed.samples))
+    if not replayed.compared:
+        console.print("There is no checkpoint on the way to compare the weights with.")
+
+
+def _table(step: int, samples: Sequence["SampleView"]) -> Table:
+    title = f"step {step}: {len(samples)} trajectories that were trained on"
+    table = Table(
+        title=title if len(samples) <= SHOWN else f"{title}, the first {SHOWN}", title_justify="left", box=None
+    )
+    for column in ("group", "member", "reward", "turns", "tokens", "versions", "lag", "ratio", "max", "advantage"):
+        table.add_column(column, justify="right")
+    for each in samples[:SHOWN]:
+        low, high = each.advantage_min, each.advantage_max
+        table.add_row(
+            str(each.group),
+            str(each.index),
+            f"{each.reward:.3g}",
+            str(each.turns),
+            str(each.tokens),
+            f"{each.versions[0]}-{each.versions[1]}" if each.versions[0] != each.versions[1] else str(each.versions[0]),
+            str(each.staleness),
+            f"{each.ratio_mean:.4f}",
+            f"{each.ratio_max:.4f}",
+            f"{low:+.3f}" if low == high else f"{each.advantage_mean:+.3f} [{low:+.3f}, {high:+.3f}]",
+        )
+    return table

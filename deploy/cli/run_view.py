@@ -1,0 +1,253 @@
+"""What a person sees of a run while it goes: one live view in a terminal, plain lines anywhere else.
+
+Invariant: a view only shows; it knows nothing that it was not given.
+"""
+
+import math
+import time
+from collections.abc import Collection
+from typing import Protocol, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from offbeat.deploy.report.history import RunHistory, Step
+from offbeat.services.control.interfaces import Health
+from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import RunView
+
+LINE_EVERY_S = 10.0
+"""Without a terminal: one line so often, and one at each change of state or phase."""
+NO_DIGITS = str.maketrans("", "", "0123456789")
+START_ORDER = ("redis", "learner", "ray", "control")
+MARKS = {
+    Health.READY: "[green]ready[/]",
+    Health.STARTING: "[yellow]starting[/]",
+    Health.DEAD: "[red]dead[/]",
+    Health.BROKEN: "[red]broken[/]",
+    Health.DONE: "[green]done[/]",
+    Health.ABSENT: "[dim]absent[/]",
+}
+
+
+class LiveView(Protocol):
+    """Shows a run."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        ...
+
+    def starting(self, up: Collection[str]) -> None:
+        """Show which parts of the mesh stand already, while it comes up."""
+        ...
+
+    def show(self, view: RunView, history: RunHistory) -> None:
+        """Show the run as it is now."""
+        ...
+
+    def close(self) -> None:
+        """Show nothing more but what is said."""
+        ...
+
+
+def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
+    """The view that fits where the output goes. began: Unix time from which it counts; None takes now."""
+    console = console or Console(highlight=False)
+    began = time.time() if began is None else began
+    return TerminalView(run_id, console, began) if console.is_terminal else LineView(console, began)
+
+
+class LineView:
+    """A line now and then, for logs and pipes."""
+
+    def __init__(self, console: Console, began: float) -> None:
+        self._console = console
+        self._last_kind = ""
+        self._last_at = -math.inf
+        self._began = began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, text: str) -> None:
+        """See `LiveView.say`."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def starting(self, up: Collection[str]) -> None:
+        """See `LiveView.starting`; not worth a line."""
+
+    def show(self, view: RunView, history: RunHistory) -> None:
+        """Print a line if something changed, or if the last one is old."""
+        state = describe_state(view)
+        now = time.monotonic()
+        kind = state.translate(NO_DIGITS)  # that a count goes up is no change
+        if kind == self._last_kind and now < self._last_at + LINE_EVERY_S:
+            return
+        self._last_kind, self._last_at = kind, now
+        parts = [f"{time.time() - self._began:6.1f} s", state]
+        if history.last_step is not None:
+            parts += [f"step {history.last_step.number}/{view.max_steps}"]
+            parts += [f"{name} {value}" for name, value in summary(view, history).items()]
+        self.say("  ".join(parts))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class TerminalView:
+    """One panel that is redrawn in place."""
+
+    def __init__(self, run_id: str, console: Console, began: float) -> None:
+        self._run_id = run_id
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._began = began
+        self._open = False
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._open = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, text: str) -> None:
+        """See `LiveView.say`."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def starting(self, up: Collection[str]) -> None:
+        """See `LiveView.starting`."""
+        if self._open:
+            parts = [f"{part} {MARKS[Health.READY if part in up else Health.STARTING]}" for part in START_ORDER]
+            elapsed = _clock(time.time() - self._began)
+            body = Text.from_markup("  ".join(parts) + f"   {elapsed}")
+            title = f"[bold]{self._run_id}[/]  starting"
+            self._live.update(Panel(body, title=title, title_align="left", padding=(0, 1)), refresh=True)
+
+    def show(self, view: RunView, history: RunHistory) -> None:
+        """Redraw the panel."""
+        if self._open:
+            elapsed = time.time() - self._began
+            self._live.update(render(view, history, elapsed), refresh=True)
+
+    def close(self) -> None:
+        """Take the panel away."""
+        if self._open:
+            self._open = False
+            self._live.stop()
+
+
+def render(view: RunView, history: RunHistory, elapsed_s: float) -> Panel:
+    """The whole picture."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column()
+    for name, value in summary(view, history).items():
+        rows.add_row(name, value)
+    if view.counters is not None:
+        counters = view.counters
+        lost = {**{f"dropped {k}": n for k, n in counters.dropped.items()}, **counters.failed}
+        more = "".join(f", {name} {number}" for name, number in lost.items())
+        groups = f"{counters.admitted} admitted, {counters.trained} trained, {counters.in_flight} in flight{more}"
+        rows.add_row("groups", groups)
+    rows.add_row("parts", Text.from_markup("  ".join(_parts(view))))
+    title = f"[bold]{view.id}[/]  {describe_state(view)}"
+    return Panel(Group(_progress(view, history, elapsed_s), rows), title=title, title_align="left", padding=(0, 1))
+
+
+def _progress(view: RunView, history: RunHistory, elapsed_s: float) -> Table:
+    step = max(history.last_step.number if history.last_step else 0, 0)
+    line = Table.grid(padding=(0, 1))
+    left = eta_s(view, history)
+    line.add_row(
+        f"step {step}/{view.max_steps}",
+        ProgressBar(total=view.max_steps, completed=step, width=36),
+        f"{_clock(elapsed_s)} elapsed" + (f", about {_clock(left)} of training left" if left is not None else ""),
+    )
+    return line
+
+
+def _parts(view: RunView) -> list[str]:
+    parts: list[str] = []
+    for name, part in view.components.items():
+        restarts = f" [yellow](restarted {part.restarts}x)[/]" if part.restarts else ""
+        parts.append(f"{name} {MARKS[part.health]}{restarts}")
+    return parts
+
+
+def describe_state(view: RunView) -> str:
+    """What goes on, in a few words."""
+    if view.state is RunState.RUNNING:
+        return view.phase or "running"
+    if view.state is RunState.STARTING:
+        waits = [
+            f"{name} {part.detail}" if part.health is Health.ABSENT and part.detail else name
+            for name, part in view.components.items()
+            if part.health is not Health.READY
+        ]
+        phase = f" ({view.phase})" if view.phase else ""
+        return f"starting: {', '.join(waits)}{phase}" if waits else "starting"
+    return view.state.value
+
+
+def eta_s(view: RunView, history: RunHistory) -> float | None:
+    """Seconds until the last step, at the pace of the newest ones."""
+    pace, last = history.seconds_per_step(), history.last_step
+    if pace is None or last is None or last.number >= view.max_steps:
+        return None
+    return pace * (view.max_steps - last.number)
+
+
+def summary(view: RunView, history: RunHistory) -> dict[str, str]:
+    """The figures that matter, by name."""
+    out: dict[str, str] = {}
+    last = history.last_step
+    evaluations = history.curve()
+    success = _number(last, "success")
+    shown = [f"rollouts {success}"] if success else []
+    if evaluations:
+        newest = evaluations[-1]
+        shown.append(f"evaluation {newest.success:.2f} (step {newest.step})")
+        if newest is not evaluations[0]:
+            shown.append(f"at first {evaluations[0].success:.2f}")
+    if shown:
+        out["success"] = ", ".join(shown)
+    if last is not None:
+        if reward := _number(last, "reward"):
+            out["reward"] = reward
+        if staleness := _number(last, "staleness"):
+            most = last.value("staleness_max", 0.0)
+            out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {view.settings.max_staleness:g})"
+    generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
+    if generated or trained:
+        out["tokens/s"] = f"{generated:,.0f} generated, {trained:,.0f} trained"
+    if updates := history.total("generation/weight_updates"):
+        pause = history.means.get("generation/pause_s")
+        out["weight updates"] = f"{updates:.0f}" + (f", pause {1000 * pause.value:.0f} ms" if pause else "")
+    return out
+
+
+def _number(step: Step | None, name: str) -> str:
+    value = step.value(name) if step else math.nan
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return (
+        f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+        if whole >= 3600
+        else f"{whole // 60}:{whole % 60:02d}"
+    )

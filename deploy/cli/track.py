@@ -1,0 +1,130 @@
+"""`offbeat track`: sends a run's metrics to a tracker: the rest where it was down, all where the run did not name it.
+
+Invariant: what the run left is only read, but for the tracker's place in it, which is the one that its own process goes by.
+"""
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import Progress as Bar
+
+from offbeat.deploy.cli.audit import AuditError, folder_of
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import read_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_folder import CONFIG
+from offbeat.trainer.checks.trackers import tracker_complaints
+from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.trackers.base import TrackedRun
+from offbeat.trainer.trackers.cursor import (
+    Progress,
+    progress_file,
+    read_progress,
+    tracker_folder,
+    write_progress,
+)
+from offbeat.trainer.trackers.delivery import Delivery, DownError
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE
+from offbeat.trainer.trackers.registry import IN_LEARNER, arguments, find_tracker
+from offbeat.trainer.trackers.supervisor import without_secrets
+
+
+class TrackError(Exception):
+    """Nothing can be sent; the message says why."""
+
+
+def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Console) -> None:
+    """Send what the tracker has not taken yet, and end. Sent twice, it goes on where it was.
+
+    run: a run's name, or its folder. settings: `key=value`, over the run's own `tracker_kwargs` of this tracker.
+
+    Raises:
+        TrackError: there is no such run, its metrics are being sent, or the tracker can't be had or takes nothing.
+    """
+    try:
+        folder = folder_of(run)
+        config = read_run(folder / CONFIG)
+    except (AuditError, ConfigError) as error:
+        raise TrackError(str(error)) from error
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise TrackError(f"{folder} has no {METRICS_FILE}: its learner has measured nothing yet")
+    told = _told(config, name, settings)
+    kept = progress_file(folder, name)
+    with _held(kept, name):
+        progress = read_progress(kept)
+        if progress.offset >= metrics.stat().st_size:
+            console.print(_last_words(name, progress, "had"), markup=False)
+            return
+        resumed = progress.open(progress.lineage, goes_on=True)
+        place = tracker_folder(folder, name)
+        place.mkdir(parents=True, exist_ok=True)
+        shown = without_secrets(
+            config.model_dump(mode="json", include=set(LearnerConfig.model_fields), exclude={"tracker_kwargs"})
+        )
+        kind = find_tracker(name)
+        try:
+            tracker = kind(
+                TrackedRun(config.exp_name, progress.key, resumed, progress.step, place, shown), **arguments(kind, told)
+            )
+            write_progress(kept, progress)
+            _deliver(Delivery(metrics, kept, progress, tracker), metrics, console)
+            tracker.close("finished" if progress.step >= config.max_steps else "stopped")
+        except DownError as error:
+            raise TrackError(f"{name} takes nothing: {error}; what it has taken is not sent again") from error
+        except Exception as error:
+            raise TrackError(f"{name} failed: {type(error).__name__}: {error}") from error
+        progress.place = tracker.place or progress.place
+        write_progress(kept, progress)
+    console.print(_last_words(name, progress, "has"), markup=False)
+
+
+def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
+    """`tracker_kwargs` of the tracker. Raises TrackError."""
+    if name in IN_LEARNER:
+        raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
+    told = dict(config.tracker_kwargs.get(name, {}))
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise TrackError(f"{setting!r} is no KEY=VALUE")
+        try:
+            told[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise TrackError(f"{setting!r}: its value is no YAML: {error}") from error
+    complaints = list(
+        tracker_complaints(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: told}}))
+    )
+    if complaints:
+        raise TrackError("; ".join(f"{each.path}: {each.message}" for each in complaints))
+    return told
+
+
+@contextmanager
+def _held(kept: Path, name: str) -> Iterator[None]:
+    """Alone with the tracker's place in the metrics."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with kept.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrackError(f"{name} is being sent this run's metrics: by its learner, or by another call") from None
+        yield
+
+
+def _deliver(delivery: Delivery, metrics: Path, console: Console) -> None:
+    size = metrics.stat().st_size
+    with Bar(console=console, transient=True) as bar:
+        sending = bar.add_task("sending", total=size, completed=delivery.progress.offset)
+        while delivery.round():
+            bar.update(sending, completed=min(delivery.progress.offset, size))
+
+
+def _last_words(name: str, progress: Progress, verb: str) -> str:
+    refused = f"; it has refused {progress.refused}" if progress.refused else ""
+    return f"{name} {verb} all {progress.number} lines{refused}{f': {progress.place}' if progress.place else ''}"

@@ -1,0 +1,263 @@
+"""`offbeat train`: one run from start to report, or to Ctrl-C.
+
+Invariants: the run goes through the control service's REST like any other; every way out ends every process that was
+started; the exit code says how it went (0 finished, 1 failed, 130 stopped).
+"""
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.cli.run_view import LiveView, open_view
+from offbeat.deploy.config.loader import dump_yaml
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.local.mesh import LocalMesh
+from offbeat.deploy.local.signals import ending_signals
+from offbeat.deploy.report.history import RunHistory
+from offbeat.deploy.report.report import ReportMaker
+from offbeat.deploy.run_setup import LOGS
+from offbeat.services.control.client import ControlClient
+from offbeat.services.control.interfaces import Health
+from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import RunView
+from offbeat.services.errors import MeshError, RetryableError
+from offbeat.services.redis.errors import retryable
+from offbeat.services.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+RESUME = "resume_from_checkpoint"
+START_POLL_S = 0.5
+WATCH_POLL_S = 1.0
+"""A look at the run costs the command, the proxy and the control service some CPU, of two cores that train."""
+METRICS_PAGE = 2000
+UNREACHABLE_S = 240.0
+"""A control service that does not answer for so long is gone for good."""
+FINISHED, FAILED, INTERRUPTED = 0, 1, 130
+
+
+class RunFailedError(Exception):
+    """The run failed for good; the message says why and which log tells more."""
+
+
+def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
+    """Run `config` on this machine; does not return, because threads of Ray may never end: exits with the code.
+
+    config_path, overrides: what `config` was read from, for the command that goes on with it.
+    """
+    config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
+    resume = bool(config.resume_from_checkpoint)
+    try:
+        aside = run_folder.claim(config.output_dir, resume=resume)
+        with run_folder.locked(config.output_dir):
+            code = _train(config, resume_command(config_path, overrides), aside)
+    except run_folder.FolderInUseError as error:
+        print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
+        code = FAILED
+    except OSError as error:
+        print(f"offbeat: output_dir {config.output_dir} can't be used: {error}", file=sys.stderr)  # noqa: T201
+        code = FAILED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
+    """The command line that goes on with a run, as a shell reads it."""
+    kept = (each for each in overrides if each.lstrip("+~").partition("=")[0] != RESUME)
+    return shlex.join(["offbeat", "train", str(config_path), *kept, f"{RESUME}=true"])
+
+
+def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
+    configure_logging("offbeat", config.output_dir / LOGS)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    run_folder.write_config(config.output_dir, dump_yaml(config))
+    with open_view(config.exp_name) as view:
+        if aside is not None:
+            view.say(f"An earlier run lay there; it is in {_shown(aside)} now.")
+        command = TrainCommand(config, view, resume)
+        try:
+            return asyncio.run(command.run())
+        except (Exception, SystemExit) as error:
+            # A mistake of ours, or nobody reads what is said any more (rich makes SystemExit of a broken pipe); whatever it
+            # is, nothing that was started may outlive this command.
+            logger.exception("the command failed")
+            command.kill()
+            view.close()
+            view.say(f"offbeat failed: {error!r}\nRead {_shown(config.output_dir / LOGS / 'offbeat.log')}")
+            return FAILED
+
+
+class TrainCommand:
+    """Starts the mesh, watches the run, reports, and ends the mesh."""
+
+    def __init__(self, config: RunConfig, view: LiveView, resume_command: str) -> None:
+        self._config = config
+        self._view = view
+        self._resume_command = resume_command
+        self._mesh = LocalMesh(config, began=psutil.Process().create_time(), say=view.say)
+        self._history = RunHistory()
+        self._report = ReportMaker(config, self._history)
+        self._interrupted = asyncio.Event()
+        self._last: RunView | None = None
+
+    async def run(self) -> int:
+        """The whole command; returns its exit code."""
+        self._catch_signals()
+        try:
+            await self._until_interrupted(self._run_to_its_end())
+        except (RunFailedError, MeshError) as error:
+            return await self._end_failed(error)
+        except RedisConnectionError as error:
+            return await self._end_failed(retryable(error))
+        if self._interrupted.is_set():
+            self._view.say("Stopping ... (Ctrl-C again kills at once)")
+            return await self._end_stopped()
+        if self._last is not None and self._last.state is RunState.STOPPED:
+            self._view.say("The run was stopped over REST.")
+            return await self._end_stopped()
+        return await self._end_finished()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        self._mesh.kill()
+
+    async def _until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="run")
+        interrupt = asyncio.create_task(self._interrupted.wait(), name="interrupt")
+        try:
+            await asyncio.wait({task, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for each in (task, interrupt):
+                each.cancel()
+            # What blocks in a thread goes on there; ending the processes that it waits for ends it.
+            await asyncio.wait({task, interrupt}, timeout=1.0)
+
+    async def _run_to_its_end(self) -> None:
+        self._view.say("Starting Redis, Ray, the learner and the services ...")
+        async with await self._start() as client:
+            self._view.say(f"Control service at {client.url}, Redis at {self._mesh.redis_place}")
+            self._report.timings = self._mesh.timings
+            # Beside the watch: who asks a service whose Redis is gone waits for its answer
+            chores = {"keep redis": self._mesh.keep_redis(), "watch memory": self._mesh.watch_shared_memory()}
+            keepers = [asyncio.create_task(chore, name=name) for name, chore in chores.items()]
+            try:
+                view = await self._watch(client)
+            finally:
+                for keeper in keepers:
+                    keeper.cancel()
+        if view.state is RunState.FAILED:
+            log = self._config.output_dir / (view.log or LOGS)
+            raise RunFailedError(f"{view.error}\nRead {_shown(log)}")
+
+    async def _start(self) -> ControlClient:
+        """Start the mesh, and show how far it is."""
+        starting = asyncio.create_task(self._mesh.start(), name="start")
+        try:
+            while not starting.done():
+                self._view.starting(self._mesh.timings)
+                await asyncio.wait({starting}, timeout=START_POLL_S)
+            return starting.result()
+        finally:
+            starting.cancel()
+
+    async def _watch(self, client: ControlClient) -> RunView:
+        """Poll and show the run until it is over."""
+        answered_at = time.monotonic()
+        while True:
+            try:
+                view = await client.show(self._config.exp_name)
+                await self._read_metrics(client)
+            except RetryableError as error:
+                if time.monotonic() > answered_at + UNREACHABLE_S:
+                    raise RunFailedError(f"{error}\nRead {_shown(self._config.output_dir / LOGS)}") from error
+            else:
+                answered_at = time.monotonic()
+                self._last = view
+                self._view.show(view, self._history)
+                if view.state.over or _has_trained(view):
+                    return view
+            await asyncio.sleep(WATCH_POLL_S)
+
+    async def _read_metrics(self, client: ControlClient) -> None:
+        while True:
+            page = await client.metrics(self._config.exp_name, after=self._history.position, limit=METRICS_PAGE)
+            self._history.add((each.id, each.record()) for each in page.records)
+            if len(page.records) < METRICS_PAGE:
+                return
+
+    async def _end_finished(self) -> int:
+        self._view.say("Trained. Writing the report ...")
+        making = asyncio.create_task(asyncio.to_thread(self._report.make_artifacts))
+        await self._mesh.stop(RunState.FINISHED)
+        await making
+        self._view.close()
+        self._report.write(self._last.counters if self._last else None, ended_at=time.time())
+        self._report.show()
+        return FINISHED
+
+    async def _end_failed(self, error: Exception) -> int:
+        logger.error("the run failed", exc_info=error)
+        await self._mesh.stop(RunState.FAILED)
+        self._view.close()
+        self._view.say(f"The run failed: {error}")
+        self._say_how_to_resume()
+        return FAILED
+
+    async def _end_stopped(self) -> int:
+        published = await self._mesh.end_learner()
+        await self._mesh.stop(RunState.STOPPED)
+        self._view.close()
+        self._view.say(stopped_at(self._config, published))
+        self._say_how_to_resume()
+        return INTERRUPTED
+
+    def _say_how_to_resume(self) -> None:
+        self._view.say(f"Go on with: {self._resume_command}")
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in ending_signals():
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._interrupted.is_set():
+            self._mesh.kill()
+            os._exit(INTERRUPTED)
+        self._interrupted.set()
+
+
+def stopped_at(config: RunConfig, published: int) -> str:
+    """What a stopped run goes on from. published: the step that its weights had come to."""
+    newest = run_folder.newest_checkpoint(config.output_dir)
+    if newest is None:
+        return "Stopped before the first checkpoint."
+    step, path = newest
+    again = f" What came after it, up to step {published}, is trained again." if published > step else ""
+    return f"Stopped at step {step} of {config.max_steps}; {_shown(path)} holds it.{again}"
+
+
+def _has_trained(view: RunView) -> bool:
+    """The learner has done all its work: what is left is to end the mesh, which is ours to do."""
+    learner = view.components.get("learner")
+    return view.state is RunState.DRAINING and learner is not None and learner.health is Health.DONE
+
+
+def _shown(path: Path) -> str:
+    """Relative to here where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

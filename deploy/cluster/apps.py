@@ -1,0 +1,156 @@
+"""What `serve deploy` builds: the applications of `local.yaml` and `deploy.yaml`, from the `args` that stand there.
+
+Invariant: arguments are validated whole, strictly, before anything of an application starts; a refusal names the keys.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, JsonValue, ValidationError
+from ray.serve import Application
+
+from offbeat.deploy.config.errors import ConfigError, Problem, problems_of
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
+from offbeat.envs.config import Config
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.control import app as control_app
+from offbeat.services.generation import app as generation_app
+from offbeat.services.redis import serve_app as redis_app
+from offbeat.services.redis.url import address_problem
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+CONTROL_WIRING = "offbeat.deploy.cluster.ray_run_factory:ClusterWiring"
+BEFORE_REDIS_ENDS = "offbeat.deploy.cluster.reaper:end_learners"
+
+T = TypeVar("T", bound=Config)
+
+
+def _sound(url: str) -> str:
+    if problem := address_problem(url):
+        raise ValueError(problem)
+    return url
+
+
+RedisUrl = Annotated[str, AfterValidator(_sound)]
+
+
+class RedisArguments(Config):
+    """`args` of an application that is a redis-server."""
+
+    redis_url: RedisUrl
+    """Where the others find it; port and password are taken from it. It listens on loopback."""
+    folder: Path
+    """Holds the append-only file: deploying on it again goes on where the last one was."""
+    appendfsync: Literal["everysec", "always"] = "everysec"
+
+
+class GenerationArguments(Config):
+    """`args` of a generation application that serves whichever run claims it."""
+
+    redis_url: RedisUrl
+    folder: Path
+    """Takes logs, and the tiny policy's files where `pretrain` is `tiny`."""
+    run: str | None = None
+    """A run's YAML, or the name of one in `deploy/configs`: the application is made for runs like this one."""
+    config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Keys of a run that hold instead of those of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
+
+
+class ControlArguments(Config):
+    """`args` of the control application."""
+
+    redis_url: RedisUrl
+    """The Redis that holds all runs; every node must reach it."""
+    working_dir: Path | None = None
+    """Folder that relative paths in a run's configuration start from; None takes the one in which `ray start` ran."""
+    token_file: Path | None = None
+    """Holds the bearer token that each call must carry; without one, only programs on the service's host may call."""
+    read_token_file: Path | None = None
+    """Holds a second token, of callers who may look and change nothing."""
+    log_dir: Path = Path("runs/control")
+    """Takes the service's own log."""
+
+
+def redis(args: dict[str, Any]) -> Application:
+    """A redis-server; for a mesh on one machine."""
+    arguments = arguments_of(RedisArguments, args)
+    config = RedisConfig(appendfsync=arguments.appendfsync)
+    folder = arguments.folder.resolve()
+    return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, folder, config, BEFORE_REDIS_ENDS))
+
+
+def generation(args: dict[str, Any]) -> Application:
+    """Engines with a model of their own, for one run after another."""
+    arguments = arguments_of(GenerationArguments, args)
+    folder = arguments.folder.resolve()
+    config = _run_like(arguments).model_copy(update={"output_dir": folder})
+    prepare_folder(config)
+    settings = generation_app.ReplicaSettings(
+        tenant=None,
+        config=config.actor_infer,
+        transport=config.weights.transport,
+        model=model_folder(config).resolve(),
+        sequence_length=config.sequence_length,
+        redis_url=arguments.redis_url,
+        log_dir=folder / LOGS,
+        seed=config.seed,
+    )
+    return generation_app.deploy(settings)
+
+
+def control(args: dict[str, Any]) -> Application:
+    """The control service."""
+    arguments = arguments_of(ControlArguments, args)
+    working_dir = (arguments.working_dir or Path()).resolve()
+    if arguments.read_token_file is not None and arguments.token_file is None:
+        raise ConfigError([Problem("read_token_file", "has no effect without token_file: set it too")])
+    return control_app.build(
+        control_app.ControlSettings(
+            redis_url=arguments.redis_url,
+            wiring=CONTROL_WIRING,
+            token=_token("token_file", arguments.token_file),
+            read_token=_token("read_token_file", arguments.read_token_file),
+            log_dir=working_dir / arguments.log_dir,
+            working_dir=working_dir,
+        )
+    )
+
+
+def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
+    """An application's validated arguments.
+
+    Raises:
+        ConfigError: with every key that was refused.
+    """
+    try:
+        return kind.model_validate_json(json.dumps(args))
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, kind)) from None
+
+
+def _run_like(arguments: GenerationArguments) -> RunConfig:
+    """The configuration of a run that the application is made for."""
+    from omegaconf import OmegaConf
+
+    tree: dict[str, Any] = {"custom_envs": {}}
+    if arguments.run is not None:
+        named = CONFIGS / arguments.run
+        tree = compose_tree(Path(arguments.run) if Path(arguments.run).is_file() or not named.is_file() else named)
+    merged = OmegaConf.to_container(OmegaConf.merge(tree, arguments.config))
+    assert isinstance(merged, dict)
+    return validate_tree({str(key): value for key, value in merged.items()})
+
+
+def _token(key: str, path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError([Problem(key, f"can't be read: {error}")]) from None
+    if not token:
+        raise ConfigError([Problem(key, f"{path} is empty")])
+    return token

@@ -1,0 +1,90 @@
+# pyright: basic
+"""Generation applications of the deploy file: which of them can sample for a run.
+
+Invariant: an application serves one run at a time; a run that does not name one never gets one that differs from what its
+configuration asks for.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from offbeat.deploy.config.errors import Problem
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import words_of
+from offbeat.services.generation.config import GenerationConfig, app_name
+from offbeat.services.generation.tenancy import Offer, read_architecture
+from offbeat.services.generation.vllm.engine import BACKENDS
+
+KEY = "actor_infer.app"
+NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
+"""Keys of `config.json` that an engine which gets its weights from the broker does not go by."""
+OF_THE_RUN = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
+"""Keys of `actor_infer` that may differ between a run and an application that it did not name."""
+
+
+def choose_app(
+    config: RunConfig, offers: Mapping[str, Offer], is_free: Callable[[str], bool]
+) -> tuple[str | None, list[Problem]]:
+    """The application of the deploy file that samples for a run, or None for one of its own; and what forbids it.
+
+    offers: those that are deployed. is_free: whether no other run that goes on has claimed it.
+    """
+    named = config.actor_infer.app
+    if named == app_name(config.exp_name):
+        return None, []
+    if named is None:
+        architecture = architecture_of(config) if offers else {}
+        fitting = (
+            app
+            for app, offer in sorted(offers.items())
+            if is_free(app) and not any(misfits(config, architecture, offer)) and is_alike(config.actor_infer, offer)
+        )
+        return next(fitting, None), []
+    offer = offers.get(named)
+    if offer is None and not is_free(named):
+        return named, []  # a run's own: who creates the run is told which one has it
+    if offer is None:
+        there = ", ".join(sorted(offers)) or "none"
+        return None, [
+            Problem(KEY, f"no generation application {named!r} is deployed that any run may use; there is {there}")
+        ]
+    return named, [Problem(KEY, f"{named}: {misfit}") for misfit in misfits(config, architecture_of(config), offer)]
+
+
+def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: Offer) -> Iterator[str]:
+    """Why the application can't sample for the run."""
+    other = sorted(key for key in architecture.keys() | offer.architecture.keys() if _differ(key, architecture, offer))
+    if other:
+        yield f"its model is another one: {', '.join(other)} of config.json differ"
+    if config.sequence_length > offer.sequence_length:
+        yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
+    if BACKENDS[config.weights.transport] != BACKENDS[offer.transport]:
+        yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
+    room, rank = offer.config.max_lora_rank, config.actor_infer.max_lora_rank
+    if (room is None) != (rank is None) or (room or 0) < (rank or 0):
+        yield f"its max_lora_rank is {room}, the run's is {rank}"
+    if config.actor_infer.on_weight_update != offer.config.on_weight_update:
+        yield f"its on_weight_update is {offer.config.on_weight_update}"
+
+
+def is_alike(wanted: GenerationConfig, offer: Offer) -> bool:
+    """Whether the application is what the run would have deployed."""
+    return wanted.model_dump(exclude=OF_THE_RUN) == offer.config.model_dump(exclude=OF_THE_RUN)
+
+
+def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
+    """`config.json` of the run's policy, which need not have been written yet."""
+    if config.pretrain != "tiny":
+        return read_architecture(Path(config.pretrain))
+    from offbeat.trainer.models.tiny import write_tiny_policy
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_policy(Path(folder), config.tiny, words_of(config))
+        return read_architecture(Path(folder))
+
+
+def _differ(key: str, architecture: Mapping[str, JsonValue], offer: Offer) -> bool:
+    return key not in NOT_ARCHITECTURE and architecture.get(key) != offer.architecture.get(key)

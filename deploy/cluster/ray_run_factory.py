@@ -1,0 +1,114 @@
+# pyright: basic
+"""The wiring of a control service that was brought up by `serve deploy`: it does alone what `offbeat train` does around one.
+
+Invariants: a run's relative paths start from one folder, whoever sent it; a run is checked against the cluster that will run
+it, not against the host of the control service.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.deploy.cluster.engine_matching import choose_app
+from offbeat.deploy.cluster.reaper import keep_warden
+from offbeat.deploy.cluster.run_factory import RunParts, Wiring
+from offbeat.deploy.components.serve_status import app_statuses
+from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.loader import load_document
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.buffer.admin import BufferWatch
+from offbeat.services.control.run import RunRecord, RunState
+from offbeat.services.control.schemas import ProblemView
+from offbeat.services.control.service import InvalidRunError
+from offbeat.services.generation.config import app_name
+from offbeat.services.generation.tenancy import APP, Offer, read_offers
+from offbeat.services.keys import RunKeys, claims_key
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What a Ray cluster has."""
+
+    cpus: float
+    gpus: float
+    hosts: int
+
+    @classmethod
+    def of_ray(cls) -> "Cluster":
+        """The one that this process belongs to."""
+        resources = ray.cluster_resources()
+        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
+        return cls(resources.get("CPU", 0.0), resources.get("GPU", 0.0), len(hosts))
+
+
+class ClusterWiring(Wiring):
+    """What `offbeat.services.control.app` asks of this project on a cluster that outlives its runs."""
+
+    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
+        super().__init__(redis, redis_url, working_dir or Path.cwd())
+        keep_warden()
+
+    def load(self, document: str | dict[str, Any]) -> RunConfig:
+        """See `Wiring.load`."""
+        cluster = Cluster.of_ray()
+        config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
+        going_on = self._going_on(config.exp_name)
+        if config.actor_infer.app is None and going_on is not None:
+            app, problems = going_on.actor_infer.app, []
+        else:
+            app, problems = choose_app(config, self._deployed_offers(), lambda app: self._is_free(app, config.exp_name))
+        problems += cluster_problems(config, cluster, self._redis_url)
+        if problems:
+            raise ConfigError(problems)
+        infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
+        return config.model_copy(update={"actor_infer": infer})
+
+    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """See `Wiring.validate_change`."""
+        app = RunConfig.model_validate_json(record.config).actor_infer.app
+        if "num_replicas" in values and app not in (None, app_name(record.run_id)):
+            message = f"the run samples from {app} of the deploy file: change num_replicas there, and `serve deploy` it"
+            raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
+        super().validate_change(record, values)
+
+    def _going_on(self, run_id: str) -> RunConfig | None:
+        """The run of that name, if it goes on: sent again, it has the application that was chosen for it."""
+        config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
+        if config is None or state is None or RunState(state.decode()).over:
+            return None
+        return RunConfig.model_validate_json(config)
+
+    def _deployed_offers(self) -> dict[str, Offer]:
+        deployed = app_statuses()
+        return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
+
+    def _is_free(self, app: str, run_id: str) -> bool:
+        """Whether no other run that goes on has claimed the application."""
+        holder = cast(bytes | None, self._redis.hget(claims_key(APP), app))
+        if holder is None or holder.decode() == run_id:
+            return True
+        state = cast(bytes | None, self._redis.hget(RunKeys(holder.decode()).record, "state"))
+        return state is None or RunState(state.decode()).over
+
+    def build_mesh(self, record: RunRecord) -> RunParts:
+        """See `Wiring.build_mesh`; nobody else has made room for the run."""
+        config = RunConfig.model_validate_json(record.config)
+        watch = BufferWatch(self._async_redis, record.run_id)
+        claim = f"{record.run_id} {record.created_at}"
+        return RunParts(config, self._redis, watch, self._redis_url, self._serve_status, claim=claim)
+
+
+def cluster_problems(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[Problem]:
+    """What can't work on this cluster, or would be passed over here."""
+    if config.redis.url not in (None, redis_url):
+        yield Problem("redis.url", "the runs of a deployed mesh live in its own Redis: leave it out")
+    if cluster.hosts > 1 and config.weights.transport == "shm":
+        yield Problem(
+            "weights.transport",
+            f"shm reaches one host, and this cluster has {cluster.hosts}: take fs (weights.url names a folder or bucket "
+            "that all of them reach)",
+        )

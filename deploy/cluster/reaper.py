@@ -1,0 +1,141 @@
+# pyright: basic
+"""Ends what Serve does not know of (env workers, learner hosts) when Serve is shut down.
+
+Invariant: nothing of ours outlives `serve shutdown`; a control replica that dies or is replaced ends nothing. What the runs
+had come to stays in Redis and in their checkpoints: deployed again, they go on. Learners save a checkpoint before the deploy
+file's own Redis ends.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import cast
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_list
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve._private.storage.kv_store import SERVE_INTERNAL_KV_NAMESPACE
+from ray.util import list_named_actors
+
+from offbeat.deploy.components import ray_actors
+from offbeat.services.keys import ENDING
+from offbeat.services.redis.connection import connect
+from offbeat.services.telemetry import configure_logging
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+LEARNER_GRACE_S = 20.0
+"""What learners get to finish their step and save a checkpoint; one that waits for groups needs a second."""
+HOST_S = 4.0
+"""What their hosts get beyond that."""
+ENSURE_S = 5.0
+SHUTDOWN_KEY = b"serve-shutdown-in-progress"
+"""In the key-value store of Serve's controller, from `serve shutdown` on."""
+ENDING_S = 30
+"""How long no learner is started; a shutdown takes less, and a mesh that is deployed again at once waits no longer."""
+
+
+class Warden:
+    """An actor that lives as long as Serve."""
+
+    def __init__(self) -> None:
+        configure_logging(ray_actors.WARDEN, None)
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def alive(self) -> bool:
+        """Answers while it watches."""
+        return not self._watching.done()
+
+    async def _watch(self) -> None:
+        await asyncio.to_thread(wait_for_shutdown)
+        logger.info("Serve is shut down: what is left ends")
+        left = [name for name in await asyncio.to_thread(our_actors) if name != ray_actors.WARDEN]
+        await asyncio.gather(*(self._end(name) for name in left))
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _end(self, name: str) -> None:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, namespace=ray_actors.NAMESPACE)
+        except ValueError:
+            return
+        if name.startswith(ray_actors.LEARNER_HOST):
+            try:
+                async with asyncio.timeout(LEARNER_GRACE_S + HOST_S):
+                    await actor.stop.remote(LEARNER_GRACE_S)  # pyright: ignore[reportGeneralTypeIssues]
+            except (RayError, TimeoutError) as error:
+                logger.warning("%s did not end in order: %r", name, error)
+        ray.kill(actor, no_restart=True)
+
+
+def wait_for_shutdown() -> None:
+    """Return once Serve is gone."""
+    while serve_is_up():
+        time.sleep(LOOK_S)
+
+
+def end_learners(redis_url: str) -> None:
+    """Called before the deploy file's own Redis ends. If it does because Serve is shut down, learners save what they have
+    come to and end, and none is started in their place; if only its replica is replaced, they wait for the next one."""
+    if not serve_is_ending():
+        return
+    with connect(redis_url, patience_s=1.0) as redis:
+        redis.set(ENDING, "1", ex=ENDING_S)
+    hosts = [name for name in our_actors() if name.startswith(ray_actors.LEARNER_HOST)]
+    logger.info("Serve is being shut down: %d learner(s) end before Redis does", len(hosts))
+    asked: list[ray.ObjectRef[None]] = []
+    for name in hosts:
+        with suppress(ValueError):  # it has ended by itself
+            asked.append(ray.get_actor(name, namespace=ray_actors.NAMESPACE).stop.remote(LEARNER_GRACE_S))
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=LEARNER_GRACE_S + HOST_S)
+
+
+def serve_is_ending() -> bool:
+    """Whether somebody has asked Serve to shut down."""
+    keys = _internal_kv_list(b"ray-serve-", namespace=SERVE_INTERNAL_KV_NAMESPACE)
+    return any(key.endswith(SHUTDOWN_KEY) for key in keys)  # between stands the namespace of whoever started Serve
+
+
+def serve_is_up() -> bool:
+    """Whether Serve's controller exists, if only as one that Ray is about to start again."""
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def our_actors() -> list[str]:
+    """Names of all living actors of ours."""
+    everywhere = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
+    return [actor["name"] for actor in everywhere if actor["namespace"] == ray_actors.NAMESPACE]
+
+
+def keep_warden() -> None:
+    """See to it, for as long as this process lives, that there is a warden."""
+    threading.Thread(target=_keep_warden, name="keep warden", daemon=True).start()
+
+
+def _keep_warden() -> None:
+    while True:
+        try:
+            start_warden()
+        except RayError as error:
+            logger.warning("no warden can be started: %s", error)
+        time.sleep(ENSURE_S)
+
+
+def start_warden() -> None:
+    """Start the cluster's warden, unless there is one; returns as soon as that is under way."""
+    ray.remote(Warden).options(
+        name=ray_actors.WARDEN,
+        namespace=ray_actors.NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+    ).remote()

@@ -1,0 +1,209 @@
+"""The composition root: what a run is made of, and how the control service comes to know it.
+
+Invariant: every part is found by name (a Serve application, a named actor, a key in Redis), never by a handle that
+somebody keeps, so whichever control replica looks sees and does the same.
+"""
+
+import asyncio
+import copy
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.components.env_workers import WorkerPool
+from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
+from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
+from offbeat.deploy.components.serve_status import ServeStatus
+from offbeat.deploy.components.shared_generation import SharedGeneration
+from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.loader import dump_yaml, load_document
+from offbeat.deploy.config.run import SETTING_PATHS, RunConfig
+from offbeat.deploy.run_folder import FolderInUseError
+from offbeat.deploy.run_removal import remove_run_files
+from offbeat.deploy.run_setup import (
+    generation_app,
+    model_folder,
+    prepare_buffer,
+    prepare_folder,
+    run_spec,
+)
+from offbeat.services.buffer.admin import BufferWatch, release_all_workers
+from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
+from offbeat.services.control.interfaces import Component
+from offbeat.services.control.run import BusyError, RunRecord, RunSpec
+from offbeat.services.control.schemas import ProblemView
+from offbeat.services.control.service import InvalidRunError
+from offbeat.services.generation.config import app_name
+from offbeat.services.live_settings import Settings
+from offbeat.services.redis.connection import connect
+
+logger = logging.getLogger(__name__)
+
+CLAIM = ".claim"
+"""Names the start of a run that the folder was made ready for."""
+
+
+class RunParts:
+    """The parts of one run, in the order in which they are stopped."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        redis: Redis,
+        watch: BufferWatch,
+        redis_url: str,
+        serve_status: ServeStatus,
+        *,
+        claim: str | None = None,
+    ) -> None:
+        """claim: names this start of the run to its folder, which is to be made ready for it; None if that has been done."""
+        self._config = config
+        self._claim = claim
+        self._redis = redis
+        self._watch = watch
+        external = config.control.learner == "external"
+        learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
+        self._workers = WorkerPool(config, redis_url)
+        self._generation = _generation(config, redis, redis_url, serve_status)
+        broker = broker_component(config, redis_url, serve_status)
+        self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)
+
+    @property
+    def components(self) -> Sequence[Component]:
+        return self._components
+
+    async def prepare(self) -> None:
+        """See `RunMesh.prepare`."""
+        if self._claim is not None:
+            await asyncio.to_thread(claim_folder, self._config, self._claim)
+        await asyncio.to_thread(prepare_folder, self._config)
+        await asyncio.to_thread(prepare_buffer, self._redis, self._config)
+        await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
+        await self._watch.set_paused(False)
+
+    async def steer(self, settings: Settings, *, paused: bool) -> None:
+        """See `RunMesh.steer`."""
+        await self._watch.set_paused(paused)
+        await self._workers.resize(settings.num_workers)
+        await self._generation.resize(settings.num_replicas)
+
+    async def drain(self) -> None:
+        """See `RunMesh.drain`."""
+        await self._watch.set_paused(True)
+
+    async def clean_up(self) -> None:
+        """See `RunMesh.clean_up`."""
+        from offbeat.services.weights.transports.base import cleanup
+
+        for component in self._components:
+            if isinstance(component, ManagedLearner):
+                await component.forget()
+        await asyncio.to_thread(cleanup, self._config.exp_name, self._config.weights, self._config.output_dir)
+
+
+def _generation(config: RunConfig, redis: Redis, redis_url: str, status: ServeStatus) -> ServeApp | SharedGeneration:
+    app = generation_app(config)
+    if app != app_name(config.exp_name):
+        return SharedGeneration(config.exp_name, app, redis, status)
+    return generation_component(config, redis_url, model_folder(config), status)
+
+
+class Wiring:
+    """What `offbeat.services.control.app` asks of this project."""
+
+    def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
+        """working_dir: folder that relative paths in a run's configuration start from; None takes the current one."""
+        self._async_redis = redis
+        self._working_dir = working_dir
+        self._redis = connect(redis_url)
+        self._redis_url = redis_url
+        self._serve_status = ServeStatus()
+
+    def validate(self, document: str | dict[str, Any]) -> RunSpec:
+        """The run that a YAML text or a tree describes. Raises `InvalidRunError`."""
+        try:
+            return run_spec(self.load(document))
+        except ConfigError as error:
+            raise InvalidRunError([_view(problem) for problem in error.problems]) from error
+
+    def load(self, document: str | dict[str, Any]) -> RunConfig:
+        """The configuration that a document describes, checked. Raises `ConfigError`."""
+        return load_document(document, working_dir=self._working_dir)
+
+    def build_mesh(self, record: RunRecord) -> RunParts:
+        """The parts of a run."""
+        config = RunConfig.model_validate_json(record.config)
+        watch = BufferWatch(self._async_redis, record.run_id)
+        return RunParts(config, self._redis, watch, self._redis_url, self._serve_status)
+
+    def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
+        """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        before = json.loads(record.config)
+        new = set(self._problems(_with_settings(before, values))) - set(self._problems(before))
+        if new:
+            raise InvalidRunError([_view(problem) for problem in sorted(new, key=str)])
+
+    def remove_files(self, record: RunRecord) -> list[str]:
+        """Remove what a run wrote into its folder. Raises `BusyError` if a command uses the folder."""
+        try:
+            return remove_run_files(Path(record.output_dir))
+        except FolderInUseError as error:
+            raise BusyError(str(error)) from error
+
+    def _problems(self, tree: dict[str, Any]) -> Sequence[Problem]:
+        try:
+            self.load(tree)
+        except ConfigError as error:
+            return error.problems
+        return ()
+
+    async def snapshot(self, run_id: str) -> Snapshot:
+        """The buffer of a run."""
+        return await BufferWatch(self._async_redis, run_id).snapshot()
+
+    async def groups(self, run_id: str) -> list[GroupProgress]:
+        """The groups of a run that are being played."""
+        return await BufferWatch(self._async_redis, run_id).groups()
+
+    async def quarantine(self, run_id: str) -> list[Quarantined]:
+        """Trajectories of a run that could not be read."""
+        return await BufferWatch(self._async_redis, run_id).quarantine()
+
+
+def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+    """A configuration with other settings in it."""
+    changed = copy.deepcopy(tree)
+    for name, value in values.items():
+        *parents, leaf = SETTING_PATHS[name].split(".")
+        node = changed
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = value
+    return changed
+
+
+def _view(problem: Problem) -> ProblemView:
+    return ProblemView(path=problem.path, message=problem.message, suggestion=problem.suggestion)
+
+
+def claim_folder(config: RunConfig, claim: str) -> None:
+    """Make room for a run that nobody has made room for: an earlier one in its folder is moved aside, unless it is resumed.
+
+    claim: names this start of the run; the folder keeps it, so that what has been done is not done again.
+
+    Raises:
+        FolderInUseError: `offbeat train` runs a run there.
+    """
+    mark = config.output_dir / CLAIM
+    if mark.exists() and mark.read_text() == claim:
+        return
+    run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    run_folder.write_config(config.output_dir, dump_yaml(config))
+    mark.write_text(claim)

@@ -1,0 +1,115 @@
+# pyright: basic
+"""The pool of env workers."""
+
+import asyncio
+import itertools
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError
+
+from offbeat.deploy.components import ray_actors
+from offbeat.deploy.components.ray_actors import find_actor, last_line
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import LOGS, worker_settings
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.rollout import actor as rollout_app
+
+logger = logging.getLogger(__name__)
+
+PING_S = 2.0
+"""An actor that does not answer in time is taken to be starting; one that is dead says so at once."""
+HUNG_S = 60.0
+"""An env worker that has answered before and has not for so long is killed, and a new one started."""
+
+
+class WorkerPool:
+    """The env workers, actors that Ray itself starts again when their process dies."""
+
+    name = "env-workers"
+
+    def __init__(self, config: RunConfig, redis_url: str) -> None:
+        self._run_id = config.exp_name
+        self._num_workers = config.rollout.num_workers
+        self._answered: dict[str, float] = {}
+        """Worker -> monotonic time of its last answer."""
+        self._settings = worker_settings(config, redis_url)
+
+    @property
+    def _names(self) -> list[str]:
+        return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
+
+    async def resize(self, num_workers: int) -> None:
+        """Want so many workers: missing ones are started by `ensure`; those beyond give back what they play, and end."""
+        self._num_workers = num_workers
+        for index in itertools.count(num_workers):
+            actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
+            if actor is None:
+                return
+            actor.stop.remote()
+
+    async def ensure(self) -> None:
+        """Start the workers that are missing."""
+        for index in range(self._num_workers):
+            await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
+
+    async def stop(self, *, now: bool) -> None:
+        """End all workers; with `now`, what they play is given back to the buffer when they are missed."""
+        for index in itertools.count():
+            actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
+            if actor is None and index >= self._num_workers:
+                return
+            if actor is None:
+                continue
+            if now:
+                await asyncio.to_thread(ray.kill, actor, no_restart=True)
+            else:
+                actor.stop.remote()
+
+    async def observe(self) -> Observation:
+        """Whether every worker answers."""
+        seen = await asyncio.gather(*(self._observe_one(name) for name in self._names))
+        for health in (Health.DEAD, Health.ABSENT, Health.STARTING):
+            concerned = [each for each in seen if each.health is health]
+            if concerned:
+                some = f" ({len(concerned)} of {len(seen)})" if len(seen) > 1 else ""
+                first = concerned[0]
+                # Some are there: the pool is not absent but short of some, and `ensure` starts the others alone.
+                return Observation(health, f"{first.detail}{some}", first.log, first.incident)
+        return Observation(Health.READY)
+
+    async def _observe_one(self, name: str) -> Observation:
+        log = f"{LOGS}/{name}.log"
+        actor = await asyncio.to_thread(find_actor, name)
+        if actor is None:
+            return Observation(Health.ABSENT, log=log)
+        try:
+            async with asyncio.timeout(PING_S):
+                await asyncio.shield(_as_future(actor.alive.remote(self._num_workers)))
+        except (TimeoutError, ActorUnavailableError):
+            return await self._silent(name, actor, log)
+        except RayActorError as error:
+            return Observation(Health.DEAD, last_line(str(error)), log, actor._actor_id.hex())
+        self._answered[name] = time.monotonic()
+        return Observation(Health.READY, log=log)
+
+    async def _silent(self, name: str, actor: ActorHandle, log: str) -> Observation:
+        """A worker that starts does not answer yet; one that has answered, and does not for long, hangs and is killed."""
+        since = self._answered.get(name)
+        if since is None:
+            return Observation(Health.STARTING, "starts", log)
+        silent_s = time.monotonic() - since
+        if silent_s < HUNG_S:
+            return Observation(Health.STARTING, f"has not answered for {silent_s:.0f} s", log)
+        logger.error("%s has not answered for %.0f s and is killed", name, silent_s)
+        del self._answered[name]
+        # For good; `ensure` makes a new one. Killed for Ray to start again, one whose node had died was seen to stay away.
+        await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {since}")
+
+
+async def _as_future(reference: "ray.ObjectRef[Any]") -> Any:
+    return await reference

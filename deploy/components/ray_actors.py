@@ -1,0 +1,43 @@
+# pyright: basic
+"""Our named actors, wherever they are in the cluster, and what errors of Ray come down to.
+
+Names by which the parts of a run are found in a Ray cluster.
+"""
+
+import ray
+from ray.actor import ActorHandle
+
+from offbeat.deploy.components import ray_actors
+
+
+def find_actor(name: str) -> ActorHandle | None:
+    """Our named actor, or None."""
+    try:
+        return ray.get_actor(name, namespace=ray_actors.NAMESPACE)
+    except ValueError:
+        return None
+
+
+def kill_actor(name: str) -> None:
+    """End our named actor, if there is one."""
+    actor = find_actor(name)
+    if actor is not None:
+        ray.kill(actor, no_restart=True)
+
+
+def last_line(text: str) -> str:
+    """What a traceback comes down to."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason was given"
+
+
+NAMESPACE = "offbeat"
+"""Ray namespace of our named actors."""
+CONTROL_APP = "control"
+WARDEN = "warden"
+LEARNER_HOST = "learner-"
+
+
+def learner_host(run_id: str) -> str:
+    """The actor that hosts the managed learner."""
+    return f"{LEARNER_HOST}{run_id}"

@@ -1,0 +1,68 @@
+# pyright: basic
+"""A generation application of the deploy file in the service of a run.
+
+Invariant: the application is never ours to start, stop or resize; we claim it, wait for it, and let go of it.
+"""
+
+import asyncio
+from typing import cast
+
+from redis import Redis
+
+from offbeat.deploy.components.serve_app import ServeApp
+from offbeat.deploy.components.serve_status import ServeStatus
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.errors import ControlError
+from offbeat.services.generation.tenancy import APP, read_offers
+from offbeat.services.keys import claims_key
+
+
+class SharedGeneration:
+    """The engines that sample, claimed for one run."""
+
+    name = "generation"
+
+    def __init__(self, run_id: str, app: str, redis: Redis, status: ServeStatus) -> None:
+        self._run_id = run_id
+        self._app = app
+        self._redis = redis
+        self._serve_app = ServeApp(self.name, app, _never, status)
+
+    async def ensure(self) -> None:
+        """Claim the application, if the run has lost it. Raises `ControlError` where another run has it."""
+        await asyncio.to_thread(self._redis.hsetnx, claims_key(APP), self._app, self._run_id)
+        holder = await asyncio.to_thread(self._holder)
+        if holder != self._run_id:
+            raise ControlError(f"application {self._app!r} serves run {holder!r}")
+
+    async def resize(self, num_replicas: int) -> None:
+        """Nothing: how many replicas there are is said in the deploy file."""
+
+    async def stop(self, *, now: bool) -> None:  # noqa: ARG002
+        """Let go of the application."""
+        if await asyncio.to_thread(self._holder) == self._run_id:
+            await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
+
+    async def observe(self) -> Observation:
+        """What Serve's controller says of it; while it is missing or broken, the run waits for it to be deployed again."""
+        if await asyncio.to_thread(self._holder) != self._run_id:
+            return Observation(Health.ABSENT)
+        seen = await self._serve_app.observe()
+        log = await asyncio.to_thread(self._log)
+        if seen.health is Health.ABSENT:
+            return Observation(Health.STARTING, f"application {self._app} is not deployed", log)
+        if seen.health is Health.BROKEN:
+            return Observation(Health.STARTING, f"application {self._app} can't be deployed: {seen.detail}", log)
+        return Observation(seen.health, seen.detail, log)
+
+    def _holder(self) -> str | None:
+        holder = cast(bytes | None, self._redis.hget(claims_key(APP), self._app))
+        return holder.decode() if holder is not None else None
+
+    def _log(self) -> str:
+        offer = read_offers(self._redis).get(self._app)
+        return offer.log_dir if offer else ""
+
+
+def _never():
+    raise ControlError("an application of the deploy file is deployed by nobody else")

@@ -1,0 +1,1 @@
+"""Run configuration: schema, loading and checks."""

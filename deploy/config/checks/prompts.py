@@ -1,0 +1,192 @@
+"""Whether conversations can be had with the model: its chat template can be used, and each env's first prompt fits.
+
+Plays one reset of each tag with the run's own tokenizer. A run that passes may still find a longer task, whose episode then
+ends by `max_length`.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat.deploy.config.errors import Problem
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.run_setup import NoWordsError, words_of
+from offbeat.envs import registry
+from offbeat.envs.prompts import IMAGE, fill_template
+from offbeat.services.chat.messages import ChatMessage
+from offbeat.services.errors import RolloutError
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.runners import do_picture, traits_of
+
+CountTokens = Callable[["FirstTexts", CustomEnv], int]
+"""Tokens of a tag's first prompt; of the built-in policy, without those of its template.
+
+Raises RolloutError where the chat template can't render it."""
+
+
+class FirstTexts(NamedTuple):
+    """What a tag's first prompt is made of."""
+
+    system: str
+    observation: str
+    png: bytes
+    """Of its picture, or nothing."""
+    functions: tuple[Mapping[str, Any], ...]
+    """That the env offers."""
+
+
+class BrokenTokenizerError(Exception):
+    """A `tokenizer.json` that can't be read."""
+
+
+def first_prompt_problems(config: RunConfig) -> list[Problem]:
+    """A chat template that can't be used, tags whose env can't be reset, and first prompts that leave no room."""
+    try:
+        count_tokens = _count_tokens(config)
+    except (NoWordsError, BrokenTokenizerError, RolloutError) as error:
+        return [Problem("pretrain", str(error))]
+    problems = [*_template_problems(config), *_parser_problems(config)]
+    for tag, env in config.custom_envs.items():
+        try:
+            texts = _first_texts(env, config.seed)
+        except Exception as error:
+            # The user's own code: whatever it raises is what is wrong.
+            message = f"{env.env_type} can't be reset: {type(error).__name__}: {error}"
+            problems.append(Problem(f"custom_envs.{tag}.env_type", message))
+            continue
+        try:
+            length = count_tokens(texts, env)
+            problems += _function_problems(config, tag, texts)
+        except RolloutError as error:
+            key = "agent_template" if env.shows_pictures else "agent_system_template"
+            key = "tool_call_parser" if texts.functions else key
+            problems.append(Problem(f"custom_envs.{tag}.{key}", str(error)))
+            continue
+        if length >= config.sequence_length:
+            message = (
+                f"{config.sequence_length} tokens leave no room for an answer: the first prompt of {tag} has at least "
+                f"{length}; take more than {length + env.max_tokens_per_step}"
+            )
+            problems.append(Problem("sequence_length", message))
+    return problems
+
+
+def _function_problems(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[Problem]:
+    """What functions of an env, or a parser of their calls, can't be combined with."""
+    env = config.custom_envs[tag]
+    if env.tool_call_parser and not texts.functions:
+        message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
+        yield Problem(f"custom_envs.{tag}.tool_call_parser", message)
+    if not texts.functions:
+        return
+    if env.agent_runner:
+        yield Problem(
+            f"custom_envs.{tag}.agent_runner", "an agent offers tools of its own: take function_calling: prompt"
+        )
+    if env.env_manager_cls != "TrajEnvManager":
+        message = "what came of a call follows it in one conversation: take TrajEnvManager, or function_calling: prompt"
+        yield Problem(f"custom_envs.{tag}.env_manager_cls", message)
+    if env.shows_pictures:
+        yield Problem(f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out")
+    if config.warm_start is not None and config.warm_start.tag == tag:
+        yield Problem(
+            "warm_start.tag", f"demonstrations call no functions, and {tag} offers some: leave warm_start out"
+        )
+
+
+def _parser_problems(config: RunConfig) -> Iterator[Problem]:
+    """Parsers of tool calls that vLLM has not, or that do not fit the tokenizer."""
+    from offbeat.services.rollout.agents.episode import load_agent_template
+
+    for tag, env in config.custom_envs.items():
+        name = env.agent_runner.tool_call_parser if env.agent_runner else None
+        if name is None:
+            continue
+        key = f"custom_envs.{tag}.agent_runner.tool_call_parser"
+        if config.pretrain == "tiny":
+            yield Problem(key, "the tiny policy's template offers no tools: leave it out")
+            continue
+        try:
+            load_agent_template(Path(config.pretrain), name)
+        except RolloutError as error:
+            yield Problem(key, str(error))
+
+
+def _template_problems(config: RunConfig) -> Iterator[Problem]:
+    """What a template that rewrites history can't be used for."""
+    if config.pretrain == "tiny":
+        return
+    from offbeat.services.chat.append_only import load_chat_format
+
+    if not (rewrites := load_chat_format(Path(config.pretrain)).rewrites):
+        return
+    if config.warm_start is not None:
+        yield Problem("warm_start", f"demonstrations are one sequence each: {rewrites}")
+    for tag, env in config.custom_envs.items():
+        if env.shows_pictures and env.env_manager_cls == "TrajEnvManager":
+            yield Problem(f"custom_envs.{tag}.env_manager_cls", f"take StepEnvManager to show pictures: {rewrites}")
+
+
+def _count_tokens(config: RunConfig) -> CountTokens:
+    from tokenizers import Tokenizer
+
+    if config.pretrain == "tiny":
+        from offbeat.trainer.models.tiny import build_tokenizer
+
+        tokenizer = build_tokenizer(words_of(config))
+
+        def count_tiny(texts: FirstTexts, _: CustomEnv) -> int:
+            if texts.functions:
+                raise RolloutError(
+                    "the tiny policy's chat template tells of no functions: take function_calling: prompt"
+                )
+            words = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts[:2])
+            png = texts.png
+            return words + (_tokens_of(png, config.tiny.vision.patch_size) if png and config.tiny.vision else 0)
+
+        return count_tiny
+    path = Path(config.pretrain) / "tokenizer.json"
+    if path.is_file():
+        try:
+            Tokenizer.from_file(str(path))
+        except Exception as error:
+            # tokenizers raises plain `Exception`s.
+            raise BrokenTokenizerError(f"{path} is no tokenizer: {error}") from error
+    from offbeat.services.chat.tool_templates import load_playing_format
+
+    chat = load_playing_format(Path(config.pretrain))
+
+    def count(texts: FirstTexts, env: CustomEnv) -> int:
+        pictures = chat.sight.reader.count(texts.png) * texts.observation.count(IMAGE) if texts.png else 0
+        if texts.functions:
+            template, messages = chat.calling(env.tool_call_parser), [ChatMessage("user", texts.observation)]
+            if texts.system:
+                messages.insert(0, ChatMessage("system", texts.system))
+            return len(template.encode(template.render(messages, texts.functions, prompt=True)))
+        return len(chat.first_prompt(texts.system, texts.observation)) + pictures
+
+    return count
+
+
+def _tokens_of(png: bytes, patch_size: int) -> int:
+    """Of the tiny policy, which changes no picture's size by much."""
+    from PIL import Image
+
+    from offbeat.trainer.models.tiny import MERGE
+
+    width, height = Image.open(io.BytesIO(png)).size
+    return max(1, round(width / patch_size / MERGE)) * max(1, round(height / patch_size / MERGE))
+
+
+def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
+    made = registry.make(env.env_type, env.env_config)
+    try:
+        observation, _ = made.reset(seed=seed)
+        traits = traits_of(made)
+        system = traits.system_prompt if env.agent_system_template is None else env.agent_system_template
+        user = fill_template(env.agent_template, observation=str(observation), step=1, actions_left=env.max_steps)
+        picture = do_picture(made) if env.shows_pictures else b""
+        return FirstTexts(system, user, picture, tuple(traits.functions))
+    finally:
+        made.close()

@@ -1,0 +1,1 @@
+"""The mesh of one command on this machine."""

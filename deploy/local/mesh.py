@@ -1,0 +1,396 @@
+"""The mesh on this machine, owned by one command: Redis in the run's folder, a Ray of its own, Serve, control, learner.
+
+Invariants: everything that is started here is a descendant of this process and dies with it; `stop` works from any state,
+also half-way through `start`, and leaves no process and no file in shared memory.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+import psutil
+from redis import Redis
+from redis.exceptions import RedisError
+
+from offbeat.deploy.components.learner_host import LearnerHost, ask_to_stop, read_status
+from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.local.parent_guard import guarded
+from offbeat.deploy.local.processes import (
+    adopt_orphans,
+    end_descendants,
+    remove_left_behind,
+    shared_memory_held,
+)
+from offbeat.deploy.local.ray_process import (
+    AGAIN,
+    CONTROL,
+    UP,
+    ControlArguments,
+    RaySettings,
+    to_line,
+)
+from offbeat.deploy.report.history import command_started
+from offbeat.deploy.run_folder import Endpoints, remove_endpoints, write_endpoints
+from offbeat.deploy.run_setup import (
+    LOGS,
+    prepare_buffer,
+    prepare_folder,
+    run_spec,
+)
+from offbeat.services.buffer.admin import release_all_workers
+from offbeat.services.control.client import ControlClient
+from offbeat.services.control.run import RunState, UnknownRunError, Wanted
+from offbeat.services.control.store import RunStore
+from offbeat.services.errors import MeshError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect, connect_async
+from offbeat.services.redis.server import EmbeddedRedis
+from offbeat.services.redis.url import place, refusal
+from offbeat.services.retry import patiently
+from offbeat.services.telemetry import RedisMetrics
+from offbeat.services.weights.transports.base import cleanup
+from offbeat.trainer.trackers.registry import STOP_S, has_processes
+
+logger = logging.getLogger(__name__)
+
+CONTROL_WIRING = "offbeat.deploy.cluster.run_factory:Wiring"
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
+SPARE_CPUS = 2.0
+"""Logical CPUs beyond those of engines and workers, for Ray's own actors; they wait more than they compute."""
+RAY_START_S = 600.0
+RAY_SHUTDOWN_S = 3.0
+TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
+RAY_LOG = "ray_head.out"
+SLOW_START = "Ray was not up after its 30 s, on a machine that is this busy: it is started again."
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Each call's events are for Ray's dashboard, which does not run here; the GCS keeps 3 KiB of 100,000 calls
+    "RAY_task_events_report_interval_ms": "0",
+    # Nobody reads Ray's own metrics here either; an idle raylet grew by half a MiB a minute with them, and did not without
+    "RAY_enable_metrics_collection": "false",
+    # A dead HTTP proxy is missed after 4 s instead of half a minute
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
+}
+LEARNER_GRACE_S = 4.0
+"""What a learner gets to save a checkpoint when the command is interrupted, beside the time that its last steps took."""
+END_GRACE_S = 1.0
+ANSWER_S = 120.0
+"""What the control service gets to take the run, once it is up: on a busy machine it is slow at first."""
+REDIS_LOOK_S = 0.2
+"""How long the embedded Redis may be dead unnoticed."""
+MEMORY_LOOK_S = 1.0
+"""Between two looks at what the run's processes hold in shared memory."""
+REDIS_PING_S, REDIS_HUNG_S = 2.0, 15.0
+"""It is asked so often whether it answers; one that has not for so long hangs, and is killed. All is well again before those
+who are patient with Redis (`offbeat.services.redis.connection`) lose their patience."""
+
+
+class LocalMesh:
+    """Everything that one run on this machine needs."""
+
+    def __init__(self, config: RunConfig, *, began: float, say: Callable[[str], None] = lambda _: None) -> None:
+        """began: Unix time at which the command started. say: for what a person who waits should know."""
+        self._say = say
+        self._config = config
+        self._began = began
+        self._folder = config.output_dir
+        # Linux ends Redis with the *thread* that started it, so this thread lives as long as we do.
+        self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
+        self._server: EmbeddedRedis | None = None
+        self._redis: Redis | None = None
+        self._redis_url = config.redis.url or ""
+        self._learner: LearnerHost | None = None
+        self._ray_temp: Path | None = None
+        self._ray: subprocess.Popen[bytes] | None = None
+        self._held: set[Path] = set()
+        self.timings: dict[str, float] = {}
+        """Seconds from the command's start until each part stood."""
+
+    @property
+    def redis_place(self) -> str:
+        """Where the run's state lies, for people: without a password."""
+        return place(self._redis_url)
+
+    async def start(self) -> ControlClient:
+        """Bring everything up and hand the run to the control service; what needs not wait does not.
+
+        Raises:
+            MeshError: a part can't be started.
+            RunExistsError: an outside Redis knows a run of that name that goes on.
+        """
+        adopt_orphans()
+        control = self._config.control
+        port = control.port or _free_port()
+        self._start_ray(port)
+        await self._start_redis()
+        await self._give_the_learner_a_head_start()
+        await self._hear_of_ray(UP)
+        self._mark("ray")
+        arguments = ControlArguments(
+            redis_url=self._redis_url,
+            wiring=CONTROL_WIRING,
+            token=control.token,
+            read_token=control.read_token,
+            reconcile_s=control.reconcile_s,
+            log_dir=str(self._folder / LOGS),
+            app=CONTROL_APP,
+        )
+        self._tell_ray(arguments)
+        await self._hear_of_ray(CONTROL)
+        self._mark("control")
+        url = f"http://{_reachable(control.host)}:{port}"
+        client = ControlClient(url, token=control.token)
+        await patiently(lambda: client.create(self._config.model_dump_json()), ANSWER_S)
+        write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
+        return client
+
+    async def _start_redis(self) -> None:
+        if self._config.redis.url is None:
+            self._server = EmbeddedRedis(self._folder / "redis", self._config.redis)
+            await asyncio.get_running_loop().run_in_executor(self._redis_thread, self._server.start)
+            self._redis_url = self._server.url
+        elif why := await asyncio.to_thread(refusal, self._redis_url):
+            raise MeshError(f"redis.url: {why}")
+        self._redis = connect(self._redis_url)
+        self._mark("redis")
+
+    async def _give_the_learner_a_head_start(self) -> None:
+        """Start the learner before there is a control service: it needs Redis alone, and warms up for the longest.
+
+        The control service finds it running, and replaces it if it dies. On a GPU machine Ray places the learner, so that it
+        does not share a GPU with an engine.
+        """
+        config, redis = self._config, self._redis
+        assert redis is not None
+        async with connect_async(self._redis_url) as async_redis:
+            await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
+        RedisMetrics(redis, config.exp_name).append(command_started(self._began))
+        # Nothing of this run lives now: what lies in shared memory was left by a command that was killed.
+        await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
+        await asyncio.to_thread(prepare_folder, config)
+        await asyncio.to_thread(prepare_buffer, redis, config)
+        await asyncio.to_thread(release_all_workers, redis, config.exp_name)
+        if config.control.learner == "managed" and config.actor_train.device == "cpu":
+            threads = config.actor_train.num_threads
+            standby = config.control.standby_learner
+            self._learner = LearnerHost(
+                config.exp_name, self._redis_url, self._folder, threads=threads, standby=standby
+            )
+            await asyncio.to_thread(self._learner.start)
+            self._mark("learner")
+
+    def _start_ray(self, port: int) -> None:
+        """Start the process that holds Ray; called on the main thread, with which it dies."""
+        # Unix sockets have short names only, so Ray can't live in the run's folder.
+        _remove_orphaned_temp()
+        self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
+        infer, rollout = self._config.actor_infer, self._config.rollout
+        cpus = infer.num_replicas * infer.cpus_per_replica + rollout.num_workers * rollout.cpus_per_worker + SPARE_CPUS
+        settings = RaySettings(
+            temp_dir=str(self._ray_temp),
+            num_cpus=max(math.ceil(cpus), os.cpu_count() or 1),
+            object_store_bytes=OBJECT_STORE_BYTES,
+            host=self._config.control.host,
+            port=port,
+            namespace=NAMESPACE,
+        )
+        logs = self._folder / LOGS
+        logs.mkdir(parents=True, exist_ok=True)
+        _link(logs / "ray", self._ray_temp / "session_latest" / "logs")
+        with (logs / RAY_LOG).open("ab") as log:
+            self._ray = subprocess.Popen(
+                guarded([sys.executable, "-m", "offbeat.deploy.local.ray_process"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **RAY_ENVIRONMENT},
+                start_new_session=True,
+            )
+        self._tell_ray(settings)
+
+    def _tell_ray(self, message: RaySettings | ControlArguments) -> None:
+        assert self._ray is not None
+        assert self._ray.stdin is not None
+        with suppress(BrokenPipeError):  # what it was up to when it ended is heard by who waits for its answer
+            self._ray.stdin.write(to_line(message))
+            self._ray.stdin.flush()
+
+    async def _hear_of_ray(self, expected: str) -> None:
+        """Wait until Ray's process says `expected`. Raises `MeshError` if it ends instead."""
+        assert self._ray is not None
+        assert self._ray.stdout is not None
+        log = self._folder / LOGS / RAY_LOG
+        try:
+            async with asyncio.timeout(RAY_START_S):
+                while (word := await asyncio.to_thread(self._ray.stdout.readline)).decode().strip() == AGAIN:
+                    logger.warning(SLOW_START)
+                    self._say(SLOW_START)
+        except TimeoutError:
+            raise MeshError(f"Ray did not start in {RAY_START_S:.0f} s\nRead {log}") from None
+        if word.decode().strip() != expected:
+            raise MeshError(f"Ray could not be started\nRead {log}")
+
+    async def keep_redis(self) -> None:
+        """Start the embedded Redis again when it dies or hangs, until cancelled; nothing that it answered for is lost."""
+        answered = looked = time.monotonic()
+        while (server := self._server) is not None:
+            now = time.monotonic()
+            if server.is_alive() and now > looked + REDIS_PING_S:
+                looked = now
+                answered = time.monotonic() if await asyncio.to_thread(server.answers) else answered
+            if not server.is_alive() or now > answered + REDIS_HUNG_S:
+                logger.warning("redis-server %s and is started again", "hangs" if server.is_alive() else "died")
+                try:
+                    await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
+                except MeshError as error:
+                    logger.error("it does not come back, and is tried again: %s", error)
+                answered = time.monotonic()
+            await asyncio.sleep(REDIS_LOOK_S)
+
+    async def watch_shared_memory(self) -> None:
+        """Note what Python's multiprocessing makes for the run's processes, until cancelled. An engine that is killed while
+        it starts leaves its semaphore if its resource tracker is killed with it, as Ray does."""
+        while True:
+            held = await asyncio.to_thread(shared_memory_held)
+            self._held = held | {path for path in self._held if path.exists()}
+            await asyncio.sleep(MEMORY_LOOK_S)
+
+    async def end_learner(self) -> int:
+        """Let the learner finish its step, save a checkpoint and end; one that takes longer than that should is killed.
+
+        Returns:
+            the step that the run has come to; -1 before the first weights.
+        """
+        if self._redis is None:
+            return -1
+        try:
+            async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
+                await RunStore(async_redis).want(self._config.exp_name, Wanted.STOPPED)
+            await asyncio.to_thread(ask_to_stop, self._redis, self._config.exp_name, now=False)
+            grace_s = await asyncio.to_thread(_learner_grace_s, self._redis, self._config.exp_name)
+            grace_s += STOP_S if has_processes(self._config.track_with) else 0.0
+            deadline = time.monotonic() + grace_s
+            while time.monotonic() < deadline:
+                status = await asyncio.to_thread(read_status, self._redis, self._config.exp_name)
+                if not status.alive:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                logger.warning("the learner did not end in %.1f s and is killed", grace_s)
+            async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
+                return (await RunStore(async_redis).progress(self._config.exp_name)).step
+        except (RedisError, OSError, UnknownRunError) as error:
+            logger.warning("can't ask the learner to end: %s", error)
+            return -1
+
+    async def stop(self, outcome: RunState | None = None) -> None:
+        """End everything, Redis last, and clean up. outcome: what the record says from now on, if it does not yet."""
+        await asyncio.to_thread(self._stop, outcome)
+
+    def kill(self) -> None:
+        """End everything at once, without a word to anybody; what is saved stays saved."""
+        end_descendants(0.0)
+        remove_left_behind(self._held)
+        self._remove_leftovers()
+
+    def _stop(self, outcome: RunState | None) -> None:
+        spared = [self._server.pid] if self._server and self._server.pid else []
+        held = self._held | shared_memory_held()  # before Ray ends its workers in its own way
+        self._stop_ray()
+        killed = end_descendants(END_GRACE_S, besides=spared)
+        if killed:
+            logger.info("killed %d processes that did not end in %s s", killed, END_GRACE_S)
+        self._keep_ray_logs()
+        if outcome is not None and self._redis is not None:
+            self._write_outcome(self._redis, outcome)
+        if self._redis is not None:
+            self._redis.close()
+        if self._server is not None:
+            self._server.stop()
+        end_descendants(END_GRACE_S)
+        remove_left_behind(held)
+        self._remove_leftovers()
+
+    def _remove_leftovers(self) -> None:
+        """Remove what processes that are gone left outside the run's folder."""
+        cleanup(self._config.exp_name, self._config.weights, self._folder)
+        remove_endpoints(self._folder)
+        if self._ray_temp is not None:
+            shutil.rmtree(self._ray_temp, ignore_errors=True)
+
+    def _stop_ray(self) -> None:
+        """Ask Ray to end; who is left is killed with the other descendants."""
+        if self._ray is None or self._ray.stdin is None or "control" not in self.timings:
+            return  # while it starts it does not listen
+        with suppress(BrokenPipeError):
+            self._ray.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._ray.wait(RAY_SHUTDOWN_S)
+
+    def _keep_ray_logs(self) -> None:
+        """Put Ray's own logs where they outlive it."""
+        link = self._folder / LOGS / "ray"
+        target = link.resolve()
+        if link.is_symlink() and target.is_dir():
+            link.unlink()
+            shutil.copytree(target, link, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+
+    def _write_outcome(self, redis: Redis, outcome: RunState) -> None:
+        changes = {"state": outcome.value, "ended_at": str(time.time())}
+        try:
+            redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
+        except RedisError as error:
+            logger.warning("can't record that the run is %s: %s", outcome, error)
+
+    def _mark(self, part: str) -> None:
+        self.timings[part] = time.time() - self._began
+
+
+def _learner_grace_s(redis: Redis, run_id: str) -> float:
+    """A large model's step may take a minute, and losing those since the last checkpoint more; Ctrl-C again ends at once."""
+    raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
+    metrics = json.loads(raw) if raw else {}
+    return LEARNER_GRACE_S + 2 * sum(
+        metrics.get(f"time/{stage}_s", 0.0) for stage in ("train", "publish", "checkpoint")
+    )
+
+
+def _remove_orphaned_temp() -> None:
+    """Remove what commands that were killed left of Ray's temporary files."""
+    for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
+        pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "localhost") else f"[{host}]" if ":" in host else host
+
+
+def _link(link: Path, target: Path) -> None:
+    if link.is_symlink():
+        link.unlink()
+    elif link.is_dir():
+        shutil.rmtree(link)
+    link.symlink_to(target)

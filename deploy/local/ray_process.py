@@ -1,0 +1,145 @@
+# pyright: basic
+"""Ray and Serve of one command, in a child process of its own: `python -m offbeat.deploy.local.ray_process`.
+
+Ray may end the process that it runs in, and can't be interrupted while it starts; so the command line keeps it at arm's
+length, tells it by lines of JSON on stdin what to do, and hears of it by lines on stdout.
+
+Invariant: Ray lives exactly as long as this process, which ends when its stdin does.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from offbeat.deploy.local.processes import end_descendants
+
+UP, AGAIN, CONTROL = "up", "again", "control"
+TOO_SLOW = "timed out during startup"
+"""How Ray says that its raylet was not up after 30 s, which can't be set and are too few on a busy machine."""
+STARTS = 4
+GRACE_S = 2.0
+"""What a start that failed gets to end its processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaySettings:
+    """How Ray and Serve start."""
+
+    temp_dir: str
+    """Short: Unix sockets lie in it."""
+    num_cpus: int
+    object_store_bytes: int
+    host: str
+    port: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlArguments:
+    """`offbeat.services.control.app.ControlSettings` as JSON can say it."""
+
+    redis_url: str
+    wiring: str
+    token: str | None
+    read_token: str | None
+    reconcile_s: float
+    log_dir: str
+    app: str
+
+
+def to_line(message: RaySettings | ControlArguments) -> bytes:
+    """A message to this process."""
+    return json.dumps(asdict(message)).encode() + b"\n"
+
+
+def start_ray(settings: RaySettings) -> None:
+    """Start Ray and Serve's HTTP proxy."""
+    import ray
+    from ray import serve
+
+    ray.init(
+        address="local",
+        num_cpus=settings.num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace=settings.namespace,
+        object_store_memory=settings.object_store_bytes,
+        _temp_dir=settings.temp_dir,
+    )
+    serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
+
+
+def patiently(start: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Call `start` until Ray is up, ending what a start that took too long has left; says `AGAIN` before each other one.
+
+    Raises:
+        Exception: Ray's own; of the last start, or what has another reason than time.
+    """
+    for number in range(1, STARTS + 1):
+        try:
+            start()
+            return
+        except Exception as error:  # Ray raises no class of its own
+            if TOO_SLOW not in str(error) or number == STARTS:
+                raise
+            sys.stderr.write(f"start {number} of Ray: {error}\n")
+            say(AGAIN)
+            _tidy()
+
+
+def _tidy() -> None:
+    import ray
+
+    ray.shutdown()
+    end_descendants(GRACE_S)
+
+
+def start_control(arguments: ControlArguments) -> None:
+    """Deploy the control service and wait until it answers."""
+    from ray import serve
+
+    from offbeat.services.control.app import ControlSettings, build
+
+    settings = ControlSettings(
+        redis_url=arguments.redis_url,
+        wiring=arguments.wiring,
+        token=arguments.token,
+        read_token=arguments.read_token,
+        reconcile_s=arguments.reconcile_s,
+        log_dir=Path(arguments.log_dir),
+    )
+    serve.run(build(settings), name=arguments.app, route_prefix="/")
+
+
+def serve_parent(requests: TextIO, answers: TextIO) -> None:
+    """Do what the parent says until it says no more."""
+    import ray
+
+    settings = RaySettings(**json.loads(requests.readline()))
+
+    def say(word: str) -> None:
+        print(word, file=answers, flush=True)
+
+    patiently(lambda: start_ray(settings), say)
+    say(UP)
+    line = requests.readline()
+    if line:
+        start_control(ControlArguments(**json.loads(line)))
+        say(CONTROL)
+        requests.read()
+    ray.shutdown()
+
+
+def main() -> None:
+    """Keep stdout for answers, and send what Ray prints to stderr, which is a log file."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve_parent(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

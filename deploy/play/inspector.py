@@ -1,0 +1,148 @@
+"""Recorded episodes for people: token by token in colour where tokens were kept, as a conversation where only texts were."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import typer
+
+from offbeat.deploy.play.parquet import RecordedTokens, read_parquet, record
+from offbeat.deploy.play.policy import CHECKPOINTS
+from offbeat.services.chat.append_only import load_chat_format
+from offbeat.services.errors import CodecError
+from offbeat.services.messages.codec import decode_trajectories
+from offbeat.trainer.learner.evaluations import TOKENS
+
+T = TypeVar("T")
+Colour = Literal["logprob", "version", "mask"]
+EVALUATIONS = "evaluations"
+
+LOW, HIGH = -4.0, 0.0
+"""Logprobs that are shown reddest and greenest."""
+VERSION_COLOURS = ((90, 170, 250), (250, 180, 60), (150, 220, 120), (230, 120, 200), (120, 220, 220), (240, 120, 100))
+GREY = (130, 130, 130)
+
+
+def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
+    """Lines that show the episodes of a parquet file of `offbeat rollout`, or of a run's folder.
+
+    Raises:
+        ValueError: there is nothing in it that can be shown.
+    """
+    if path.is_dir():
+        episodes, source = _newest_evaluation(path)
+        if not episodes:
+            yield from _texts(path, episode, limit)
+            return
+        yield f"{source.relative_to(path)} (others: {', '.join(_others(path, source)) or 'none'})"
+    elif path.is_file():
+        episodes = read_parquet(path)
+    else:
+        raise ValueError(f"no such file or folder: {path}")
+    yield f"{len(episodes)} episodes; colour: {_legend(colour, episodes)}"
+    for number, recorded in _chosen(episodes, episode, limit, path):
+        yield _heading(number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason)
+        hidden = _in_pictures(recorded)
+        yield "".join(hidden.get(i, _coloured(recorded, i, colour)) for i in range(len(recorded.tokens)))
+        rewards = ", ".join(f"{reward:g}" for reward in recorded.turn_rewards)
+        yield typer.style(
+            f"{len(recorded.tokens)} tokens, {sum(recorded.loss_mask)} sampled; rewards {rewards}", dim=True
+        )
+
+
+def _newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
+    """The episodes of a run's last evaluation, and their file; none where no tokens or no tokenizer are kept."""
+    files = _evaluations(run)
+    folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
+    tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
+    if not files or not tokenizers:
+        return [], run
+    chat = load_chat_format(tokenizers[0])
+    try:
+        trajectories = decode_trajectories(files[-1].read_bytes())
+    except CodecError as error:
+        raise ValueError(f"{files[-1]}: {error}") from error
+    return [record(replace(t, group_id=str(n)), chat) for n, t in enumerate(trajectories)], files[-1]
+
+
+def _evaluations(run: Path) -> list[Path]:
+    return sorted((run / EVALUATIONS).glob(f"*{TOKENS}"), key=lambda path: path.stat().st_mtime)
+
+
+def _others(run: Path, source: Path) -> list[str]:
+    return [path.stem for path in _evaluations(run) if path != source]
+
+
+def _texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:
+    files = sorted((run / EVALUATIONS).glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        raise ValueError(
+            f"{run} holds no evaluations: it is no run, or one that has not evaluated yet; for tokens, `offbeat rollout`"
+        )
+    rows: list[dict[str, Any]] = [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
+    yield f"{len(rows)} episodes of {files[-1].relative_to(run)} (others: {', '.join(path.stem for path in files[:-1])})"
+    for number, row in _chosen(rows, episode, limit, files[-1]):
+        success = row["metrics"].get("success")
+        yield _heading(number, row["tag"], row["seed"], row["reward"], None if success is None else success > 0, "")
+        for i, text in enumerate(row["text"]):
+            yield typer.style(text, fg=typer.colors.CYAN, bold=True) if i and i % 2 == 0 else text
+
+
+def _chosen(rows: Sequence[T], episode: int | None, limit: int, path: Path) -> Iterator[tuple[int, T]]:
+    if episode is None:
+        yield from list(enumerate(rows))[:limit]
+        return
+    if not 0 <= episode < len(rows):
+        raise ValueError(f"{path} holds episodes 0 to {len(rows) - 1}, not {episode}")
+    yield episode, rows[episode]
+
+
+def _heading(number: int, tag: str, seed: int, reward: float, success: bool | None, stop: str) -> str:
+    outcome = {True: "success", False: "no success", None: ""}[success]
+    told = ", ".join(text for text in (f"reward {reward:g}", outcome, stop) if text)
+    return typer.style(f"\n== episode {number}: {tag}, seed {seed}: {told} ==", bold=True)
+
+
+def _in_pictures(recorded: RecordedTokens) -> dict[int, str]:
+    """What stands for tokens of pictures: one mark at the first of each, nothing at the others."""
+    shown: dict[int, str] = {}
+    for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
+        mark = f"[picture: {count} tokens, {len(png)} bytes of PNG] "
+        shown |= dict.fromkeys(range(start, start + count), "")
+        shown[start] = typer.style(mark, fg=typer.colors.CYAN)
+    return shown
+
+
+def _coloured(recorded: RecordedTokens, i: int, colour: Colour) -> str:
+    text = recorded.token_texts[i]
+    if _has_words(recorded):
+        text = f"{text} "
+    if not recorded.loss_mask[i]:
+        return typer.style(text, fg=GREY)
+    match colour:
+        case "mask":
+            return typer.style(text, fg=typer.colors.GREEN, bold=True)
+        case "version":
+            return typer.style(text, fg=VERSION_COLOURS[recorded.versions[i] % len(VERSION_COLOURS)], bold=True)
+        case "logprob":
+            share = (min(max(recorded.logprobs[i], LOW), HIGH) - LOW) / (HIGH - LOW)
+            return typer.style(text, fg=(int(235 * (1 - share)) + 20, int(200 * share) + 20, 60), bold=True)
+
+
+def _has_words(recorded: RecordedTokens) -> bool:
+    """Whether a tokenizer of whole words made the tokens, which then do not carry the space between them."""
+    return not any(" " in text for text in recorded.token_texts)
+
+
+def _legend(colour: Colour, episodes: list[RecordedTokens]) -> str:
+    match colour:
+        case "mask":
+            return "green was sampled, grey was not"
+        case "logprob":
+            return f"red (logprob {LOW:g} and below) to green (0); grey was not sampled"
+        case "version":
+            versions = sorted({version for episode in episodes for version in episode.versions if version >= 0})
+            shown = (typer.style(str(v), fg=VERSION_COLOURS[v % len(VERSION_COLOURS)]) for v in versions[:20])
+            return f"versions {' '.join(shown)}; grey was not sampled"

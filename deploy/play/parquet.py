@@ -1,0 +1,140 @@
+"""Trajectories as a parquet file: a row each, tokens with their texts, masks, logprobs and versions.
+
+Tokens are those that were sampled, so they can be trained on; `messages` are for people and for supervised fine-tuning.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.messages.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTokens:
+    """One episode, token by token; lists are as long as there are tokens."""
+
+    tag: str
+    seed: int
+    group: int
+    member: int
+    reward: float
+    success: bool | None
+    stop_reason: str
+    metrics: dict[str, float]
+    tokens: list[int]
+    token_texts: list[str]
+    loss_mask: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    """-1 where the policy did not sample."""
+    turn_ends: list[int]
+    """Of each completion, a position in `tokens`."""
+    turn_rewards: list[float]
+    messages: list[str]
+    """System prompt, then observation and answer in turn."""
+    pictures: list[bytes]
+    """PNG files that the policy was shown, in order."""
+    picture_starts: list[int]
+    """Of each picture, the position in `tokens` of the first token that stands for it."""
+    picture_tokens: list[int]
+    """How many stand for it."""
+
+
+def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
+    """A trajectory with its tokens readable; segments stand one after the other."""
+    segments = trajectory.segments
+    starts = [sum(len(segment.tokens) for segment in segments[:i]) for i in range(len(segments))]
+    tokens = [int(token) for segment in segments for token in segment.tokens]
+    shown = [(start, p) for start, segment in zip(starts, segments, strict=True) for p in segment.pictures]
+    success = trajectory.metrics.get("success")
+    return RecordedTokens(
+        tag=trajectory.tag,
+        seed=trajectory.seed,
+        group=int(trajectory.group_id),
+        member=trajectory.index,
+        reward=trajectory.reward,
+        success=None if success is None else success > 0,
+        stop_reason=trajectory.stop_reason.value,
+        metrics=trajectory.metrics,
+        tokens=tokens,
+        token_texts=[chat.token_text(token) for token in tokens],
+        loss_mask=[bool(value) for segment in segments for value in segment.loss_mask],
+        logprobs=[float(value) for segment in segments for value in segment.logprobs],
+        versions=[int(value) for segment in segments for value in segment.token_versions()],
+        turn_ends=[starts[turn.segment] + turn.end for turn in trajectory.turns],
+        turn_rewards=[turn.reward for turn in trajectory.turns],
+        messages=list(trajectory.text),
+        pictures=[picture.png for _, picture in shown],
+        picture_starts=[start + picture.start for start, picture in shown],
+        picture_tokens=[picture.count for _, picture in shown],
+    )
+
+
+def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
+    """Write a row for each episode; a file that is there is replaced whole."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{name: _plain(name, getattr(episode, name)) for name in SCHEMA} for episode in episodes]
+    kinds = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
+    small = {
+        "ints": pa.int32(),
+        "floats": pa.float32(),
+        "texts": pa.string(),
+        "bools": pa.bool_(),
+        "files": pa.binary(),
+    }
+    schema = pa.schema([(name, kinds.get(kind) or pa.list_(small[kind])) for name, kind in SCHEMA.items()])
+    beside = path.with_name(f".{path.name}.part")
+    parquet.write_table(pa.Table.from_pylist(rows, schema=schema), beside, compression="zstd")
+    beside.replace(path)
+
+
+def read_parquet(path: Path) -> list[RecordedTokens]:
+    """What `write_parquet` wrote.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is no parquet file: {error}") from error
+    if missing := [name for name in SCHEMA if name not in table.column_names]:
+        raise ValueError(f"{path} was not written by `offbeat rollout` of this build: it has no column {missing[0]!r}")
+    rows: list[dict[str, Any]] = table.select(list(SCHEMA)).to_pylist()
+    return [RecordedTokens(**{**row, "metrics": json.loads(row["metrics"])}) for row in rows]
+
+
+SCHEMA = {
+    "tag": "text",
+    "seed": "int",
+    "group": "int",
+    "member": "int",
+    "reward": "float",
+    "success": "bool",
+    "stop_reason": "text",
+    "metrics": "text",
+    "tokens": "ints",
+    "token_texts": "texts",
+    "loss_mask": "bools",
+    "logprobs": "floats",
+    "versions": "ints",
+    "turn_ends": "ints",
+    "turn_rewards": "floats",
+    "messages": "texts",
+    "pictures": "files",
+    "picture_starts": "ints",
+    "picture_tokens": "ints",
+}
+
+
+def _plain(name: str, value: Any) -> Any:
+    return json.dumps(value) if name == "metrics" else value

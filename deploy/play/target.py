@@ -1,0 +1,131 @@
+"""What is played: an env by its name, or a tag of a run's configuration."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs import registry
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.runners import traits_of
+
+LONGEST = 1_000_000
+"""Tokens of an episode of an env that no configuration bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One tag and the bounds of its episodes."""
+
+    tag: str
+    env: CustomEnv
+    sequence_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = LONGEST
+
+    def with_env_config(self, changes: dict[str, Any]) -> "Setting":
+        """The same with other settings of the env."""
+        return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
+    """A run's configuration, its keys and envs checked, and not whether this machine could train it.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    from offbeat.deploy.config.loader import compose_tree, validate_tree
+
+    config = validate_tree(compose_tree(path, overrides or []), source=str(path))
+    problems = [
+        Problem(f"custom_envs.{tag}", message)
+        for tag, env in config.custom_envs.items()
+        for message in registry.check_env_config(env.env_type, env.env_config)
+    ]
+    if not config.custom_envs:
+        problems.append(Problem("custom_envs", "no env: name at least one tag"))
+    problems += [
+        Problem(f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
+        for tag, env in config.custom_envs.items()
+        if env.shows_pictures and env.agent_runner
+    ]
+    if problems:
+        raise ConfigError(problems, str(path))
+    return config
+
+
+def setting_of(config: RunConfig, tag: str) -> Setting:
+    """A tag of a run, sampled as in training."""
+    args = config.actor_infer.generating_args
+    return Setting(
+        tag,
+        config.custom_envs[tag],
+        config.sequence_length,
+        args.temperature,
+        args.top_p,
+        args.top_k,
+        args.max_new_tokens,
+    )
+
+
+def check_shown(env: CustomEnv, chat: ChatFormat) -> None:
+    """Whether a policy of this chat format can be shown what the env shows, and be offered what it offers.
+
+    Raises:
+        RolloutError: it can't.
+    """
+    if env.shows_pictures:
+        _ = chat.sight
+    made = registry.make(env.env_type, env.env_config)
+    try:
+        if traits_of(made).functions:
+            chat.calling(env.tool_call_parser)
+    finally:
+        made.close()
+
+
+def unbounded(setting: Setting) -> Setting:
+    """Without limits on tokens: for agents that speak words, whose tokens nobody will train on."""
+    env = setting.env.model_copy(update={"max_tokens_per_step": LONGEST})
+    return replace(setting, env=env, sequence_length=LONGEST, max_new_tokens=LONGEST)
+
+
+def find_setting(
+    env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
+) -> Setting:
+    """An env by its name or `module:Class`, or a tag of a run's YAML file; where the policy is shown pictures, the env draws
+    them unless it is told otherwise.
+
+    template: in place of the tag's `agent_template`.
+
+    Raises:
+        ConfigError: there is no such env, tag or setting.
+    """
+    if env.endswith((".yaml", ".yml")):
+        config = load_config(Path(env))
+        tag = tag or next(iter(config.custom_envs))
+        if tag not in config.custom_envs:
+            raise ConfigError([Problem("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
+        setting = setting_of(config, tag).with_env_config(env_config)
+    else:
+        steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=LONGEST, env_config=env_config)
+        setting = Setting(env, steps, LONGEST)
+    changes = {"max_steps": max_steps, "agent_template": template}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    try:
+        custom = CustomEnv.model_validate({**setting.env.model_dump(), **changes})
+    except ValidationError as error:
+        raise ConfigError([Problem("--template", error.errors()[0]["msg"])], env) from error
+    if custom.shows_pictures and "render_mode" in registry.settings_of(custom.env_type):
+        custom = custom.model_copy(update={"env_config": {"render_mode": "rgb_array", **custom.env_config}})
+    setting = replace(setting, env=custom)
+    problems = registry.check_env_config(setting.env.env_type, setting.env.env_config)
+    if problems:
+        raise ConfigError([Problem("", message) for message in problems], env)
+    return setting

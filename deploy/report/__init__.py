@@ -1,0 +1,1 @@
+"""Reports of a run: numbers, learning curve and rendered episodes."""

@@ -1,0 +1,38 @@
+"""What success means on a run's held-out tasks: what simple walkers and the best possible play achieve."""
+
+import json
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs import frozen_lake, registry, sokoban
+from offbeat.envs.frozen_lake import baselines as lake
+from offbeat.envs.sokoban import baselines as boxes
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.tasks import EvalTasks
+
+
+def run_baselines(config: RunConfig) -> dict[str, float]:
+    """Mean success of each baseline on the tasks of the final evaluation; empty unless every env has baselines."""
+    tasks = EvalTasks(config, config.seed)
+    seeds: dict[str, list[int]] = {}
+    for number in range(config.final_val_batch_size):
+        task = tasks.task(number)
+        seeds.setdefault(task.tag, []).append(task.seed)
+    sums = {"random": 0.0, "scripted": 0.0, "optimal": 0.0}
+    for tag, of_tag in seeds.items():
+        found = _of_tag(config.custom_envs[tag], of_tag)
+        if found is None:
+            return {}
+        for name, value in found._asdict().items():
+            sums[name] += value * len(of_tag)
+    return {name: total / config.final_val_batch_size for name, total in sums.items()}
+
+
+def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.Baselines | boxes.Baselines | None:
+    settings, factory = registry.held_out_config(env.env_type, env.env_config), registry.find(env.env_type)
+    if factory is frozen_lake.FrozenLakeEnv:
+        lakes = frozen_lake.FrozenLakeConfig.model_validate_json(json.dumps(settings))
+        return lake.baselines(seeds, lakes, max_steps=env.max_steps)
+    if factory is sokoban.SokobanEnv:
+        rooms = sokoban.SokobanConfig.model_validate_json(json.dumps(settings))
+        return boxes.baselines(seeds, rooms, max_steps=env.max_steps)
+    return None

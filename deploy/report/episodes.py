@@ -1,0 +1,191 @@
+"""Recorded episodes, played again in the env and drawn: a GIF of several, and an HTML page with their texts.
+
+An env that has no `rgb_array` picture is shown by its texts alone.
+"""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs import registry
+
+Picture = npt.NDArray[np.uint8]
+FRAME_MS = 400
+HOLD_FRAMES = 3
+"""Frames that the last picture of an episode stays for."""
+BORDER = 4
+TITLE_HEIGHT = 24
+COLORS = {True: (60, 160, 75), False: (200, 60, 60), None: (150, 150, 150)}
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+article { border-top: 1px solid #ccc; padding: 1rem 0; }
+.turns { display: flex; flex-wrap: wrap; gap: .75rem; }
+figure { margin: 0; max-width: 12rem; }
+figcaption, pre { font: 13px/1.35 ui-monospace, monospace; white-space: pre-wrap; }
+.good { color: #2b8a3e; } .bad { color: #c92a2a; }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEpisode:
+    """What is needed to play an episode again."""
+
+    title: str
+    """`before training`, `after training`, ..."""
+    tag: str
+    seed: int
+    answers: tuple[str, ...]
+    """The policy's answers, turn by turn."""
+    reward: float
+    success: bool | None
+    held_out: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """An episode as it looked."""
+
+    recorded: RecordedEpisode
+    observations: tuple[str, ...]
+    """One more than answers."""
+    pictures: tuple[Picture, ...]
+    """One more than answers, or none."""
+
+
+def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
+    """Reset the env with the recorded seed and give it the recorded answers."""
+    custom = config.custom_envs[recorded.tag]
+    settings = dict(custom.env_config)
+    if recorded.held_out:
+        settings = registry.held_out_config(custom.env_type, settings)
+    env = make_with_pictures(custom.env_type, settings)
+    try:
+        observation, _ = env.reset(seed=recorded.seed)
+        observations, pictures = [str(observation)], [picture_of(env)]
+        for answer in recorded.answers:
+            observation, _, terminated, truncated, _ = env.step(answer)
+            observations.append(str(observation))
+            pictures.append(picture_of(env))
+            if terminated or truncated:
+                break
+    finally:
+        env.close()
+    drawn = tuple(picture for picture in pictures if picture is not None)
+    return PlayedEpisode(recorded, tuple(observations), drawn if len(drawn) == len(pictures) else ())
+
+
+def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
+    """The env, drawing pictures if it can. Raises ValueError where it can't be made."""
+    with_pictures = {**settings, "render_mode": "rgb_array"}
+    drawable = not registry.check_env_config(env_type, with_pictures)
+    return registry.make(env_type, with_pictures if drawable else settings)
+
+
+def picture_of(env: registry.TextEnv) -> Picture | None:
+    """What the env draws of itself now, if it draws."""
+    try:
+        drawn: Any = env.render()
+    except NotImplementedError:  # gymnasium's default
+        return None
+    if isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.ndim == 3:
+        return drawn
+    return None
+
+
+def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
+    """Write all drawable episodes side by side under their titles; False if none is drawable.
+
+    Frames are gray while an episode goes on, then green or red by its success.
+    """
+    from PIL import Image
+
+    drawable = [episode for episode in episodes if episode.pictures]
+    if not drawable:
+        return False
+    titles = list(dict.fromkeys(episode.recorded.title for episode in drawable))
+    blocks = [[episode for episode in drawable if episode.recorded.title == title] for title in titles]
+    columns = min(columns, max(len(block) for block in blocks))
+    frames = max(len(episode.pictures) for episode in drawable) + HOLD_FRAMES
+    images = [
+        Image.fromarray(
+            np.concatenate([_titled(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)])
+        )
+        for at in range(frames)
+    ]
+    # One palette for all frames: left to itself, Pillow picks one per frame, and colours flicker.
+    palette = images[-1].quantize(64)
+    paletted = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    paletted[0].save(path, save_all=True, append_images=paletted[1:], duration=FRAME_MS, loop=0, optimize=True)
+    return True
+
+
+def _titled(title: str, picture: Picture) -> Picture:
+    """`picture` under a line of text."""
+    from PIL import Image, ImageDraw
+
+    line = Image.new("RGB", (picture.shape[1], TITLE_HEIGHT), "white")
+    ImageDraw.Draw(line).text((BORDER, 2), title, fill=(40, 40, 40), font_size=TITLE_HEIGHT - 8)
+    return np.concatenate([np.asarray(line, dtype=np.uint8), picture])
+
+
+def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture:
+    """[height, width, 3]: frame number `at` of every episode; one that has ended shows its end and its frame."""
+    height, width = (
+        max(picture.shape[axis] for episode in episodes for picture in episode.pictures) + 2 * BORDER for axis in (0, 1)
+    )
+    rows = -(-len(episodes) // columns)
+    canvas = np.full((rows * height, columns * width, 3), 255, dtype=np.uint8)
+    for place, episode in enumerate(episodes):
+        row, column = divmod(place, columns)
+        top, left = row * height, column * width
+        ended = at >= len(episode.pictures) - 1
+        picture = episode.pictures[min(at, len(episode.pictures) - 1)]
+        color = COLORS[episode.recorded.success] if ended else (225, 225, 225)
+        canvas[top : top + height, left : left + width] = color
+        inner = canvas[top + BORDER : top + BORDER + picture.shape[0], left + BORDER : left + BORDER + picture.shape[1]]
+        inner[:] = picture
+    return canvas
+
+
+def write_html(path: Path, episodes: Sequence[PlayedEpisode], *, title: str) -> None:
+    """Write one page that needs no other file: each episode turn by turn, with pictures where there are any."""
+    parts = [
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>",
+        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>",
+        *(_article(episode) for episode in episodes),
+        "</html>",
+    ]
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _article(episode: PlayedEpisode) -> str:
+    recorded = episode.recorded
+    outcome = {True: "<b class=good>success</b>", False: "<b class=bad>no success</b>", None: ""}[recorded.success]
+    heading = f"{html.escape(recorded.title)}: {html.escape(recorded.tag)}, seed {recorded.seed}"
+    turns: list[str] = []
+    for i, observation in enumerate(episode.observations):
+        picture = f"<img alt='' src='{_data_url(episode.pictures[i])}'>" if episode.pictures else ""
+        answer = recorded.answers[i].strip() if i < len(recorded.answers) else "end"
+        text = "" if picture else f"<pre>{html.escape(observation)}</pre>"
+        turns.append(f"<figure>{picture}{text}<figcaption>&#8594; {html.escape(answer)}</figcaption></figure>")
+    return (
+        f"<article><h2>{heading}</h2><p>reward {recorded.reward:g} {outcome}</p>"
+        f"<div class=turns>{''.join(turns)}</div></article>"
+    )
+
+
+def _data_url(picture: Picture) -> str:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(picture).quantize(32).save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,196 @@
+"""A run's past, read from its metric records: what each step trained, each evaluation found, and how fast it all went.
+
+Invariant: a step that a restarted learner repeated counts once, with what it saw the last time.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from offbeat.services.telemetry import MetricRecord, Partial
+
+RATE_S = 15.0
+"""Rates are means over so many seconds."""
+OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
+"""What is kept of all steps; of the newest everything is."""
+NOT_SEEN = float("nan")
+
+
+def command_started(began: float) -> MetricRecord:
+    """What a command writes before anything else of its run. began: Unix time at which its process started."""
+    return MetricRecord("command", {"began": Partial("last", began)})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer batch."""
+
+    number: int
+    time: float
+    """Unix time at its end, s."""
+    values: dict[str, float]
+
+    def value(self, name: str, default: float = NOT_SEEN) -> float:
+        return self.values.get(name, default)
+
+
+class Steps:
+    """Every step once, in order. In columns of eight bytes: a run of days has a million steps."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._times = array("d")
+        self._values = {name: array("d") for name in OF_EVERY_STEP}
+
+    def add(self, step: Step) -> None:
+        """Take in the newest step; one that is repeated replaces what stood from there on."""
+        while self._numbers and self._numbers[-1] >= step.number:
+            for column in (self._numbers, self._times, *self._values.values()):
+                column.pop()
+        self._numbers.append(step.number)
+        self._times.append(step.time)
+        for name, column in self._values.items():
+            column.append(step.value(name))
+
+    def newest(self, count: int | None = None) -> list[Step]:
+        """The newest `count`, or all, the oldest of them first."""
+        first = 0 if count is None else max(len(self._numbers) - count, 0)
+        return [self._step(row) for row in range(first, len(self._numbers))]
+
+    def _step(self, row: int) -> Step:
+        seen = ((name, column[row]) for name, column in self._values.items())
+        return Step(self._numbers[row], self._times[row], {name: value for name, value in seen if value == value})
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation on held-out tasks."""
+
+    kind: str
+    """`before`, `during` or `after` training."""
+    sampling: str
+    """`sampled` (temperature 1) or `greedy`."""
+    step: int
+    time: float
+    success: float
+    reward: float
+    episodes: int
+
+
+@dataclass
+class RunHistory:
+    """Grows record by record."""
+
+    position: str = "0"
+    """Id of the last record that was added."""
+    steps: Steps = field(default_factory=Steps)
+    last_step: Step | None = None
+    """The newest, with all of its values."""
+    evaluations: dict[tuple[str, str, int], Evaluation] = field(default_factory=dict[tuple[str, str, int], Evaluation])
+    totals: dict[str, float] = field(default_factory=dict[str, float])
+    """`source/metric` -> sum over all records, of metrics that are sums."""
+    peaks: dict[str, float] = field(default_factory=dict[str, float])
+    """`source/metric` -> highest value, of metrics that are maxima."""
+    means: dict[str, Partial] = field(default_factory=dict[str, Partial])
+    """`source/metric` -> mean over all records."""
+    attempts: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """(start, last sign of life) of each command that ran it, Unix times."""
+    _recent: dict[str, deque[tuple[float, float]]] = field(default_factory=dict[str, deque[tuple[float, float]]])
+    _now: float = 0.0
+
+    def add(self, records: Iterable[tuple[str, MetricRecord]]) -> None:
+        """Take in records, in the order in which they were written."""
+        for entry_id, record in records:
+            self.position = entry_id
+            self._now = max(self._now, record.time)
+            self._count(record)
+            if self.attempts and record.source != "command":
+                self.attempts[-1] = (self.attempts[-1][0], max(record.time, self.attempts[-1][1]))
+            match record.source:
+                case "command":
+                    began = record.values["began"].value
+                    self.attempts.append((began, max(began, record.time)))
+                case "learner":
+                    self._add_learner(record)
+                case "eval":
+                    self._add_evaluation(record)
+                case _:
+                    continue
+
+    def _count(self, record: MetricRecord) -> None:
+        kind = record.labels.get("kind")
+        source = f"{record.source}:{kind}" if kind else record.source
+        for name, partial in record.values.items():
+            key = f"{source}/{name}"
+            match partial.kind:
+                case "sum":
+                    self.totals[key] = self.totals.get(key, 0.0) + partial.total
+                    self._lately(key).append((record.time, partial.total))
+                case "max":
+                    self.peaks[key] = max(self.peaks.get(key, partial.total), partial.total)
+                case "mean":
+                    before = self.means.get(key)
+                    self.means[key] = partial if before is None else before.merge(partial)
+                case _:
+                    continue
+
+    def _lately(self, key: str) -> deque[tuple[float, float]]:
+        recent = self._recent.setdefault(key, deque())
+        while recent and recent[0][0] < self._now - RATE_S:
+            recent.popleft()
+        return recent
+
+    def _add_learner(self, record: MetricRecord) -> None:
+        if record.step is not None:
+            values = {name: partial.value for name, partial in record.values.items()}
+            self.last_step = Step(record.step, record.time, values)
+            self.steps.add(self.last_step)
+
+    def _add_evaluation(self, record: MetricRecord) -> None:
+        values = record.values
+        found = Evaluation(
+            kind=record.labels.get("when", "during"),
+            sampling=record.labels.get("sampling", "sampled"),
+            step=record.step or 0,
+            time=record.time,
+            success=values["success"].value if "success" in values else float("nan"),
+            reward=values["reward"].value if "reward" in values else float("nan"),
+            episodes=int(values["reward"].count) if "reward" in values else 0,
+        )
+        self.evaluations[found.kind, found.sampling, found.step] = found
+
+    def seconds(self, time: float) -> float:
+        """Seconds of running from the first start to the Unix time `time`; pauses between attempts do not count."""
+        return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
+            max(time - began, 0.0) for began, _ in self.attempts[-1:]
+        )
+
+    def evaluation(self, kind: str, sampling: str) -> Evaluation | None:
+        """The newest evaluation of that kind."""
+        found = [each for each in self.evaluations.values() if (each.kind, each.sampling) == (kind, sampling)]
+        return max(found, key=lambda each: (each.step, each.time), default=None)
+
+    def curve(self) -> list[Evaluation]:
+        """Sampled evaluations by step: before, during and after."""
+        found = [each for each in self.evaluations.values() if each.sampling == "sampled"]
+        return sorted(found, key=lambda each: (each.step, each.time))
+
+    def total(self, key: str) -> float:
+        """Sum of a metric over the whole run, 0 if nobody wrote it."""
+        return self.totals.get(key, 0.0)
+
+    def rate(self, key: str) -> float:
+        """Of a summed metric, per second, over the last `RATE_S`."""
+        recent = self._lately(key)
+        if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
+            return 0.0
+        # The first record's amount came before its time.
+        return (sum(amount for _, amount in recent) - recent[0][1]) / (recent[-1][0] - recent[0][0])
+
+    def seconds_per_step(self, over: int = 20) -> float | None:
+        """Mean time of the newest steps."""
+        steps = self.steps.newest(over + 1)
+        if len(steps) < 2:
+            return None
+        return (steps[-1].time - steps[0].time) / (steps[-1].number - steps[0].number)

@@ -1,0 +1,38 @@
+"""Evaluation episodes as the learner wrote them down: `evaluations/<kind>-<sampling>-<step>.jsonl` in the run's folder.
+
+One JSON object per line: `tag`, `seed`, `reward`, `metrics`, and `text` (system prompt, then observation and answer in
+turn).
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from offbeat.deploy.report.episodes import RecordedEpisode
+
+FOLDER = "evaluations"
+TITLES = {"before": "before training", "after": "after training"}
+
+
+def recorded_episodes(folder: Path, limit: int) -> list[RecordedEpisode]:
+    """The first `limit` sampled episodes before training, and as many after it, on the same tasks."""
+    out: list[RecordedEpisode] = []
+    for kind, title in TITLES.items():
+        files = sorted((folder / FOLDER).glob(f"{kind}-sampled-*.jsonl"), key=lambda path: path.stat().st_mtime)
+        if files:
+            out += [episode for _, episode in zip(range(limit), _read(files[-1], title), strict=False)]
+    return out
+
+
+def _read(path: Path, title: str) -> Iterator[RecordedEpisode]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        success = row["metrics"].get("success")
+        yield RecordedEpisode(
+            title=title,
+            tag=row["tag"],
+            seed=row["seed"],
+            answers=tuple(row["text"][2::2]),
+            reward=row["reward"],
+            success=None if success is None else success > 0,
+        )

@@ -1,0 +1,244 @@
+"""The report of a run: `report.json`, the learning curve, rendered episodes, and a table for the terminal.
+
+Invariant: everything is made from the run's records and folder, so it can be made again at any time.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.report.baselines import run_baselines
+from offbeat.deploy.report.curve import Point, draw_learning_curve
+from offbeat.deploy.report.episodes import (
+    PlayedEpisode,
+    play_again,
+    write_gif,
+    write_html,
+)
+from offbeat.deploy.report.history import RunHistory
+from offbeat.deploy.report.recorded_episodes import recorded_episodes
+from offbeat.deploy.run_folder import newest_checkpoint
+from offbeat.services.control.schemas import CountersView
+
+logger = logging.getLogger(__name__)
+
+REPORT = "report.json"
+CURVE = "learning_curve.png"
+GIF = "episodes.gif"
+HTML = "episodes.html"
+SHOWN_EPISODES = 8
+"""Rendered episodes of each evaluation."""
+
+
+class ReportMaker:
+    """Makes the report of one run; `make_artifacts` may take its time, `write` closes the report."""
+
+    def __init__(self, config: RunConfig, history: RunHistory) -> None:
+        self._config = config
+        self._history = history
+        self._folder = config.output_dir
+        self._baselines: dict[str, float] = {}
+        self._report: dict[str, Any] = {}
+        self.timings: Mapping[str, float] = {}
+
+    def make_artifacts(self) -> None:
+        """Draw the learning curve and render episodes."""
+        self._baselines = run_baselines(self._config)
+        draw_curve(self._folder / CURVE, self._config, self._history, self._baselines)
+        render_episodes(self._folder, self._config)
+
+    def write(self, counters: CountersView | None, *, ended_at: float) -> dict[str, Any]:
+        """Write `report.json` and return what it holds. ended_at: Unix time."""
+        self._report = build_report(
+            self._config,
+            self._history,
+            counters,
+            baselines=self._baselines,
+            startup_s=self.timings,
+            ended_at=ended_at,
+        )
+        text = json.dumps(self._report, indent=2, allow_nan=False)
+        (self._folder / REPORT).write_text(text + "\n", encoding="utf-8")
+        return self._report
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the result and where everything lies."""
+        show_report(self._report, self._folder, console or Console(highlight=False))
+
+
+def build_report(
+    config: RunConfig,
+    history: RunHistory,
+    counters: CountersView | None,
+    *,
+    baselines: Mapping[str, float],
+    startup_s: Mapping[str, float],
+    ended_at: float,
+) -> dict[str, Any]:
+    """All figures of a run; None where a run did not come to it. Times are seconds."""
+    steps = history.steps.newest()
+    trained = [each.values["tokens_trained"] for each in steps if "tokens_trained" in each.values]
+    before, after = history.evaluation("before", "sampled"), history.evaluation("after", "sampled")
+    staleness = [each.value("staleness_max") for each in steps if "staleness_max" in each.values]
+    return {
+        "exp_name": config.exp_name,
+        "seed": config.seed,
+        **{
+            f"{name}_{kind}": _success(history, kind, sampling)
+            for name, sampling in (("success", "sampled"), ("greedy", "greedy"))
+            for kind in ("before", "after")
+        },
+        "eval_episodes": after.episodes if after else before.episodes if before else 0,
+        "baselines": dict(baselines),
+        "ended_at": ended_at,
+        "wall_s": round(history.seconds(ended_at), 2),
+        "attempts": len(history.attempts),
+        "phases_s": phases(history, ended_at),
+        "startup_s": {name: round(seconds, 2) for name, seconds in startup_s.items()},
+        "steps": steps[-1].number if steps else 0,
+        "trajectories": int(sum(each.values["trajectories"] for each in steps if "trajectories" in each.values)),
+        "tokens_generated": int(history.total("generation/tokens")),
+        "tokens_trained": int(sum(trained)),
+        "weight_updates": int(history.total("generation/weight_updates")),
+        "pause_mean_s": _mean(history, "generation/pause_s"),
+        "pause_max_s": history.peaks.get("generation/pause_max_s"),
+        "max_staleness": config.max_staleness,
+        "max_staleness_seen": max(staleness) if staleness else None,
+        "groups_admitted": counters.admitted if counters else None,
+        "groups_trained": counters.trained if counters else None,
+        "groups_dropped": counters.dropped if counters else None,
+        "groups_failed": counters.failed if counters else None,
+        "groups_in_flight": counters.in_flight if counters else None,
+        "mismatch_kl": _mean(history, "learner/mismatch_kl"),
+        "mismatch_abs_max": history.peaks.get("learner/mismatch_abs_max"),
+        "evaluations": [
+            {
+                "kind": each.kind,
+                "sampling": each.sampling,
+                "step": each.step,
+                "at_s": round(history.seconds(each.time), 2),
+                "success": _finite(each.success),
+                "reward": _finite(each.reward),
+                "episodes": each.episodes,
+            }
+            for each in sorted(history.evaluations.values(), key=lambda each: (each.time, each.sampling))
+        ],
+    }
+
+
+def _success(history: RunHistory, kind: str, sampling: str) -> float | None:
+    found = history.evaluation(kind, sampling)
+    return None if found is None else _finite(found.success)
+
+
+def _mean(history: RunHistory, key: str) -> float | None:
+    partial = history.means.get(key)
+    return None if partial is None else _finite(partial.value)
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no NaN: what was not measured is null."""
+    return value if math.isfinite(value) else None
+
+
+def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
+    """How the time divides: until training began, training, and what came after the last step."""
+    steps = history.steps.newest()
+    if not steps:
+        return {}
+    began = [each.time for each in history.evaluations.values() if each.kind == "before"]
+    marks = [history.seconds(time) for time in (max(began, default=steps[0].time), steps[-1].time, ended_at)]
+    return {
+        "before_training": round(marks[0], 2),
+        "training": round(marks[1] - marks[0], 2),
+        "after_training": round(marks[2] - marks[1], 2),
+    }
+
+
+def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Mapping[str, float]) -> None:
+    """Draw `learning_curve.png`; success where the envs report it, else reward."""
+    steps = history.steps.newest()
+    metric = "success" if any("success" in step.values for step in steps) else "reward"
+    draw_learning_curve(
+        path,
+        title=f"{config.exp_name}, seed {config.seed}",
+        rollout=[Point(s.number, history.seconds(s.time), s.value(metric)) for s in steps if metric in s.values],
+        evaluations=[Point(e.step, history.seconds(e.time), getattr(e, metric)) for e in history.curve()],
+        baselines=baselines if metric == "success" else {},
+        metric=metric,
+    )
+
+
+def render_episodes(folder: Path, config: RunConfig) -> None:
+    """Play some recorded evaluation episodes again and draw them."""
+    episodes: list[PlayedEpisode] = []
+    for recorded in recorded_episodes(folder, SHOWN_EPISODES):
+        try:
+            episodes.append(play_again(config, recorded))
+        except Exception:
+            # The user's own env: a picture that can't be had is no reason to have no report.
+            logger.exception("can't play %s with seed %d again", recorded.tag, recorded.seed)
+    if episodes:
+        write_gif(folder / GIF, episodes)
+        write_html(folder / HTML, episodes, title=f"{config.exp_name}: episodes")
+
+
+def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> None:
+    """A table of what came out, and where everything lies."""
+    table = Table(
+        title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
+    )
+    table.add_column("on held-out tasks")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    for measure in ("success", "reward"):
+        for sampling in ("sampled", "greedy"):
+            before, after = (_found(report, kind, sampling, measure) for kind in ("before", "after"))
+            table.add_row(f"{measure}, {sampling}", _shown(before), _shown(after))
+    console.print(table)
+    if report["baselines"]:
+        console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
+    console.print(
+        f"{report['trajectories']:,} trajectories trained, {report['tokens_generated']:,} tokens generated, "
+        f"{report['tokens_trained']:,} trained, {report['weight_updates']:,} weight updates, "
+        f"staleness at most {_shown(report['max_staleness_seen'], '.0f')}",
+        soft_wrap=True,
+    )
+    for label, path in _places(folder):
+        console.print(f"  {label:<16} {path}", soft_wrap=True)
+
+
+def _found(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
+    """What the newest such evaluation says."""
+    found = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
+    return found[-1] if found else None
+
+
+def _shown(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _places(folder: Path) -> list[tuple[str, Path]]:
+    newest = newest_checkpoint(folder)
+    places = [
+        ("checkpoint", newest[1] if newest else folder / "checkpoints"),
+        ("TensorBoard", folder / "tensorboard"),
+        ("learning curve", folder / CURVE),
+        ("episodes", folder / HTML),
+        ("animation", folder / GIF),
+        ("report", folder / REPORT),
+        ("logs", folder / "logs"),
+    ]
+    here = Path.cwd()
+    return [
+        (label, path.relative_to(here) if path.is_relative_to(here) else path)
+        for label, path in places
+        if path.exists()
+    ]

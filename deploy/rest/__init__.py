@@ -1,1 +1,0 @@
-"""`offbeat runs`: starting, steering and watching runs over REST."""

@@ -1,0 +1,131 @@
+"""What must be there before a run starts: its folders, the tiny policy's files, the buffer's limits.
+
+Invariant: preparing again changes nothing, so the command line and each control replica do it.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from redis import Redis
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs import registry
+from offbeat.services.buffer.admin import configure_buffer
+from offbeat.services.buffer.api import BufferLimits
+from offbeat.services.control.run import RunSpec
+from offbeat.services.generation.config import app_name
+from offbeat.services.rollout.config import WorkerSettings
+
+POLICY = "policy"
+LOGS = "logs"
+
+
+class NoWordsError(Exception):
+    """The tiny policy can't know an env's words."""
+
+
+def run_spec(config: RunConfig) -> RunSpec:
+    """As much of a run as the control service needs to know."""
+    return RunSpec(
+        run_id=config.exp_name,
+        config=config.model_dump_json(),
+        output_dir=str(config.output_dir.resolve()),
+        max_steps=config.max_steps,
+        settings=config.settings,
+        resume=bool(config.resume_from_checkpoint),
+        claims={"folder": str(config.output_dir.resolve()), "app": generation_app(config)},
+    )
+
+
+def model_folder(config: RunConfig) -> Path:
+    """The Hugging Face folder that engines and the learner read configuration and tokenizer from."""
+    return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
+
+
+def generation_app(config: RunConfig) -> str:
+    """The Serve application that samples for the run."""
+    return config.actor_infer.app or app_name(config.exp_name)
+
+
+def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | None = None) -> WorkerSettings:
+    """What the run's env workers are told. timeout_s: instead of `buffer.worker_timeout_s`."""
+    return WorkerSettings(
+        run_id=config.exp_name,
+        seed=config.seed,
+        model_folder=model_folder(config).resolve(),
+        output_dir=config.output_dir.resolve(),
+        redis_url=redis_url,
+        sequence_length=config.sequence_length,
+        custom_envs=config.custom_envs,
+        train_env_manager=config.train_env_manager,
+        val_env_manager=config.val_env_manager,
+        rollout=config.rollout,
+        generating_args=config.actor_infer.generating_args,
+        generation_app=generation_app(config),
+        request_timeout_s=config.actor_infer.request_timeout_s,
+        worker_timeout_s=timeout_s or config.buffer.worker_timeout_s,
+    )
+
+
+def buffer_limits(config: RunConfig) -> BufferLimits:
+    """What admission and assembly go by in this run."""
+    manager = config.train_env_manager
+    groups_per_step = config.rollout_batch_size // manager.group_size
+    return BufferLimits(
+        group_size=manager.group_size,
+        redundancy=manager.group_size_redundancy,
+        groups_per_step=groups_per_step,
+        max_staleness=config.max_staleness,
+        max_groups_in_flight=manager.num_env_groups,
+        total_groups=config.max_steps * groups_per_step,
+        max_attempts=config.buffer.max_attempts,
+        worker_timeout_s=config.buffer.worker_timeout_s,
+        stale_policy=config.buffer.stale_policy,
+        baselines=config.num_baselines,
+    )
+
+
+def prepare_folder(config: RunConfig) -> None:
+    """Make the run's folder, and in it the tiny policy's files where it is to be trained.
+
+    Raises:
+        NoWordsError: `pretrain: tiny`, and an env does not say which words it uses.
+    """
+    (config.output_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    if config.pretrain == "tiny":
+        from offbeat.trainer.models.tiny import write_tiny_policy
+
+        write_tiny_policy(model_folder(config), config.tiny, words_of(config))
+
+
+def prepare_buffer(redis: Redis, config: RunConfig) -> None:
+    """Write the run's limits and make its stream. Raises `BufferError` where an earlier run had another shape."""
+    configure_buffer(redis, config.exp_name, buffer_limits(config))
+
+
+def words_of(config: RunConfig) -> tuple[str, ...]:
+    """Every word that the envs' prompts, observations and answers hold, each once, in a stable order.
+
+    Raises:
+        NoWordsError: an env does not say.
+    """
+    return tuple(dict.fromkeys(_words(config)))
+
+
+def _words(config: RunConfig) -> Iterator[str]:
+    for tag, env in config.custom_envs.items():
+        factory = registry.find(env.env_type)
+        module = sys.modules[factory.__module__]
+        words = getattr(factory, "words", None) or getattr(module, "WORDS", None)
+        if words is None:
+            raise NoWordsError(
+                f"{env.env_type} does not say which words it uses, which the tiny policy's tokenizer must know: give its "
+                "class an attribute `words`, or set pretrain to a Hugging Face folder"
+            )
+        yield from cast(tuple[str, ...], words)
+        for template in (env.agent_system_template or "", env.agent_template):
+            yield from (word for word in template.split() if "{" not in word)
+        if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
+            yield from (str(number) for number in range(config.custom_envs[tag].max_steps + 1))

@@ -1,0 +1,206 @@
+"""A program in a process of its own: limits on time, CPU, memory, files and output, no network, an empty folder.
+
+Invariants: nothing of it runs on after `run_python` returns; its environment holds no variable of ours; where `isolation` is
+`require` it is not run at all unless the kernel keeps it from the network, from other processes and from files that are not
+its own or a library's (`offbeat.envs.isolation`). `check_isolation` says what this machine lacks.
+"""
+
+import functools
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+import offbeat
+from offbeat.envs.config import Config
+from offbeat.envs.isolation.guarantees import missing_promises
+
+log = logging.getLogger(__name__)
+
+Layer = Literal["namespaces", "mounts", "landlock", "seccomp"]
+LAYERS: tuple[Layer, ...] = ("namespaces", "mounts", "landlock", "seccomp")
+ROOT = str(Path(offbeat.__file__).parent.parent)
+STARTER = (
+    f"import sys; sys.path.insert(0, {ROOT!r}); "
+    "from offbeat.envs.isolation.supervisor import main; del sys.path[0]; main()"
+)
+START_UP_S = 30.0
+"""For the supervisor to start on a busy machine; the program's own time counts from its start."""
+
+
+NEEDS = {
+    "the network": "user namespaces or seccomp",
+    "other processes": "user namespaces or seccomp",
+    "files that are not theirs": "mounts in a user namespace, or Landlock",
+}
+
+
+class IsolationError(ValueError):
+    """This machine does not hold what `isolation: require` asks for; nothing was run."""
+
+
+class Limits(Config):
+    """What a program may use."""
+
+    timeout_s: float = Field(default=5.0, gt=0)
+    cpu_s: int = Field(default=5, ge=1)
+    memory_mib: int = Field(default=512, ge=64)
+    """Of address space, all its processes together: each of `max_processes` gets its share."""
+    file_mib: int = Field(default=8, ge=1)
+    """Largest file that it may write; of its output too."""
+    disk_mib: int = Field(default=64, ge=1)
+    """All its files together, kept in memory; needs mounts."""
+    max_files: int = Field(default=1000, ge=10)
+    """How many files and folders it may make; needs mounts."""
+    max_processes: int = Field(default=1, ge=1)
+    """1: it starts no other process, and up to 64 threads; more: processes and threads together, and it needs namespaces."""
+    max_output_chars: int = Field(default=10_000, ge=1)
+    """Of stdout and of stderr, each cut at its middle."""
+    isolation: Literal["require", "warn"] = "require"
+    """Where the kernel can't hold a program in: refuse to run any, or run them behind Python's audit hooks, which stop
+    ordinary code but no attacker, and warn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a program ended."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    """Negative: the signal that killed it."""
+    timed_out: bool
+    layers: tuple[Layer, ...]
+    """What held it in."""
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    @property
+    def error(self) -> str:
+        """The last line of what went wrong, empty if nothing did."""
+        if self.timed_out:
+            return "out of time"
+        lines = [line for line in self.stderr.splitlines() if line.strip()]
+        return "" if self.ok else lines[-1] if lines else f"exit code {self.exit_code}"
+
+
+def run_python(
+    code: str, *, stdin: str = "", limits: Limits | None = None, layers: tuple[Layer, ...] = LAYERS
+) -> Outcome:
+    """Run a program to its end, or to that of its time.
+
+    layers: those of them that the kernel offers are used.
+
+    Raises:
+        IsolationError: the kernel can't hold it in, and `limits.isolation` is `require`.
+    """
+    limits = limits or Limits()
+    folder = Path(tempfile.mkdtemp(prefix="offbeat-sandbox-"))
+    try:
+        (folder / "work").mkdir()
+        (folder / "main.py").write_text(code, encoding="utf-8", errors="surrogateescape")
+        (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
+        _run(folder, limits, layers)
+        out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
+        if not (folder / "outcome.json").is_file():
+            return Outcome(out, err, -signal.SIGKILL, True, ())
+        ended = json.loads((folder / "outcome.json").read_text())
+        if ended["started"]:
+            _warn_once(tuple(lacking(ended["layers"])))
+        else:
+            check_isolation(limits, tuple(ended["layers"]))
+        return Outcome(out, err, ended["exit_code"], ended["timed_out"], tuple(ended["layers"]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sandbox_in_use() -> str:
+    """What holds in the programs of this process' envs, in words; empty where no env runs any."""
+    if not platform_isolation.cache_info().currsize:
+        return ""
+    layers = platform_isolation()
+    missing = "; ".join(lacking(layers))
+    return f"held in by {', '.join(layers) or 'Python alone'}" + (f"; not kept from {missing}" if missing else "")
+
+
+@functools.cache
+def platform_isolation() -> tuple[Layer, ...]:
+    """The layers that this machine's kernel gives, found by running an empty program once."""
+    return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
+
+
+def lacking(layers: tuple[Layer, ...]) -> list[str]:
+    """What programs are not kept from by these layers, in words; empty if nothing is missing."""
+    missing = [f"{what} ({NEEDS[what]})" for what in missing_promises(layers, one_process=True)]
+    return (
+        missing if "mounts" in layers else [*missing, "filling the disk with many files (mounts in a user namespace)"]
+    )
+
+
+def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
+    """Before programs are run: refuse, or log once, what this machine lacks.
+
+    layers: what its kernel gives; None: found out.
+
+    Raises:
+        IsolationError: it lacks what `limits` require.
+    """
+    layers = platform_isolation() if layers is None else layers
+    if limits.isolation == "require" and missing_promises(layers, one_process=True):
+        raise IsolationError(
+            f"this machine can't keep programs from {'; '.join(lacking(layers))}: its kernel or container refuses what "
+            "stands in brackets. `isolation: warn` runs programs all the same"
+        )
+    if limits.isolation == "require" and missing_promises(layers, one_process=limits.max_processes == 1):
+        raise IsolationError(
+            f"max_processes: {limits.max_processes} needs user namespaces, which this machine refuses; only 1 is held here"
+        )
+    _warn_once(tuple(lacking(layers)))
+
+
+@functools.cache
+def _warn_once(missing: tuple[str, ...]) -> None:
+    if missing:
+        log.warning("sandbox: on this machine programs are not kept from %s", "; ".join(missing))
+
+
+def _run(folder: Path, limits: Limits, layers: tuple[Layer, ...]) -> None:
+    wanted = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
+    command = [sys.executable, "-I", "-c", STARTER, str(folder), json.dumps(wanted)]
+    environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with (
+        (folder / "stdin").open("rb") as given,
+        (folder / "stdout").open("wb") as out,
+        (folder / "stderr").open("wb") as err,
+    ):
+        process = subprocess.Popen(
+            command, stdin=given, stdout=out, stderr=err, cwd=folder, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(limits.timeout_s + START_UP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # The supervisor, whose death kills the program, whose death kills all in its namespace.
+            process.kill()
+            process.wait()
+
+
+def _read(path: Path, limit: int) -> str:
+    with path.open("rb") as file:
+        text = file.read(16 * limit).decode(errors="replace")
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"

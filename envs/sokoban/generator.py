@@ -1,0 +1,128 @@
+"""Making rooms: walls by a random walk, then the solved position played backwards.
+
+Invariants: every room can be solved, in at most `search_depth` moves, because it was reached from its own solution; all
+that is random comes from the generator that is handed in.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from offbeat.envs.sokoban.rooms import Cell, Room, pulls
+
+Split = Literal["train", "held_out", "any"]
+
+MAX_DRAWS = 2_000
+BEAM = 64
+"""Positions of each depth that the backward search goes on from, drawn at random where there are more."""
+TURN_CHANCE = 0.35
+"""Of the walk that digs the floor, at each of its steps."""
+MASKS = (
+    ((0, -1), (0, 0), (0, 1)),
+    ((-1, 0), (0, 0), (1, 0)),
+    ((0, -1), (0, 0), (1, 0)),
+    ((0, 0), (0, 1), (1, 0), (1, 1)),
+    ((0, 0), (0, 1), (-1, 0)),
+)
+"""What the walk digs around each of its cells (after gym-sokoban)."""
+
+State = tuple[Cell, tuple[Cell, ...]]
+"""Player, and boxes in the order of the targets they stood on."""
+
+
+class _Reached(NamedTuple):
+    state: State
+    num_pulls: int
+
+
+def make_room(
+    rng: np.random.Generator, dim_room: tuple[int, int], num_boxes: int, search_depth: int, split: Split
+) -> Room:
+    """A random room of the split in which no box is on a target.
+
+    dim_room: rows and columns, the walls around included. search_depth: moves back from the solved position at most.
+
+    Raises:
+        RuntimeError: no such room in 2,000 draws: it is too small for its boxes, or has hardly a room of the split at all.
+    """
+    for _ in range(MAX_DRAWS):
+        floor = dig(rng, dim_room)
+        if len(floor) < 2 * num_boxes + 1:
+            continue
+        cells = [int(cell) for cell in rng.choice(sorted(floor), size=num_boxes + 1, replace=False)]
+        targets, player = tuple(cells[:-1]), cells[-1]
+        found = play_backwards(rng, floor, (player, targets), dim_room[1], search_depth)
+        if found is None:
+            continue
+        player, boxes = found
+        room = Room(*dim_room, floor, frozenset(targets), frozenset(boxes), player)
+        if split in ("any", "held_out" if room.is_held_out else "train"):
+            return room
+    raise RuntimeError(
+        f"no room of {dim_room[0]}x{dim_room[1]} with {num_boxes} box(es) and search_depth {search_depth} in split "
+        f"{split!r} in {MAX_DRAWS:,} draws: take a larger dim_room or search_depth, or fewer boxes"
+    )
+
+
+def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
+    """A connected floor inside walls, dug by a walk that turns now and then."""
+    height, width = dim_room
+    row, column = int(rng.integers(1, height - 1)), int(rng.integers(1, width - 1))
+    steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
+    way = steps[int(rng.integers(4))]
+    floor: set[Cell] = set()
+    for _ in range(int(1.5 * (height + width))):
+        for down, right in MASKS[int(rng.integers(len(MASKS)))]:
+            if 0 < row + down < height - 1 and 0 < column + right < width - 1:
+                floor.add((row + down) * width + column + right)
+        if rng.random() < TURN_CHANCE:
+            way = steps[int(rng.integers(4))]
+        row = min(max(row + way[0], 1), height - 2)
+        column = min(max(column + way[1], 1), width - 2)
+        floor.add(row * width + column)
+    return frozenset(floor)
+
+
+def play_backwards(
+    rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
+) -> State | None:
+    """The farthest position found, going back breadth first; None if none has all boxes off the targets.
+
+    Farthest: the most pulls times the boxes' distance from where they belong, after gym-sokoban; one of equals at random.
+    """
+    targets = solved[1]
+    seen, level = {solved}, [_Reached(solved, 0)]
+    best: list[State] = []
+    best_score = 0
+    for _ in range(search_depth):
+        level = _one_back(floor, level, width, seen)
+        if not level:
+            break
+        for state, num_pulls in level:
+            score = 0 if set(state[1]) & set(targets) else num_pulls * _displacement(state[1], targets, width)
+            if score > best_score:
+                best, best_score = [], score
+            if score and score == best_score:
+                best.append(state)
+        if len(level) > BEAM:
+            level = [level[int(i)] for i in rng.choice(len(level), size=BEAM, replace=False)]
+    return best[int(rng.integers(len(best)))] if best else None
+
+
+def _one_back(floor: frozenset[Cell], level: list[_Reached], width: int, seen: set[State]) -> list[_Reached]:
+    reached: list[_Reached] = []
+    for (player, boxes), num_pulls in level:
+        for offset in (-width, width, -1, 1):
+            for state in pulls(floor, player, boxes, offset):
+                if state not in seen:
+                    seen.add(state)
+                    reached.append(_Reached(state, num_pulls + (state[1] != boxes)))
+    return reached
+
+
+def _displacement(boxes: tuple[Cell, ...], targets: tuple[Cell, ...], width: int) -> int:
+    total = 0
+    for box, target in zip(boxes, targets, strict=True):
+        (row, column), (target_row, target_column) = divmod(box, width), divmod(target, width)
+        total += abs(row - target_row) + abs(column - target_column)
+    return total

@@ -1,0 +1,257 @@
+"""The tools: each finds its call in an answer and says what came of it."""
+
+from abc import abstractmethod
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from offbeat.envs.config import Config
+from offbeat.envs.dataset.code import FENCED
+from offbeat.envs.dataset.env import last_group
+from offbeat.envs.dataset.rows import read_table
+from offbeat.envs.optional_imports import require
+from offbeat.envs.parsing import compile_pattern
+from offbeat.envs.sandbox import Limits, check_isolation, run_python
+from offbeat.envs.tools.functions import Call, Function
+from offbeat.envs.tools.mcp_server import McpAddress, McpSession
+from offbeat.envs.webshop.search import words
+
+MCP_INSTRUCTION = """
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+"""Word for word what Qwen2.5's chat template says."""
+
+
+class ToolResult(NamedTuple):
+    """What a call gave."""
+
+    text: str
+    ok: bool
+
+
+class OpenTool(Protocol):
+    """A tool in the hands of one env."""
+
+    @property
+    def instruction(self) -> str:
+        """Added to the system prompt."""
+        ...
+
+    def called(self, answer: str) -> str | None:
+        """The call's text; None where the answer does not call this tool."""
+        ...
+
+    def takes(self, text: str) -> bool:
+        """Whether the call is this tool's, where another one is called by the same pattern."""
+        ...
+
+    def use(self, text: str) -> ToolResult:
+        """Do what is asked for; a call that fails says why."""
+        ...
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """The tool as functions, for chat templates that tell of them."""
+        ...
+
+    def make(self, call: Call) -> ToolResult:
+        """Call one of `functions`; a call that fails says why."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the tool holds."""
+        ...
+
+
+class Tool(Config):
+    """One entry of `tools`."""
+
+    pattern: str
+    """Regular expression whose group is the call's text; the last match counts."""
+    instruction: str
+    """Added to the system prompt."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+    def called(self, answer: str) -> str | None:
+        """The call's text; None where the answer does not call this tool."""
+        return last_group(self.pattern, answer)
+
+    @abstractmethod
+    def open(self) -> OpenTool:
+        """The tool, ready for an env. Raises ValueError where it can't be had."""
+
+
+class OwnTool(Tool):
+    """A tool that holds nothing."""
+
+    def open(self) -> OpenTool:
+        """See `Tool.open`."""
+        return self
+
+    def takes(self, text: str) -> bool:  # noqa: ARG002
+        """See `OpenTool.takes`."""
+        return True
+
+    @abstractmethod
+    def use(self, text: str) -> ToolResult:
+        """See `OpenTool.use`."""
+
+    @property
+    @abstractmethod
+    def functions(self) -> tuple[Function, ...]:
+        """See `OpenTool.functions`: one, whose only argument is the call's text."""
+
+    def make(self, call: Call) -> ToolResult:
+        """See `OpenTool.make`."""
+        (wanted,) = self.functions[0].parameters["required"]
+        text = call.arguments.get(wanted)
+        if isinstance(text, str):
+            return self.use(text)
+        return ToolResult(f"{call.name} needs the argument {wanted!r}, a text", False)
+
+    def close(self) -> None:
+        """See `OpenTool.close`."""
+
+
+def _takes_text(name: str, description: str, argument: str) -> tuple[Function, ...]:
+    schema = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    return (Function(name, description, schema),)
+
+
+class PythonTool(OwnTool):
+    """A program, run in the sandbox; what it prints is the result."""
+
+    tool_id: Literal["python_code"]
+    pattern: str = FENCED
+    instruction: str = "You may run Python in a fenced block (```python) and will see what it prints."
+    limits: Limits = Limits()
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """See `OpenTool.functions`."""
+        return _takes_text("python_code", "Run a Python program and see what it prints.", "code")
+
+    def open(self) -> OpenTool:
+        """See `Tool.open`."""
+        check_isolation(self.limits)
+        return self
+
+    def use(self, text: str) -> ToolResult:
+        """See `OpenTool.use`."""
+        outcome = run_python(text, limits=self.limits)
+        return ToolResult(outcome.stdout.rstrip() or "(nothing was printed)", True) if outcome.ok else _failed(outcome)
+
+
+class SearchTool(OwnTool):
+    """Passages of a corpus on disk, best first by BM25."""
+
+    tool_id: Literal["search"]
+    corpus: Path
+    """A .jsonl, .json, .csv, .parquet or .txt file, or a folder that `datasets` saved; each row is a passage."""
+    text_key: str = "text"
+    top_k: int = Field(default=3, ge=1)
+    pattern: str = "<search>(.*?)</search>"
+    instruction: str = "You may search by <search>words</search> and will see the best passages."
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """See `OpenTool.functions`."""
+        return _takes_text("search", "Search a corpus by words and see the best passages.", "query")
+
+    def use(self, text: str) -> ToolResult:
+        """See `OpenTool.use`."""
+        asked = words(text)
+        index, passages = _index(self.corpus, self.text_key)
+        if not asked:
+            return ToolResult("the search is empty", False)
+        scores = np.asarray(index.get_scores(asked))
+        best = [int(i) for i in np.argsort(-scores, kind="stable")[: self.top_k] if scores[i] > 0]
+        found = "\n".join(f"[{place + 1}] {passages[i]}" for place, i in enumerate(best))
+        return ToolResult(found or "nothing was found", bool(best))
+
+
+class McpTool(Tool):
+    """The functions of a server that speaks the Model Context Protocol, told and called as Qwen's and Hermes' chat templates
+    do: the function's schema in `<tools>`, a call in `<tool_call>`, what came of it in `<tool_response>`."""
+
+    tool_id: Literal["mcp"]
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server that is started here and spoken to over its pipes."""
+    url: str = ""
+    """Of a server that runs elsewhere (streamable HTTP)."""
+    functions: tuple[str, ...] = ()
+    """Names of those that are offered; empty offers all."""
+    timeout_s: float = Field(default=30.0, gt=0)
+    """Of a call."""
+    pattern: str = r"<tool_call>\s*(.*?)\s*</tool_call>"
+    instruction: str = MCP_INSTRUCTION
+    """Added to the system prompt; `{tools}` becomes the functions' schemas, a line each."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "McpTool":
+        if bool(self.command) == bool(self.url):
+            raise ValueError("name the server by command or by url, one of both")
+        return self
+
+    def open(self) -> OpenTool:
+        """See `Tool.open`."""
+        address = McpAddress(self.command, self.url, self.timeout_s)
+        return _OpenMcp(self, McpSession(address, self.functions, self.instruction))
+
+
+class _OpenMcp:
+    """An MCP server's functions, as `OpenTool`."""
+
+    def __init__(self, tool: McpTool, session: McpSession) -> None:
+        self._tool, self._session = tool, session
+        self.instruction = session.instruction
+        self.called = tool.called
+        self.takes = session.takes
+        self.functions = session.functions
+        self.close = session.close
+
+    def use(self, text: str) -> ToolResult:
+        told, ok = self._session.use(text)
+        return ToolResult(f"<tool_response>\n{told}\n</tool_response>", ok)
+
+    def make(self, call: Call) -> ToolResult:
+        return ToolResult(*self._session.make(call))
+
+
+AnyTool = Annotated[PythonTool | SearchTool | McpTool, Field(discriminator="tool_id")]
+
+
+def _failed(outcome: Any) -> ToolResult:
+    printed = f"{outcome.stdout.rstrip()}\n" if outcome.stdout.strip() else ""
+    return ToolResult(f"{printed}{outcome.error}", False)
+
+
+@lru_cache(maxsize=4)
+def _index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
+    """Raises ValueError where the corpus can't be read."""
+    table = read_table(corpus)
+    if text_key not in table.column_names:
+        raise ValueError(f"text_key: {corpus} has no column {text_key!r}; it has {', '.join(table.column_names)}")
+    passages = [str(text) for text in table[text_key]]
+    index: Any = require("bm25s", "webshop").BM25()
+    index.index([words(text) for text in passages], show_progress=False)
+    return index, passages

@@ -1,0 +1,137 @@
+"""The buffer as the run's owner and the control service see it: limits, pause, and what waits for what."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import msgpack
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.services.buffer.api import (
+    Admission,
+    BufferLimits,
+    Counters,
+    GroupProgress,
+    Quarantined,
+    Snapshot,
+    WorkerState,
+)
+from offbeat.services.buffer.scripts import (
+    AsyncBufferScripts,
+    BufferKeys,
+    BufferScripts,
+    errors_translated,
+)
+
+
+def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
+    """Write a run's limits and make its stream; needed before anything is claimed, harmless when repeated.
+
+    A resumed run may come with other limits, but for `group_size` and `groups_per_step`.
+
+    Raises:
+        BufferError: the run has admitted groups under another `group_size` or `groups_per_step`.
+        RetryableError: Redis does not answer.
+    """
+    fields = [part for item in asdict(limits).items() for part in item]
+    BufferScripts(redis, run_id)("configure", *fields)
+
+
+def release_all_workers(redis: Redis, run_id: str) -> int:
+    """Give back what the workers of a run's earlier life were playing, without counting an attempt; returns how many
+    episodes. For a run that starts again and knows that none of them lives."""
+    return int(BufferScripts(redis, run_id)("release"))
+
+
+class BufferWatch:
+    """Reads the buffer of one run, and pauses it. All methods raise RetryableError while Redis does not answer."""
+
+    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+        self._redis = redis
+        self._keys = BufferKeys(run_id)
+        self._run = AsyncBufferScripts(redis, run_id)
+
+    async def snapshot(self) -> Snapshot:
+        """The ledger, the queues and the workers at one moment."""
+        return snapshot_from(await self._run("snapshot"))
+
+    async def counters(self) -> Counters:
+        """The ledger now."""
+        return (await self.snapshot()).counters
+
+    async def set_paused(self, paused: bool) -> None:
+        """Let workers claim nothing more (they finish what they play), or let them go on."""
+        await self._run("pause", int(paused))
+
+    async def groups(self, count: int = 1000) -> list[GroupProgress]:
+        """The groups that are being played, those of the oldest version first; at most `count`."""
+        return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
+
+    async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
+        """Newest events of groups, oldest first: (number, event, detail). Events are `admitted` (version), `submitted`
+        (version at admission), `trained` (checkpoint's step), `dropped` and `failed` (reason)."""
+        with errors_translated():
+            entries: list[Any] = await self._redis.xrevrange(self._keys.life, count=count)
+        return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]
+
+    async def quarantine(self) -> list[Quarantined]:
+        """Trajectories that could not be read, newest first; the newest few are kept."""
+        with errors_translated():
+            rows = cast(list[bytes], await cast(Any, self._redis.lrange(self._keys.quarantine, 0, -1)))
+        entries = (msgpack.unpackb(row, raw=True) for row in rows)
+        return [Quarantined(unit.decode(), index, complaint.decode(), blob) for unit, index, complaint, blob in entries]
+
+
+def snapshot_from(reply: Sequence[Any]) -> Snapshot:
+    """Read what snapshot.lua returned."""
+    ledger, limits, progress = (_table(flat) for flat in reply[:3])
+    playing, streamed, delivered, queued_train, queued_eval, quarantined = reply[3:9]
+    clock, workers, epoch = float(reply[9]), reply[10], int(reply[11])
+    counters = Counters(
+        admitted=int(ledger.get("admitted", 0)),
+        submitted=int(ledger.get("submitted", 0)),
+        trained=int(ledger.get("trained", 0)),
+        dropped=_by_reason(ledger, "dropped"),
+        failed=_by_reason(ledger, "failed"),
+        in_flight=playing + streamed,
+    )
+    return Snapshot(
+        counters=counters,
+        playing=playing,
+        ready=streamed - delivered,
+        consumed=delivered,
+        queued_train=queued_train,
+        queued_eval=queued_eval,
+        quarantined=quarantined,
+        step=int(progress["step"]) if "step" in progress else None,
+        epoch=epoch,
+        admission=_admission(counters, playing, limits, progress),
+        workers=tuple(
+            WorkerState(workers[i].decode(), max(0.0, clock - float(workers[i + 1])) / 1000, workers[i + 2])
+            for i in range(0, len(workers), 3)
+        ),
+    )
+
+
+def _admission(counters: Counters, playing: int, limits: dict[str, str], progress: dict[str, str]) -> Admission:
+    if "group_size" not in limits:
+        return Admission.NOT_CONFIGURED
+    if limits.get("paused") == "1":
+        return Admission.PAUSED
+    if "step" not in progress:
+        return Admission.NO_WEIGHTS
+    standing = counters.admitted - sum(counters.dropped.values()) - sum(counters.failed.values())
+    if standing >= int(limits["total_groups"]):
+        return Admission.ALL_ADMITTED
+    if standing >= (int(progress["step"]) + float(limits["max_staleness"]) + 1) * int(limits["groups_per_step"]):
+        return Admission.STALENESS_BOUND
+    return Admission.GROUPS_IN_FLIGHT if playing >= int(limits["max_groups_in_flight"]) else Admission.OPEN
+
+
+def _by_reason(ledger: dict[str, str], outcome: str) -> dict[str, int]:
+    return {name.partition(":")[2]: int(n) for name, n in ledger.items() if name.startswith(f"{outcome}:")}
+
+
+def _table(flat: Sequence[bytes]) -> dict[str, str]:
+    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}

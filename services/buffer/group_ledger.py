@@ -1,0 +1,171 @@
+"""The life of every group, copied from Redis to a file: bounded there, complete here.
+
+Invariants: a line is written once it is whole and in one call, so a process that dies leaves at most a cut last line, which
+the next writer removes; the file always holds every event up to its newest id, so a writer goes on after that. Two writers
+(a learner and the one that replaced it) write the same lines, and a line that comes twice is read once.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from offbeat.services.buffer.scripts import BufferKeys
+from offbeat.services.jsonl import LinesFile, last_lines, read_lines
+from offbeat.services.threads import Follower
+
+logger = logging.getLogger(__name__)
+
+LEDGER_FILE = Path("ledger", "groups.jsonl")
+PAGE = 1000
+BLOCK_MS = 500
+RETRY_S = 0.5
+SYNC_EVERY_S = 1.0
+UNCOUNTED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LifeEvent:
+    """Something that happened to a group."""
+
+    id: str
+    """Of the stream's entry: Unix time in ms, and a sequence number."""
+    ordinal: int
+    """1, 2, 3, ... over the life of the run's Redis; 0: an older version of Offbeat has written it, which did not count."""
+    number: int
+    event: str
+    """`admitted`, `submitted`, `trained`, `dropped`, `failed`."""
+    detail: str
+    """admitted and submitted: version of the weights at admission; trained: the step whose checkpoint holds it; else why."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Orders events."""
+        milliseconds, _, sequence = self.id.partition("-")
+        return int(milliseconds), int(sequence or 0)
+
+
+def events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
+    """Up to a page of events that came after the id `after` (`0`: from the first that is kept)."""
+    reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE, block=block_ms)
+    streams = cast(list[Any], reply or [])
+    return [_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
+
+
+def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> LifeEvent:
+    number, event, detail = (fields[name] for name in (b"n", b"e", b"d"))
+    return LifeEvent(entry_id.decode(), int(fields.get(b"i", UNCOUNTED)), int(number), event.decode(), detail.decode())
+
+
+class LedgerFile:
+    """Appends events to a run's ledger."""
+
+    def __init__(self, output_dir: Path) -> None:
+        path = output_dir / LEDGER_FILE
+        self._lines = LinesFile(path)  # first: it removes a cut last line, which must be copied again
+        self.position = _newest_id(path)
+        """Id of the newest event in the file, `0` without one."""
+
+    def append(self, events: Sequence[LifeEvent]) -> None:
+        """Write events in their order. Raises OSError if they could not be written; the same call may be made again."""
+        if events:
+            self._lines.append(asdict(event) for event in events)
+            self.position = events[-1].id
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        self._lines.sync()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._lines.close()
+
+
+def read_ledger(output_dir: Path) -> list[LifeEvent]:
+    """Every event of the file once, in order; lines that can't be read are left out (`broken_lines` counts them)."""
+    found = {event.id: event for event in _events(output_dir / LEDGER_FILE) if event is not None}
+    return sorted(found.values(), key=lambda event: event.place)
+
+
+def broken_lines(output_dir: Path) -> int:
+    """Lines of the file that are no events."""
+    return sum(event is None for event in _events(output_dir / LEDGER_FILE))
+
+
+def _events(path: Path) -> Iterator[LifeEvent | None]:
+    return (None if row is None else _parsed(row) for row in read_lines(path))
+
+
+def _parsed(row: dict[str, Any]) -> LifeEvent | None:
+    try:
+        event = LifeEvent(
+            str(row["id"]), int(row["ordinal"]), int(row["number"]), str(row["event"]), str(row["detail"])
+        )
+        return event if event.place >= (0, 0) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _newest_id(path: Path) -> str:
+    events = [event for row in last_lines(path) if (event := _parsed(row)) is not None]
+    return max(events, key=lambda event: event.place).id if events else "0"
+
+
+class LedgerThread(Follower):
+    """Follows the life of a run's groups from where its file ends, beside whatever this process does."""
+
+    def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
+        self._redis = redis
+        self._run_id = run_id
+        self._output_dir = output_dir
+        self._warned = False
+        super().__init__("ledger")
+
+    def _follow(self) -> None:
+        file = LedgerFile(self._output_dir)
+        synced = time.monotonic()
+        try:
+            while True:
+                last_round = self._stop.is_set()
+                count = self._copy(file, None if last_round else BLOCK_MS)
+                if last_round and not count:
+                    return
+                if count and time.monotonic() > synced + SYNC_EVERY_S:
+                    _sync(file)
+                    synced = time.monotonic()
+        finally:
+            _sync(file)
+            file.close()
+
+    def _warn_of_old(self, events: Sequence[LifeEvent]) -> None:
+        if not self._warned and any(event.ordinal == UNCOUNTED for event in events):
+            self._warned = True
+            logger.warning(
+                "run %s: its Redis holds events of an older version of Offbeat, which did not count them: training goes on, "
+                "and `offbeat audit` can't prove that none of those is missing",
+                self._run_id,
+            )
+
+    def _copy(self, file: LedgerFile, block_ms: int | None) -> int:
+        try:
+            events = events_after(self._redis, self._run_id, file.position, block_ms=block_ms)
+            file.append(events)
+            self._warn_of_old(events)
+        except (RedisError, OSError) as error:
+            logger.warning("the ledger can't be written now: %s", error)
+            self._stop.wait(RETRY_S)
+            return 0
+        return len(events)
+
+
+def _sync(file: LedgerFile) -> None:
+    """A disk or share may find only now that it is full: what was written stands in line, and the next ones follow."""
+    try:
+        file.sync()
+    except OSError as error:
+        logger.warning("the ledger can't be brought to the disk now: %s", error)

@@ -1,0 +1,227 @@
+"""The buffer as the learner reaches it: every write carries the epoch of its lease.
+
+A group is delivered again until it is acknowledged or dropped, in stream order; a learner that restarts from a checkpoint
+acknowledges what that contains and gets the rest as it got it the first time.
+"""
+
+import heapq
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgpack
+from redis import Redis
+
+from offbeat.services.buffer.admin import snapshot_from
+from offbeat.services.buffer.api import Boundary, Counters, Snapshot
+from offbeat.services.buffer.config import Order
+from offbeat.services.buffer.scripts import (
+    BufferKeys,
+    BufferScripts,
+    errors_translated,
+    group_id_of,
+)
+from offbeat.services.errors import CodecError
+from offbeat.services.live_settings import decode_change, encode_change
+from offbeat.services.messages.codec import decode_trajectory
+from offbeat.services.messages.types import Group, Trajectory
+from offbeat.services.redis.connection import LONGEST_BLOCK_S
+
+logger = logging.getLogger(__name__)
+
+MOST_GROUPS = 16
+"""That one round trip carries."""
+ENDINGS = (b"stopped", b"killed")
+"""What a run's record says is wanted when its learner should end."""
+
+
+class RedisLearnerBuffer:
+    """`LearnerBuffer` on Redis, for the learner that holds the lease of `epoch`.
+
+    All methods raise RetryableError while Redis does not answer (the same call may be made again) and, where they write,
+    FencedError when a newer learner holds the run.
+    """
+
+    def __init__(self, redis: Redis, run_id: str, epoch: int, *, order: Order = "completion") -> None:
+        self._redis = redis
+        self._run_id = run_id
+        self._epoch = epoch
+        self._keys = BufferKeys(run_id)
+        self._run = BufferScripts(redis, run_id)
+        self._last = "0-0"
+        self._by_admission = order == "admission"
+        self._fetched: deque[list[Any]] = deque()
+        """What came with a group that was taken, in stream order."""
+        self._ahead: list[tuple[int, Group]] = []
+        """Taken out of the stream while groups with lower numbers are being played: a heap by number."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the lease that every write carries."""
+        return self._epoch
+
+    def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
+        """See `LearnerBuffer.take`. Groups that can't be read are dropped as `corrupt`, their blobs kept in quarantine."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._fetched:
+                group = self._read(self._fetched.popleft())
+                if group is not None and not self._by_admission:
+                    return group
+                if group is not None:
+                    heapq.heappush(self._ahead, (group.number, group))
+                continue
+            position = self._newest_ring() if self._ahead else ""
+            reply = self._run("take", self._epoch, self._last, min(max(wanted, 1), MOST_GROUPS))
+            if not isinstance(reply, int):
+                self._last = reply[-1][0].decode()
+                self._fetched.extend(reply)
+                continue
+            if self._ahead and (reply < 0 or self._ahead[0][0] < reply):
+                return heapq.heappop(self._ahead)[1]
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            if self._ahead:  # the one that is waited for may also end without entering the stream
+                self._wait(self._keys.doorbell, position, remaining_s)
+            else:
+                self._wait(self._keys.stream, self._last, remaining_s)
+
+    def drop(self, group: Group, reason: str) -> None:
+        """See `LearnerBuffer.drop`."""
+        self._run("finish", self._epoch, "dropped", reason, "", "", group.entry_id)
+
+    def ack(self, entry_ids: Sequence[str], step: int) -> int:
+        """See `LearnerBuffer.ack`."""
+        return int(self._run("finish", self._epoch, "trained", step, "", "", *entry_ids))
+
+    def adopt(self, step: int) -> Boundary:
+        """See `LearnerBuffer.adopt`."""
+        paused, wanted, flat = self._run("adopt", self._epoch, step)
+        changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
+        return Boundary(changes, bool(paused), wanted in ENDINGS)
+
+    def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
+        """Before `adopt(step)`: ask for other settings, as a person could. False if nothing was asked for, because it was
+        decided for this step before, or its weights exist.
+
+        if_lost: only where this Redis knows of no earlier suggestion.
+        """
+        change = encode_change(values, time.time(), why)
+        return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
+
+    def teach(self, state: str) -> None:
+        """See `LearnerBuffer.teach`."""
+        self._run("teach", self._epoch, state)
+
+    def num_playing(self) -> int:
+        """Groups that are being played."""
+        return self.snapshot().playing
+
+    def restore(self, num_trained: int, next_number: int | None = None) -> int:
+        """Make the ledger agree with the checkpoint this learner goes on from; call it after that checkpoint's `ack`.
+
+        A Redis that lost its data (or a fresh one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
+        as admitted and trained, so that admission goes on where the checkpoint stands and numbers from `next_number`
+        (default: `num_trained`) on are handed out. Groups acknowledged past the checkpoint, whose own checkpoints are
+        gone, are given up as dropped `rewound`, and admission makes up for them. Both are 0 in an ordinary restart.
+
+        Returns:
+            Groups that were added (positive) or given up (negative).
+        """
+        return int(self._run("restore", self._epoch, num_trained, "" if next_number is None else next_number))
+
+    def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
+        """See `LearnerBuffer.start_eval`."""
+        self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
+
+    def eval_result(self, eval_id: str) -> list[Trajectory] | None:
+        """See `LearnerBuffer.eval_result`. Ordered by number; episodes that failed or can't be read are absent.
+
+        Raises:
+            BufferError: there is no such evaluation.
+        """
+        flat = self._run("eval_result", f"e:{eval_id}")
+        if flat is None:
+            return None
+        trajectories: list[Trajectory] = []
+        for index, blob in sorted((int(flat[i]), flat[i + 1]) for i in range(0, len(flat), 2)):
+            try:
+                trajectories.append(decode_trajectory(blob))
+            except CodecError as error:
+                logger.warning("evaluation %s: episode %d can't be read: %s", eval_id, index, error)
+        return trajectories
+
+    def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
+        """See `LearnerBuffer.wait_eval`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            position = self._newest_ring()
+            trajectories = self.eval_result(eval_id)
+            remaining_s = deadline - time.monotonic()
+            if trajectories is not None or remaining_s <= 0:
+                return trajectories
+            self._wait(self._keys.doorbell, position, remaining_s)
+
+    def forget_eval(self, eval_id: str) -> None:
+        """See `LearnerBuffer.forget_eval`."""
+        self._run("forget_eval", self._epoch, f"e:{eval_id}")
+
+    def counters(self) -> Counters:
+        """See `LearnerBuffer.counters`."""
+        return self.snapshot().counters
+
+    def snapshot(self) -> Snapshot:
+        """The ledger, the queues and the workers at one moment."""
+        return snapshot_from(self._run("snapshot"))
+
+    def _read(self, row: Sequence[Any]) -> Group | None:
+        entry_id, number, version, temperature, packed = row
+        flat = msgpack.unpackb(packed, raw=True)
+        members = {int(flat[i]): flat[i + 1] for i in range(0, len(flat), 2)}
+        trajectories: list[Trajectory] = []
+        unreadable: dict[int, str] = {}
+        for index in sorted(members):
+            try:
+                trajectories.append(self._member(number, index, members[index]))
+            except CodecError as error:
+                unreadable[index] = str(error)
+        if len({(t.tag, t.seed) for t in trajectories}) > 1:
+            unreadable = dict.fromkeys(members, "siblings of different tags or seeds")
+        if unreadable or not trajectories:
+            complaint = next(iter(unreadable.values()), "no trajectories")
+            logger.error("group %d can't be read and is dropped: %s", number, complaint)
+            self._run("finish", self._epoch, "dropped", "corrupt", complaint, ",".join(map(str, unreadable)), entry_id)
+            return None
+        first = trajectories[0]
+        group_id = group_id_of(self._run_id, number)
+        return Group(
+            entry_id.decode(),
+            group_id,
+            number,
+            first.tag,
+            first.seed,
+            version,
+            tuple(each for each in trajectories if not each.baseline),
+            float(temperature) if temperature else None,
+            tuple(each for each in trajectories if each.baseline),
+        )
+
+    def _member(self, number: int, index: int, blob: bytes) -> Trajectory:
+        trajectory = decode_trajectory(blob)
+        expected = (group_id_of(self._run_id, number), index)
+        if (trajectory.group_id, trajectory.index) != expected:
+            raise CodecError(f"{trajectory.group_id}/{trajectory.index} lies where {expected[0]}/{index} should")
+        return trajectory
+
+    def _newest_ring(self) -> str:
+        with errors_translated():
+            entries = cast(list[Any], self._redis.xrevrange(self._keys.doorbell, count=1))
+        return entries[0][0].decode() if entries else "0-0"
+
+    def _wait(self, stream: str, after: str, timeout_s: float) -> None:
+        block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        with errors_translated():
+            self._redis.xread({stream: after}, count=1, block=block_ms)

@@ -1,0 +1,170 @@
+-- Shared by every script of the buffer: `offbeat.services.buffer.scripts` puts it, and sweep.lua, in front of each of them.
+--
+-- KEYS  1 root of the buffer's keys, 2 progress, 3 epoch, 4 doorbell, 5 changes, 6 adopted, 7 record, 8 history: one run,
+--       one hash tag, one slot. All other keys are made from the root:
+--   limits            hash    what `configure` wrote, `paused`, and `temperature` once a change has set it
+--   ledger            hash    admitted, submitted, trained, dropped, failed, dropped:<reason>, failed:<reason>, next, events
+--   assembling        zset    number of each group being played -> version at its admission
+--   stream            stream  complete groups (n number, v version at admission, t temperature), consumer group `learner`
+--   unit:<unit>       hash    a unit is a group being played (t:<number>) or an evaluation (e:<id>): kind, size, members,
+--                             baselines (the last of its members: played greedily, all of them needed), greedy (those of
+--                             them that are done), spared (called off while others play), done, failed, version,
+--                             sampling, temperature; per member i: o<i> owner, c<i> version at its claim,
+--                             a<i> attempts that failed, x<i> who failed it last and when, s<i> oldest version that was
+--                             submitted, d<i> reason for which it failed for good; task: what a sampler has drawn
+--   blobs:<unit>      hash    member -> trajectory; of a group until it is acknowledged or dropped
+--   queue:t, queue:e  lists   members that nobody plays, as tokens <unit>:<member>
+--   claims:<worker>   hash    token -> attempt:nonce
+--   worker:<worker>   hash    session and nonce of its last claim
+--   workers           zset    worker -> when it was last heard of, on the observed clock
+--   life              stream  what happened to each group, trimmed
+--   quarantine        list    newest blobs that could not be read
+--   sampler           string  what the task sampler knows
+--
+-- Invariants: admitted = trained + dropped + failed + ZCARD assembling + XLEN stream. A member of a live unit is exactly
+-- one of: in a queue, claimed by one worker, submitted, failed. Time is Redis's own.
+local ROOT, PROGRESS, EPOCH, DOORBELL = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local CHANGES, ADOPTED, RECORD, HISTORY = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
+local LIMITS, LEDGER, ASSEMBLING = ROOT .. ':limits', ROOT .. ':ledger', ROOT .. ':assembling'
+local STREAM, WORKERS, LIFE, QUARANTINE = ROOT .. ':stream', ROOT .. ':workers', ROOT .. ':life', ROOT .. ':quarantine'
+local QUEUE_TRAIN, QUEUE_EVAL = ROOT .. ':queue:t', ROOT .. ':queue:e'
+local LEARNER = 'learner'
+local SAMPLER = ROOT .. ':sampler'
+local LIFE_KEPT, BELL_KEPT, REASONS_KEPT = 100000, 128, 64
+local UNPACKED = 1000 -- arguments that one command is given at most; even, so that pairs stay together
+
+local function meta_key(unit) return ROOT .. ':unit:' .. unit end
+local function blobs_key(unit) return ROOT .. ':blobs:' .. unit end
+local function claims_key(worker) return ROOT .. ':claims:' .. worker end
+local function worker_key(worker) return ROOT .. ':worker:' .. worker end
+local function is_group(unit) return string.sub(unit, 1, 1) == 't' end
+local function queue_of(unit) return is_group(unit) and QUEUE_TRAIN or QUEUE_EVAL end
+local function is_baseline(index, members, baselines) return tonumber(index) >= members - (baselines or 0) end
+local function split_token(token) return string.match(token, '^(.*):(%d+)$') end
+
+-- Run a command over a list of any length: `redis.call(..., unpack(list))`.
+local function call_in_parts(list, ...)
+  for first = 1, #list, UNPACKED do
+    local arguments = {...}
+    for i = first, math.min(first + UNPACKED - 1, #list) do arguments[#arguments + 1] = list[i] end
+    redis.call(unpack(arguments))
+  end
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Wake whoever waits for something to do.
+local function ring(event) redis.call('XADD', DOORBELL, 'MAXLEN', '~', BELL_KEPT, '*', 'e', event) end
+
+-- `i` counts without gaps, so that whoever copies the stream sees what it missed, and what a Redis that lost data took back.
+local function record(number, event, detail)
+  local ordinal = redis.call('HINCRBY', LEDGER, 'events', 1)
+  redis.call('XADD', LIFE, 'MAXLEN', '~', LIFE_KEPT, '*', 'n', number, 'e', event, 'd', detail, 'i', ordinal)
+end
+
+-- True for a learner that a newer one has replaced (or whose lease this Redis never gave).
+local function is_fenced(epoch) return redis.call('GET', EPOCH) ~= epoch end
+local function fenced_reply(epoch)
+  local current = redis.call('GET', EPOCH) or 'none'
+  return redis.error_reply('FENCED epoch ' .. epoch .. ' does not hold the run, its epoch is ' .. current)
+end
+
+-- Count a group out. The number of distinct reasons is bounded: what comes after counts as `other`.
+local function count_out(number, outcome, reason)
+  local field = outcome .. ':' .. reason
+  if redis.call('HEXISTS', LEDGER, field) == 0 and redis.call('HLEN', LEDGER) >= REASONS_KEPT then
+    field = outcome .. ':other'
+  end
+  redis.call('HINCRBY', LEDGER, outcome, 1)
+  redis.call('HINCRBY', LEDGER, field, 1)
+  record(number, outcome, reason)
+end
+
+-- Free every member that is still queued or claimed; their workers hear of it at their next heartbeat.
+local function vacate(unit, members)
+  local meta = meta_key(unit)
+  for i = 0, members - 1 do
+    local owner, submitted, failed = unpack(redis.call('HMGET', meta, 'o' .. i, 's' .. i, 'd' .. i))
+    local token = unit .. ':' .. i
+    if owner then
+      redis.call('HDEL', claims_key(owner), token)
+    elseif not submitted and not failed then
+      redis.call('LREM', queue_of(unit), 1, token)
+    end
+  end
+end
+
+-- End a group that was being played, without its entering the stream.
+local function end_group(unit, members, outcome, reason)
+  local number = string.sub(unit, 3)
+  vacate(unit, members)
+  redis.call('DEL', meta_key(unit), blobs_key(unit))
+  redis.call('ZREM', ASSEMBLING, number)
+  count_out(number, outcome, reason)
+  ring(outcome)
+end
+
+-- A claimed member comes back unplayed. `reason` counts an attempt against it, nil does not.
+local function give_back(unit, index, owner, limits, reason, now)
+  local meta, token = meta_key(unit), unit .. ':' .. index
+  redis.call('HDEL', claims_key(owner), token)
+  if redis.call('HGET', meta, 'o' .. index) ~= owner then return end
+  redis.call('HDEL', meta, 'o' .. index, 'c' .. index)
+  if reason then
+    local attempts = redis.call('HINCRBY', meta, 'a' .. index, 1)
+    redis.call('HSET', meta, 'x' .. index, owner .. ' ' .. now)
+    if attempts >= tonumber(limits.max_attempts) then
+      redis.call('HSET', meta, 'd' .. index, reason)
+      local failed = redis.call('HINCRBY', meta, 'failed', 1)
+      local size, members, done, baselines = unpack(redis.call('HMGET', meta, 'size', 'members', 'done', 'baselines'))
+      if not is_group(unit) then
+        if done + failed == tonumber(members) then ring('eval') end
+      elseif members - failed < tonumber(size) or is_baseline(index, members, baselines) then
+        end_group(unit, tonumber(members), 'failed', reason)
+      end
+      return
+    end
+  end
+  redis.call('LPUSH', queue_of(unit), token)
+end
+
+-- Give back all that a worker has claimed; returns how many.
+local function give_back_all(worker, limits, reason, now)
+  local tokens = redis.call('HKEYS', claims_key(worker))
+  for _, token in ipairs(tokens) do
+    local unit, index = split_token(token)
+    give_back(unit, index, worker, limits, reason, now)
+  end
+  redis.call('DEL', claims_key(worker))
+  if #tokens > 0 then ring('requeue') end
+  return #tokens
+end
+
+local function forget_worker(worker)
+  redis.call('ZREM', WORKERS, worker)
+  redis.call('DEL', worker_key(worker))
+end
+
+-- The limits, or nil before `configure`.
+local function read_limits()
+  local flat = redis.call('HGETALL', LIMITS)
+  local limits = {}
+  for i = 1, #flat, 2 do limits[flat[i]] = flat[i + 1] end
+  return limits.group_size and limits or nil
+end
+
+-- What a change of settings means for admission.
+local function apply_change(change)
+  local values = cjson.decode(change).values
+  for _, field in ipairs({'max_staleness', 'temperature'}) do
+    if values[field] then redis.call('HSET', LIMITS, field, values[field]) end
+  end
+  if values.max_staleness then redis.call('HDEL', LEDGER, 'expired_at') end
+  if values.num_env_groups then redis.call('HSET', LIMITS, 'max_groups_in_flight', values.num_env_groups) end
+end
+
+-- Note that a worker lives, if it is known; `enter` makes it so.
+local function touch(worker) redis.call('ZADD', WORKERS, 'XX', redis.call('HGET', LEDGER, 'clock') or 0, worker) end

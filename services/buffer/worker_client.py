@@ -1,0 +1,146 @@
+"""The buffer as env workers reach it.
+
+Every command may be sent again when its answer got lost: claims carry a nonce, submits are idempotent by member, orders
+are derived from who holds what.
+"""
+
+import asyncio
+import uuid
+from typing import Any, cast
+
+import msgpack
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.services.buffer.api import SubmitResult, WorkerOrders
+from offbeat.services.buffer.scripts import (
+    AsyncBufferScripts,
+    BufferKeys,
+    errors_translated,
+    group_id_of,
+)
+from offbeat.services.errors import BufferError
+from offbeat.services.messages.codec import encode_trajectory
+from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
+from offbeat.services.redis.connection import LONGEST_BLOCK_S
+
+REASON_LENGTH = 64
+
+
+def unit_of(kind: EpisodeKind, group_id: str, number: int) -> str:
+    """What the scripts call a group or an evaluation."""
+    return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
+
+
+class AsyncRolloutBuffer:
+    """`RolloutBuffer` on Redis. One object per worker process: a second one under the same worker id is taken for the
+    process that replaced the first, and what the first was playing is given to others.
+
+    All methods raise RetryableError while Redis does not answer; the same call may be made again.
+    """
+
+    def __init__(self, redis: AsyncRedis, run_id: str) -> None:
+        self._redis = redis
+        self._run_id = run_id
+        self._run = AsyncBufferScripts(redis, run_id)
+        self._doorbell = BufferKeys(run_id).doorbell
+        self._session = uuid.uuid4().hex[:12]
+        self._claim_lock = asyncio.Lock()
+        self._claims: dict[str, int] = {}
+        self._seen = "0-0"
+        self._playing: dict[str, dict[str, EpisodeTask]] = {}
+
+    async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
+        """See `RolloutBuffer.claim`. After a claim whose answer got lost, the next one gives what that was given, even if
+        it is more than the new `limit`."""
+        async with self._claim_lock:
+            nonce = self._claims.setdefault(worker_id, 0)
+            position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
+            self._claims[worker_id] += 1
+        self._seen = position.decode()
+        tasks = [self._task(*row) for row in msgpack.unpackb(packed)] if packed else []
+        self._playing.setdefault(worker_id, {}).update((_token(task), task) for task in tasks)
+        return tasks
+
+    async def wait_for_work(self, after: str, timeout_s: float) -> str:
+        """See `RolloutBuffer.wait_for_work`. `"$"` counts from the last claim, so that nothing rings unheard between."""
+        position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
+        with errors_translated():
+            return await self._next_ring(position, timeout_s) or position
+
+    async def heartbeat(self, worker_id: str) -> WorkerOrders:
+        """See `RolloutBuffer.heartbeat`. Call it at least every quarter of the worker timeout."""
+        playing = dict(self._playing.get(worker_id, {}))
+        listed = [part for token, task in playing.items() for part in (token, task.attempt)]
+        draining, *stopped = await self._run("heartbeat", worker_id, self._session, *listed)
+        mine = self._playing.get(worker_id, {})
+        tokens = [token for raw in stopped if mine.get(token := raw.decode()) is playing[token]]
+        return WorkerOrders(cancelled=tuple(mine.pop(token) for token in tokens), draining=bool(draining))
+
+    async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
+        """See `RolloutBuffer.submit`.
+
+        Raises:
+            CodecError: the trajectory breaks an invariant of `services.messages.types`; the episode should be failed.
+            BufferError: the trajectory is not of this task.
+        """
+        if (trajectory.group_id, trajectory.index) != (task.group_id, task.index):
+            raise BufferError(f"{trajectory.group_id}/{trajectory.index} is no answer to {task.group_id}/{task.index}")
+        blob = encode_trajectory(trajectory)
+        versions = trajectory.version_range()
+        unit = unit_of(task.kind, task.group_id, task.number)
+        own = (unit, task.index, versions[0] if versions else "", blob)
+        self._forget(worker_id, task)  # first: a heartbeat that hears of the submit before we do must not call it off
+        return SubmitResult(await self._run.one_of_many("submit", (worker_id,), own, len(blob)))
+
+    async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
+        """See `RolloutBuffer.fail`. `reason` is a short name (`step_timeout`): groups are counted by it."""
+        unit = unit_of(task.kind, task.group_id, task.number)
+        await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:REASON_LENGTH] or "unknown")
+        self._forget(worker_id, task)
+
+    async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
+        """See `RolloutBuffer.task`."""
+        task, state = await self._run("task", number, drawn)
+        return task.decode(), state.decode()
+
+    async def release(self, worker_id: str) -> int:
+        """See `RolloutBuffer.release`."""
+        count = int(await self._run("release", worker_id))
+        self._playing.pop(worker_id, None)
+        return count
+
+    def _task(
+        self, unit: str, index: int, attempt: int, min_version: int, sampling: str, temperature: str
+    ) -> EpisodeTask:
+        kind, _, name = unit.partition(":")
+        train = kind == "t"
+        return EpisodeTask(
+            kind=EpisodeKind.TRAIN if train else EpisodeKind.EVAL,
+            group_id=group_id_of(self._run_id, int(name)) if train else name,
+            number=int(name) if train else index,
+            index=index,
+            attempt=attempt,
+            min_version=min_version,
+            sampling_name=sampling,
+            temperature=float(temperature) if temperature else None,
+        )
+
+    def _forget(self, worker_id: str, task: EpisodeTask) -> None:
+        mine, token = self._playing.get(worker_id, {}), _token(task)
+        if mine.get(token) == task:
+            del mine[token]
+
+    async def _next_ring(self, position: str, timeout_s: float) -> str | None:
+        """The newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read at once."""
+        block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, block=block_ms) or [])
+        return streams[0][1][-1][0].decode() if streams else None
+
+
+def _token(task: EpisodeTask) -> str:
+    return f"{unit_of(task.kind, task.group_id, task.number)}:{task.index}"
+
+
+def _stream_position(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)

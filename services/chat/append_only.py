@@ -1,0 +1,311 @@
+"""The chat template as token pieces: what stands before the first answer, and what stands between two answers.
+
+Invariant: first prompt + answer + piece + answer + ... are exactly the tokens that the template gives for the whole
+conversation. That holds for append-only templates; whether one is, and keeps thoughts too, is found out when it is loaded.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple, cast
+
+from tokenizers import Tokenizer
+
+from offbeat.services.chat.image_tokens import Reader, Sight
+from offbeat.services.chat.template import ChatTemplate, load_chat_template
+from offbeat.services.chat.tokenizer import load_tokenizer
+from offbeat.services.chat.vision import PictureReader
+from offbeat.services.errors import RolloutError
+
+Message = dict[str, str]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether the generation prompt follows) -> text."""
+
+FunctionTemplate = Callable[[str | None], ChatTemplate]
+"""tool_call_parser -> what renders conversations with calls of functions and reads them back."""
+
+MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
+"""Stand for contents while the template is taken apart; no template and no text holds them."""
+CACHED_TEXTS = 2_048
+LONGEST_CACHED = 512
+"""Characters; longer texts hardly come twice."""
+
+
+class _Pieces(NamedTuple):
+    """Text of the template between contents."""
+
+    head: str
+    between: str
+    tail: str
+
+
+class ChatFormat:
+    """Turns observations into tokens and tokens into answers, without rendering a template on the way."""
+
+    def __init__(
+        self,
+        render: Render,
+        tokenizer: Tokenizer,
+        extra_stop_ids: Sequence[int] = (),
+        reader: Callable[[], Reader] | None = None,
+        template: Callable[[], ChatTemplate] | None = None,
+        calling: FunctionTemplate | None = None,
+    ) -> None:
+        """Take the template apart and check it.
+
+        extra_stop_ids: tokens that end an answer beside the one that the template puts there; reader: makes what reads
+        pictures, None where nothing does; template: makes what renders whole conversations, for a template that rewrites
+        history; None refuses one. calling: makes what renders conversations with calls of functions; None has none.
+
+        Raises:
+            RolloutError: the template does not end an answer by a special token, or can't be used otherwise.
+        """
+        self._tokenizer = tokenizer
+        self._render = render
+        self._reader = reader
+        self._loading = Lock()
+        self._calling = None if calling is None else lru_cache(calling)
+        self._trims = _trims(render)
+        self._first = {False: _take_apart_first(render, None)}
+        if _takes_system(render):
+            self._first[True] = _take_apart_first(render, MARKS[0])
+        self._next: _Pieces | None = None
+        self.rewriting: ChatTemplate | None = None
+        """Of a template that writes earlier turns differently when later ones follow: it renders whole conversations."""
+        self.rewrites = ""
+        """What it does, in words; empty for an append-only template."""
+        try:
+            self._next = _later_pieces(render)
+        except NotAppendOnlyError as error:
+            if template is None:
+                raise
+            self.rewriting, self.rewrites = template(), str(error)
+        self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
+        self._decode = lru_cache(CACHED_TEXTS)(self._decode_now)
+        self.end_id = self._end_of_turn(self._next) if self.rewriting is None else self.rewriting.end_id
+        self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
+        if self.rewriting is None:
+            _check_tokens(self, render)
+
+    @cached_property
+    def sight(self) -> Sight:
+        """What is needed to write pictures into messages.
+
+        Raises:
+            RolloutError: the model reads none, or its template writes none.
+        """
+        if self._reader is None:
+            raise RolloutError("pictures are read as a model folder says, and none is known")
+        return Sight(_picture_of(self._render), self._reader())
+
+    def calling(self, tool_call_parser: str | None) -> ChatTemplate:
+        """What renders conversations in which an env's functions are called; from any thread, loaded once.
+
+        Raises:
+            RolloutError: see `offbeat.services.chat.tool_templates.load_function_template`.
+        """
+        if self._calling is None:
+            raise RolloutError("this chat format offers no functions")
+        with self._loading:
+            return self._calling(tool_call_parser)
+
+    def first_prompt(self, system: str, observation: str) -> tuple[int, ...]:
+        """Tokens before the first answer; an empty `system` leaves the system message out.
+
+        Raises:
+            RolloutError: the template knows no system message and one is given.
+        """
+        pieces = self._first.get(bool(system))
+        if pieces is None:
+            raise RolloutError("the chat template takes no system message: set agent_system_template to an empty text")
+        return self.encode(
+            pieces.head + self._content(system) + pieces.between + self._content(observation) + pieces.tail
+        )
+
+    def next_prompt(self, observation: str) -> tuple[int, ...]:
+        """Tokens between an answer's end-of-turn token (which is not among them) and the next answer.
+
+        Raises:
+            RolloutError: the template rewrites history, so that there are no such tokens.
+        """
+        if self._next is None:
+            raise NotAppendOnlyError(self.rewrites)
+        return self.encode(self._next.head + self._content(observation) + self._next.tail)[1:]
+
+    def answer(self, token_ids: tuple[int, ...]) -> str:
+        """What the policy wrote, without special tokens."""
+        return self._decode(token_ids) if len(token_ids) <= LONGEST_CACHED else self._decode_now(token_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people to read, special ones by their names."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a rendered text, special tokens by their names, none added."""
+        return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
+
+    def _content(self, text: str) -> str:
+        return text.strip() if self._trims else text
+
+    def _encode_now(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _decode_now(self, token_ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def _end_of_turn(self, pieces: _Pieces | None) -> int:
+        assert pieces is not None
+        first = self._encode(pieces.head)[0]
+        token = self._tokenizer.get_added_tokens_decoder().get(first)
+        if token is None or not pieces.head.startswith(token.content):
+            raise RolloutError(
+                f"the chat template puts {pieces.head[:20]!r} after an answer, which is no special token of the "
+                "tokenizer: where an answer ends could not be told"
+            )
+        return first
+
+
+def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> ChatFormat:
+    """The chat format of a Hugging Face folder; with functions, see `offbeat.services.chat.tool_templates`.
+
+    Raises:
+        RolloutError: there is no tokenizer or no chat template in it, or the template can't be used.
+    """
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.chat_template is None:
+        raise RolloutError(f"{folder} has a tokenizer without a chat template: put one into chat_template.jinja")
+    backend = cast(Tokenizer, tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+
+    def render(messages: Sequence[Message], prompt: bool) -> str:
+        return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
+
+    def reader() -> Reader:
+        return PictureReader(folder)
+
+    eos = tokenizer.eos_token_id
+    return ChatFormat(
+        render,
+        backend,
+        () if eos is None else (int(eos),),
+        reader,
+        template=lambda: load_chat_template(folder),
+        calling=calling,
+    )
+
+
+def _turns(contents: Sequence[str], system: str | None = None) -> list[Message]:
+    """User and assistant in turn."""
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def _trims(render: Render) -> bool:
+    """Whether the template strips the space around contents.
+
+    Raises:
+        RolloutError: it treats one role differently from another.
+    """
+    padded = [f" {mark} " for mark in MARKS]
+    text = render(_turns(padded[1:4], padded[0] if _takes_system(render) else None), True)
+    kept = [padded[i] in text for i in range(4) if MARKS[i] in text and i != 2]
+    if any(kept) != all(kept):
+        raise RolloutError("the chat template strips the space around some roles' messages and keeps it for others")
+    return not any(kept)
+
+
+def _takes_system(render: Render) -> bool:
+    from jinja2 import TemplateError
+
+    try:
+        return MARKS[0] in render(_turns(MARKS[1:2], MARKS[0]), True)
+    except TemplateError:
+        return False
+
+
+def _picture_of(render: Render) -> str:
+    from jinja2 import TemplateError
+
+    parts: list[Any] = [{"type": "image"}, {"type": "text", "text": MARKS[1]}]
+    try:
+        plain = render([{"role": "user", "content": MARKS[1]}], True)
+        seen = render([cast(Message, {"role": "user", "content": parts})], True)
+    except (TemplateError, TypeError) as error:
+        raise RolloutError(f"the chat template writes no pictures: {error}") from error
+    before, behind = (text.partition(MARKS[1]) for text in (plain, seen))
+    if not behind[0].startswith(before[0]) or behind[0] == before[0] or behind[2] != before[2]:
+        raise RolloutError("the chat template writes no pictures: the model must be one that sees, such as Qwen2.5-VL")
+    return behind[0].removeprefix(before[0])
+
+
+def _take_apart_first(render: Render, system: str | None) -> _Pieces:
+    """Pieces around the system message, if any, and the first observation."""
+    text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
+    head, rest = ("", text) if system is None else _split(text, system)
+    return _Pieces(head, *_split(rest, user))
+
+
+def _take_apart_next(render: Render, system: str | None) -> _Pieces:
+    """Pieces around a later observation, checked to be the same at each turn."""
+    user, answer, reply, second_answer, second_reply = MARKS[1:]
+    short = render(_turns((user,), system), True)
+    long = render(_turns((user, answer, reply), system), True)
+    if not long.startswith(short + answer):
+        raise _not_append_only(short + answer, long)
+    head, tail = _split(long.removeprefix(short + answer), reply)
+    expected = long + second_answer + head + second_reply + tail
+    longest = render(_turns((user, answer, reply, second_answer, second_reply), system), True)
+    if longest != expected:
+        raise _not_append_only(expected, longest)
+    return _Pieces(head, "", tail)
+
+
+def _later_pieces(render: Render) -> _Pieces:
+    """Pieces around each later observation. Raises NotAppendOnlyError where earlier turns do not stay as they were."""
+    pieces = _take_apart_next(render, None)
+    if _takes_system(render) and (with_system := _take_apart_next(render, MARKS[0])) != pieces:
+        raise _not_append_only(str(pieces), str(with_system))
+    user, thought, answer, reply = MARKS[1:5]
+    thinking = f"<think>\n{thought}\n</think>\n\n{answer}"
+    short, long = render(_turns((user,)), True), render(_turns((user, thinking, reply)), True)
+    if not long.startswith(short + thinking):
+        raise _not_append_only(short + thinking, long)
+    return pieces
+
+
+def _split(text: str, mark: str) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise RolloutError(f"the chat template shows a message {text.count(mark)} times, not once: it can't be used")
+    return before, after
+
+
+class NotAppendOnlyError(RolloutError):
+    """The chat template writes earlier turns differently when later ones follow."""
+
+
+def _not_append_only(expected: str, got: str) -> NotAppendOnlyError:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got))
+    )
+    return NotAppendOnlyError(
+        "the chat template is not append-only: with another turn it renders the earlier ones differently "
+        f"(expected ...{expected[max(0, same - 20) : same + 30]!r}, got ...{got[max(0, same - 20) : same + 30]!r})"
+    )
+
+
+def _check_tokens(chat: ChatFormat, render: Render) -> None:
+    """Pieces encoded one by one must be what the whole text encodes to, at every seam between them."""
+    observations = ("P _\n_ G", "0 1 Left _", "You see: 3 apples.\n\nGo on?")
+    first = chat.first_prompt("", observations[0])
+    short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)
+    long = render(_turns((observations[0], "Down", observations[1], "Up", observations[2])), True)
+    for text, observation in ((short, observations[1]), (long, observations[2])):
+        whole, piece = chat.encode(text), (chat.end_id, *chat.next_prompt(observation))
+        if whole[: len(first)] != first or whole[-len(piece) :] != piece:
+            raise RolloutError(
+                "the tokenizer encodes the parts of a conversation differently from the whole: tokens that were sampled "
+                "could not be kept as they are"
+            )

@@ -1,0 +1,50 @@
+"""Pictures in prompts: the placeholder that the template writes for one becomes as many tokens as the model makes of it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import Picture
+
+
+class Reader(Protocol):
+    """How many tokens pictures take (`offbeat.services.chat.vision.PictureReader`)."""
+
+    image_token_id: int
+
+    def count(self, png: bytes, /) -> int:
+        """Tokens that stand for a picture. Raises ValueError if it can't be read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a policy that sees needs to know of pictures."""
+
+    mark: str
+    """How a message writes a picture."""
+    reader: Reader
+
+    def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+        """Write out the placeholders of a prompt, each for the same picture; their places count from its start.
+
+        Raises:
+            EpisodeError: the prompt holds another number of them than `wanted`, as where the observation's text has one, or
+                the picture can't be read.
+        """
+        placeholder = self.reader.image_token_id
+        if ids.count(placeholder) != wanted:
+            raise EpisodeError("bad_observation", f"{ids.count(placeholder)} placeholders for {wanted} pictures")
+        try:
+            count = self.reader.count(png)
+        except ValueError as error:
+            raise EpisodeError("bad_picture", str(error)) from error
+        out: list[int] = []
+        pictures: list[Picture] = []
+        for token in ids:
+            if token == placeholder:
+                pictures.append(Picture(len(out), count, png))
+                out += [placeholder] * count
+            else:
+                out.append(token)
+        return tuple(out), tuple(pictures)

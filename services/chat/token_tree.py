@@ -1,0 +1,155 @@
+"""The calls of one episode as a tree of token sequences.
+
+A node is one answer of the policy: the tokens that were sent for it and those that were sampled. A call whose history the
+template writes as the text of a node plus something behind it goes on from that node: the node's own tokens are sent, and
+only what is new is encoded. Any other call begins a sequence of its own.
+
+Invariants: what a node records is what was sent and sampled, token by token; nothing that was sampled is encoded again when
+a call goes on from it; a node's tokens are those of its parent and more.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from offbeat.services.chat.messages import ChatMessage, Tools
+from offbeat.services.chat.template import ChatTemplate
+from offbeat.services.messages.types import Completion
+
+ROOT = -1
+"""Parent of a node that goes on from none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is sent for one call."""
+
+    tokens: tuple[int, ...]
+    parent: int = ROOT
+    text: str = ""
+    """The prompt as the template writes it; of a call without a template, what the agent sent."""
+    unverified: int = 0
+    """Assistant messages in it that no node of this episode is known to have said: context that is never trained."""
+    is_chat: bool = True
+    anchor: str = ""
+    """What the answer answers; empty where that is not known."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One answer."""
+
+    prompt: Prompt
+    message: ChatMessage
+    completion: Completion
+    kept: int
+    """Tokens of the completion that count: all, or those up to the end of the stop word."""
+    delivered: bool = False
+    """Whether the agent is known to have had it."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return self.prompt.tokens + self.completion.token_ids[: self.kept]
+
+
+@dataclass(slots=True)
+class TokenTree:
+    """Plans what to send, and keeps what came."""
+
+    template: ChatTemplate
+    nodes: list[Node] = field(default_factory=list[Node])
+    _by_text: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+
+    def plan_chat(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Prompt:
+        """The prompt of a conversation.
+
+        Raises:
+            UnusableError: the template can't render it.
+        """
+        whole = self.template.render(messages, tools, prompt=True)
+        anchor = messages[-1].content if messages else ""
+        told = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        for place in reversed(told):
+            found = self._continued(messages, tools, place, whole)
+            if found is not None:
+                parent, tokens = found
+                later = sum(other > place for other in told)
+                return Prompt(tokens, parent, whole, later, anchor=anchor)
+        return Prompt(self.template.encode(whole), ROOT, whole, len(told), anchor=anchor)
+
+    def plan_text(self, text: str) -> Prompt:
+        """The prompt of a call that sends bare text: it goes on from the longest text that is known."""
+        best, known = ROOT, ""
+        for number, node in enumerate(self.nodes):
+            so_far = node.prompt.text + self._words(node)
+            if not node.prompt.is_chat and len(so_far) > len(known) and text.startswith(so_far):
+                best, known = number, so_far
+        new = text[len(known) :]
+        before = () if best == ROOT else self.nodes[best].tokens
+        return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
+
+    def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
+        """The prompt of a call that sends token ids: it goes on from the longest sequence that it starts with."""
+        fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
+        parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
+        return Prompt(tokens, parent, is_chat=False)
+
+    def record(self, prompt: Prompt, message: ChatMessage, completion: Completion, kept: int) -> int:
+        """Keep an answer; its number."""
+        number = len(self.nodes)
+        self.nodes.append(Node(prompt, message, completion, kept))
+        if prompt.is_chat:
+            self._by_text.setdefault(prompt.text, []).append(number)
+        if prompt.parent != ROOT:
+            self.nodes[prompt.parent].delivered = True  # or the agent could not have gone on from it
+        return number
+
+    def path(self, number: int) -> Iterator[int]:
+        """A node and its ancestors, the node first."""
+        while number != ROOT:
+            yield number
+            number = self.nodes[number].prompt.parent
+
+    def _continued(
+        self, messages: Sequence[ChatMessage], tools: Tools, place: int, whole: str
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """The node that said the assistant message at `place`, and the tokens to send, if the template's text of the
+        conversation is the node's with something behind it."""
+        before = self.template.render(messages[:place], tools, prompt=True)
+        asked = self._by_text.get(before, ())
+        same = [n for n in asked if self.nodes[n].message.says_the_same_as(messages[place])]
+        if not same:
+            return self._lengthened(asked, before, whole)
+        until = self.template.render(messages[: place + 1], tools, prompt=False)
+        end = until.rfind(self.template.end_text)
+        written = until[len(before) : end]
+        if end < len(before) or not until.startswith(before) or not whole.startswith(until):
+            return None
+        if not self.template.message_of(written, tools=tools).says_the_same_as(messages[place]):
+            return None
+        parent = _of_same_calls(same, self.nodes, messages[place])
+        tokens, behind = self.nodes[parent].tokens, self.template.encode(whole[end:])
+        # an answer that was cut short is ended here, by a token that nobody sampled
+        return parent, tokens + (behind[1:] if tokens[-1] == self.template.end_id else behind)
+
+    def _lengthened(self, asked: Sequence[int], before: str, whole: str) -> tuple[int, tuple[int, ...]] | None:
+        """A node whose answer was cut short and to which the agent put words, such as the stop word, and the tokens."""
+        for number in reversed(asked):
+            node = self.nodes[number]
+            text = before + self._words(node)
+            if node.tokens[-1] not in self.template.stop_ids and whole.startswith(text):
+                return number, node.tokens + self.template.encode(whole[len(text) :])
+        return None
+
+    def _words(self, node: Node) -> str:
+        """An answer as it reads in bare text: one that ended itself shows the token that ended it."""
+        ids = node.completion.token_ids[: node.kept]
+        end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
+        return self.template.text_of(ids) + end
+
+
+def _of_same_calls(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:
+    """Of several nodes that said the same, the one with the message's call ids, else the newest."""
+    ids = [call.call_id for call in message.tool_calls]
+    exact = [n for n in candidates if ids and [call.call_id for call in nodes[n].message.tool_calls] == ids]
+    return (exact or candidates)[-1]

@@ -1,0 +1,61 @@
+# pyright: basic
+"""Tool calls in the forms that models have, read by vLLM's own parsers.
+
+Invariant: what a parser can't read stays words; a parser never ends an episode.
+"""
+
+import logging
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from offbeat.services.chat.messages import (
+    CallParser,
+    ToolCall,
+    Tools,
+    one_form,
+)
+from offbeat.services.errors import RolloutError
+
+log = logging.getLogger(__name__)
+
+
+def parser_names() -> Sequence[str]:
+    """All that `load_parser` knows. Imports vLLM, which takes seconds."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
+
+
+def load_parser(name: str, tokenizer: Any) -> CallParser:
+    """vLLM's parser of that name, for a transformers tokenizer.
+
+    Raises:
+        RolloutError: there is none, naming the nearest; or it needs tokens that the tokenizer has not.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    if name not in (names := parser_names()):
+        close = get_close_matches(name, names, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        raise RolloutError(f"tool_call_parser: vLLM has none named {name!r}{hint}; there is {', '.join(names)}")
+    kind = ToolParserManager.get_tool_parser(name)
+    try:
+        kind(tokenizer)
+    except Exception as error:
+        # each parser looks for its own tokens and raises what it likes
+        raise RolloutError(f"tool_call_parser {name!r} does not fit this tokenizer: {error}") from error
+
+    def parse(text: str, tools: Tools) -> tuple[str, tuple[ToolCall, ...]]:
+        asked = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
+        try:
+            found = kind(tokenizer, [*(asked.tools or ())]).extract_tool_calls(text, asked)
+            calls = tuple(ToolCall(call.function.name, one_form(call.function.arguments)) for call in found.tool_calls)
+        except Exception:
+            # the policy may write anything
+            log.debug("a parser of tool calls failed", exc_info=True)
+            return text, ()
+        return (found.content or "", calls) if found.tools_called else (text, ())
+
+    return parse

@@ -1,0 +1,169 @@
+"""A chat template with the parser that reads back the calls of functions which it writes, tried out before it is used.
+
+Invariant: what this gives out tells the policy its functions, and gave back a call that it wrote itself.
+
+The chat format of who plays: it can also offer an env's functions, whose calls vLLM's parsers may have to read.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from offbeat.services.chat.append_only import ChatFormat, load_chat_format
+from offbeat.services.chat.messages import CallParser, ChatMessage, ToolCall
+from offbeat.services.chat.template import ChatTemplate, UnusableError, load_chat_template
+from offbeat.services.chat.tool_parsers import load_parser
+from offbeat.services.chat.tool_probe import (
+    ANOTHER,
+    ASKED,
+    CALL,
+    OFFERED,
+    PROBE,
+    takes_results,
+)
+from offbeat.services.errors import RolloutError
+
+CANDIDATES = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("functools[", "phi4_mini_json"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|tool_call|>", "granite"),
+    ("<function_call>", "granite-20b-fc"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<function=", "seed_oss"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|action_start|>", "internlm"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<tool_calls>", "jamba"),
+    ("<tool_calls>", "hunyuan_a13b"),
+    ("<longcat_tool_call>", "longcat"),
+    ("<function_calls>", "olmo3"),
+    ("[{", "xlam"),
+    ("{", "llama3_json"),
+    ("[", "pythonic"),
+)
+"""What stands in a call, and the parser of vLLM that may read it; the first that does is taken."""
+
+
+def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
+    """The template of a Hugging Face folder, with a parser that reads the calls which it writes.
+
+    tool_call_parser: vLLM's; None takes the form of JSON that the template is found to write, else the first of `CANDIDATES`
+    that reads it, best one that reads several calls of one answer.
+
+    Raises:
+        RolloutError: the template tells of no functions, writes no calls, or no parser reads them.
+    """
+    if tool_call_parser is not None:
+        return _checked(_with(folder, tool_call_parser), f"tool_call_parser {tool_call_parser!r}")
+    plain = load_chat_template(folder)
+    written = written_call(plain)
+    _check_end(plain, written)
+    second_best: ChatTemplate | None = None
+    for template in chain((plain,), _candidates(folder, written)):
+        if reads_its_own(template):
+            if _reads_several(template):
+                return template
+            second_best = second_best or template
+    if second_best is not None:
+        return second_best
+    raise RolloutError(
+        f"the chat template writes a call of a function as {written!r}, which no parser that is tried reads: name one of "
+        "vLLM's by tool_call_parser"
+    )
+
+
+def written_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -> str:
+    """Calls of the functions `PROBE` as an answer.
+
+    Raises:
+        RolloutError: the template does not tell of functions, or does not write calls.
+    """
+    told = _rendered(template, (ASKED,), prompt=True)
+    if OFFERED not in told:
+        raise RolloutError(
+            "the chat template does not tell the policy of functions (`tools`): leave them to the prompt"
+        )
+    whole = _rendered(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
+    if not whole.startswith(told):  # the generation prompt opens a thought, say
+        told = _rendered(template, (ASKED,), prompt=False)
+    written = whole.removeprefix(told)
+    if not whole.startswith(told) or OFFERED not in written:
+        raise RolloutError("the chat template does not write an assistant's calls of functions (`tool_calls`)")
+    return written[: written.rfind(template.end_text)] if template.end_text in written else written
+
+
+def reads_its_own(template: ChatTemplate) -> bool:
+    """Whether a call that the template writes is read back."""
+    return _read(template, written_call(template)) == (CALL,)
+
+
+def _reads_several(template: ChatTemplate) -> bool:
+    """Whether it also reads two calls of one answer, or can't write them."""
+    try:
+        written = written_call(template, (CALL, ANOTHER))
+    except RolloutError:
+        return True
+    return _read(template, written) == (CALL, ANOTHER)
+
+
+def _check_end(template: ChatTemplate, written: str) -> None:
+    """Raises RolloutError where a call ends by another token than other answers: nothing would stop the policy there."""
+    result = ChatMessage("tool" if takes_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
+    whole = _rendered(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
+    _, found, behind = whole.partition(written)
+    if found and not behind.lstrip().startswith(template.end_text):
+        raise RolloutError(
+            f"the chat template goes on by {behind[:30]!r} after a call of functions, and ends other answers by "
+            f"{template.end_text!r}: where a call ends could not be told"
+        )
+
+
+def _checked(template: ChatTemplate, what: str) -> ChatTemplate:
+    _check_end(template, written_call(template))
+    if not reads_its_own(template):
+        written = written_call(template)
+        raise RolloutError(f"{what} does not read what the chat template writes: {written!r} gives no call")
+    return template
+
+
+def _candidates(folder: Path, written: str) -> Iterator[ChatTemplate]:
+    for mark, name in CANDIDATES:
+        if mark in written:
+            try:
+                yield _with(folder, name)
+            except RolloutError:
+                continue  # it wants tokens that the tokenizer has not
+
+
+def _with(folder: Path, name: str) -> ChatTemplate:
+    def parser_for(tokenizer: Any) -> CallParser:
+        return load_parser(name, tokenizer)
+
+    return load_chat_template(folder, parser_for)
+
+
+def _read(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
+    """As it is read where it was sampled: special tokens are gone where no parser looks for them."""
+    return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
+
+
+def _rendered(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prompt: bool) -> str:
+    try:
+        return template.write(messages, PROBE, prompt=prompt)
+    except UnusableError as error:
+        raise RolloutError(f"{error}: functions can't be offered by it") from error
+
+
+def load_playing_format(folder: Path) -> ChatFormat:
+    """The chat format of a Hugging Face folder. Raises RolloutError, see `load_chat_format`."""
+    return load_chat_format(folder, partial(load_function_template, folder))

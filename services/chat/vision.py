@@ -1,0 +1,103 @@
+# pyright: basic
+"""How a model reads pictures: how many tokens one takes, and which pixels stand behind them.
+
+Invariant: engine and learner make a picture's pixels by this code alone, from the same PNG and the model folder's own
+settings, on numpy and Pillow: what is sampled from is what is trained on, to the bit.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.services.errors import RolloutError
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""`model_type` of the models whose pictures can be read."""
+CACHED_PIXELS = 32
+"""Pictures; a large one takes 20 MB."""
+CACHED_COUNTS = 16_384
+"""Pictures, by a digest: kept whole they could take as many MB."""
+
+
+class Pixels(NamedTuple):
+    """One picture as the vision tower reads it. patches: [h * w, channels * frames * side**2] float32; grid: (1, h, w)."""
+
+    patches: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+
+
+def model_family(folder: Path) -> str | None:
+    """The folder's `model_type` if it reads pictures in a way that is known here, else None."""
+    try:
+        found = json.loads((folder / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError):
+        return None
+    return found if found in FAMILIES else None
+
+
+class PictureReader:
+    """The image processor of a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RolloutError where the folder's model reads no pictures, or does not say how."""
+        if model_family(folder) is None:
+            raise RolloutError(f"{folder} is no model that reads pictures here: take one of {', '.join(FAMILIES)}")
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        try:
+            # By name: transformers would choose by whether torchvision is there, and the other class resizes otherwise.
+            self._processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise RolloutError(f"{folder} does not say how it reads pictures: {error}") from error
+        config = json.loads((folder / "config.json").read_text())
+        self.image_token_id = int(config["image_token_id"])
+        self.merge = int(config["vision_config"].get("spatial_merge_size", 2))
+        self.pixels = lru_cache(CACHED_PIXELS)(self._pixels)
+        self._counts: dict[bytes, int] = {}
+
+    def count(self, png: bytes) -> int:
+        """Tokens that stand for a picture. Raises ValueError if it can't be read."""
+        digest = blake2b(png, digest_size=16).digest()
+        if digest not in self._counts:
+            if len(self._counts) >= CACHED_COUNTS:
+                self._counts.clear()
+            _, height, width = self.pixels(png).grid
+            self._counts[digest] = height * width // self.merge**2
+        return self._counts[digest]
+
+    def _pixels(self, png: bytes) -> Pixels:
+        from PIL import Image
+
+        try:
+            picture = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+        except (OSError, SyntaxError) as error:
+            raise ValueError(f"a picture that can't be read: {error}") from error
+        read = self._processor(images=[picture], return_tensors="np")
+        frames, height, width = (int(n) for n in read["image_grid_thw"][0])
+        return Pixels(np.ascontiguousarray(read["pixel_values"], dtype=np.float32), (frames, height, width))
+
+
+def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """A rendered frame as PNG; [height, width, 3] uint8. Raises ValueError for any other array."""
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ValueError(f"a frame of {pixels.dtype} {pixels.shape}, not of uint8 [height, width, 3]")
+    from PIL import Image
+
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, format="PNG", compress_level=1)
+    return out.getvalue()
+
+
+def stacked(pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Several pictures, one after the other: patches [P, D] float32 and grids [I, 3] int64."""
+    return (
+        np.concatenate([each.patches for each in pixels]),
+        np.array([each.grid for each in pixels], dtype=np.int64),
+    )

@@ -1,0 +1,131 @@
+"""Who may call the API, and how often: with tokens, who carries one; without, programs on this machine.
+
+Invariants: without a token, no web page in the user's browser can make a call that is answered; a token that reads changes
+nothing; what is refused costs nothing but its answer.
+
+How often somebody may do something: a bucket of tokens that fills at a constant rate.
+"""
+
+import hmac
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from offbeat.services.control.http_errors import error_response
+
+
+class Bucket:
+    """Lets `burst` calls through at once, and `per_s` in the long run."""
+
+    def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._left = float(burst)
+        self._at = clock()
+
+    def take(self) -> float:
+        """Take one: 0 if there was one, else the seconds until there will be."""
+        now = self._clock()
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
+        self._at = now
+        if self._left < 1:
+            return (1 - self._left) / self._per_s
+        self._left -= 1
+        return 0.0
+
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+OPEN_PATHS = ("/healthz",)
+"""Answered to everybody: who asks whether a service lives has no token."""
+DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+"""Answered without the token: a browser has no way to send one before the page is there, and nothing here is secret."""
+
+
+READING = ("GET", "HEAD", "OPTIONS")
+CALLS_PER_S, CALLS_AT_ONCE = 200.0, 1000
+"""Of everybody together: more is refused before anything is done for it."""
+WRONG_PER_S, WRONG_AT_ONCE = 1.0, 30
+"""Calls with a wrong token: whoever guesses learns one answer a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Who may do what."""
+
+    operate: str | None = None
+    """Everything; None: programs on this machine may, and nobody else anything."""
+    read: str | None = None
+    """Calls that change nothing."""
+
+
+NO_TOKENS = Tokens()
+
+
+class Guard:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._calls = Bucket(CALLS_PER_S, CALLS_AT_ONCE)
+        self._wrong = Bucket(WRONG_PER_S, WRONG_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the call on, or refuse it."""
+        if scope["type"] != "http" or (refusal := self._refusal(Request(scope))) is None:
+            await self._app(scope, receive, send)
+            return
+        await error_response(*refusal)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> tuple[int, str, str] | None:
+        path = request.scope["path"]
+        if path in OPEN_PATHS:
+            return None
+        if wait_s := self._calls.take():
+            return _too_many(wait_s)
+        if self._tokens.operate is None:
+            if _from_here(request):
+                return None
+            return 403, "forbidden", "without a token only programs on this machine may call"
+        if path in DOCS_PATHS:
+            return None
+        given = request.headers.get("authorization", "").encode()
+        # Both are compared whatever the first says: the time that it takes tells nothing
+        operates, reads = _is(given, self._tokens.operate), _is(given, self._tokens.read)
+        if operates or (reads and request.method in READING):
+            return None
+        if reads:
+            return 403, "read_only", f"this token may read: {request.method} wants the one that operates"
+        if wait_s := self._wrong.take():
+            return _too_many(wait_s)
+        return 401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`"
+
+
+def _is(given: bytes, token: str | None) -> bool:
+    same = hmac.compare_digest(given, f"Bearer {token or ''}".encode())
+    return same and bool(token)
+
+
+def _too_many(wait_s: float) -> tuple[int, str, str]:
+    return 429, "too_many_calls", f"too many calls: try again in {math.ceil(wait_s)} s"
+
+
+def _from_here(request: Request) -> bool:
+    """No web page of another origin made this call: neither across origins nor by rebinding a name to loopback."""
+    hosts = [_host(f"//{request.headers.get('host', '')}")]
+    if origin := request.headers.get("origin"):
+        hosts.append(_host(origin))
+    return all(host in LOOPBACK_NAMES for host in hosts)
+
+
+def _host(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

@@ -1,0 +1,72 @@
+"""What happens in a run, as REST tells it: metric records, lives of groups, the run's own history."""
+
+import math
+from typing import Any, Literal
+
+from offbeat.services.control.schemas import View, finite
+from offbeat.services.telemetry import MetricRecord, Partial
+
+
+class PartialView(View):
+    """One metric as one process saw it; merge parts of one kind, never their values."""
+
+    kind: Literal["mean", "sum", "max", "min", "last"]
+    total: float | None
+    count: float
+    value: float | None
+
+    @classmethod
+    def of(cls, partial: Partial) -> "PartialView":
+        return cls(kind=partial.kind, total=finite(partial.total), count=partial.count, value=finite(partial.value))
+
+    def partial(self) -> Partial:
+        """The part that this shows."""
+        return Partial(self.kind, math.nan if self.total is None else self.total, self.count)
+
+
+class MetricView(View):
+    """One metric record."""
+
+    id: str
+    source: str
+    step: int | None
+    labels: dict[str, str]
+    time: float
+    values: dict[str, PartialView]
+
+    @classmethod
+    def of(cls, entry_id: str, record: MetricRecord) -> "MetricView":
+        values = {name: PartialView.of(partial) for name, partial in record.values.items()}
+        return cls(
+            id=entry_id, source=record.source, step=record.step, labels=record.labels, time=record.time, values=values
+        )
+
+    def record(self) -> MetricRecord:
+        """The record that this shows; what JSON can't say (NaN) is NaN again."""
+        values = {name: each.partial() for name, each in self.values.items()}
+        return MetricRecord(self.source, values, self.step, self.labels, self.time)
+
+
+class MetricsView(View):
+    """Metric records in the order in which they came."""
+
+    records: list[MetricView]
+    next: str
+    """Ask with `after` set to this for what comes next."""
+
+
+class LifeView(View):
+    """What happened to one group."""
+
+    group: int
+    event: Literal["admitted", "submitted", "trained", "dropped", "failed"]
+    detail: str
+    """Version at admission, step of the checkpoint, or the reason."""
+
+
+class HistoryView(View):
+    """What happened to the run itself."""
+
+    event: Literal["created", "wanted", "state", "died", "asked", "adopted"]
+    at: float
+    detail: dict[str, Any]

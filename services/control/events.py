@@ -1,0 +1,154 @@
+"""A run's events for whoever watches it: resumable, and without holding a connection to Redis while nothing happens.
+
+Invariant: a watcher that comes back with the id of the last event that it saw gets every later one that is still kept, once.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, cast
+
+from pydantic import BaseModel
+from redis.asyncio import Redis
+
+from offbeat.services.control.event_schemas import HistoryView, LifeView, MetricView
+from offbeat.services.control.schemas import RunView
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import decode_record
+
+POLL_S = 0.25
+VIEW_EVERY_S = 1.0
+"""Longest time that a change of the run's view goes untold."""
+COUNT = 500
+POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
+START = "0-0"
+
+
+class EventKind(StrEnum):
+    """What an event tells."""
+
+    RUN = "run"
+    """`RunView`: at first, and whenever it has changed."""
+    METRICS = "metrics"
+    """`MetricView`: one record."""
+    HISTORY = "history"
+    """`HistoryView`: states, commands, deaths, changes of settings."""
+    LIFE = "life"
+    """`LifeView`: a group was admitted, submitted, trained, dropped, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a watcher has read: an id of each stream."""
+
+    metrics: str = START
+    life: str = START
+    history: str = START
+
+    @classmethod
+    def parse(cls, text: str) -> "Position":
+        """Undo `str`. Raises `ValueError`."""
+        if not POSITION.fullmatch(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
+            raise ValueError(f"{text!r} is no event id: take one that an event carried, or leave it out")
+        return cls(*text.split(","))
+
+    def __str__(self) -> str:
+        return f"{self.metrics},{self.life},{self.history}"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event, and where its watcher stands after it."""
+
+    kind: EventKind
+    position: Position
+    body: BaseModel
+
+    def encode(self) -> bytes:
+        """As `text/event-stream` wants it."""
+        return f"id: {self.position}\nevent: {self.kind}\ndata: {self.body.model_dump_json()}\n\n".encode()
+
+
+class Feed:
+    """The events of one run."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        view: Callable[[], Awaitable[RunView]],
+        kinds: Collection[EventKind] = tuple(EventKind),
+    ) -> None:
+        """kinds: others are not told."""
+        self._redis: Any = redis
+        self._view = view
+        self._kinds = kinds
+        keys = RunKeys(run_id)
+        self._streams = {"metrics": keys.metrics, "life": keys.key("buffer", "life"), "history": keys.history}
+        self._shown = ""
+        self._shown_at = float("-inf")
+
+    async def newest(self) -> Position:
+        """Where who wants only what is to come begins."""
+        ids: dict[str, str] = {}
+        for name, key in self._streams.items():
+            entries = await self._redis.xrevrange(key, count=1)
+            ids[name] = entries[0][0].decode() if entries else START
+        return Position(**ids)
+
+    async def follow(self, position: Position) -> AsyncIterator[Event | None]:
+        """Everything after `position` until the run is over; None now and then, when there is nothing to tell."""
+        while True:
+            view = await self._due_view()
+            over = view is not None and view.state.over
+            position, events = await self._read(position)
+            for event in events:
+                yield event
+            if view is not None and EventKind.RUN in self._kinds and self._is_news(view):
+                yield Event(EventKind.RUN, position, view)
+            if over and not events:
+                return
+            yield None
+            if not events:
+                await asyncio.sleep(POLL_S)
+
+    async def _due_view(self) -> RunView | None:
+        now = asyncio.get_running_loop().time()
+        if now < self._shown_at + VIEW_EVERY_S:
+            return None
+        self._shown_at = now
+        return await self._view()
+
+    def _is_news(self, view: RunView) -> bool:
+        text = view.model_dump_json()
+        news, self._shown = text != self._shown, text
+        return news
+
+    async def _read(self, position: Position) -> tuple[Position, list[Event]]:
+        wanted = {name: key for name, key in self._streams.items() if EventKind(name) in self._kinds}
+        if not wanted:
+            return position, []
+        asked = {key: getattr(position, name) for name, key in wanted.items()}
+        rows = cast(list[Any], await self._redis.xread(asked, count=COUNT) or [])
+        events: list[Event] = []
+        for key, entries in rows:
+            kind = next(EventKind(name) for name, each in wanted.items() if each == key.decode())
+            for raw_id, fields in entries:
+                position = replace(position, **{kind.value: raw_id.decode()})
+                events.append(Event(kind, position, _body(kind, raw_id.decode(), fields)))
+        return position, events
+
+
+def _body(kind: EventKind, entry_id: str, fields: dict[bytes, bytes]) -> BaseModel:
+    match kind:
+        case EventKind.METRICS:
+            return MetricView.of(entry_id, decode_record(fields[b"r"]))
+        case EventKind.LIFE:
+            event = cast(Any, fields[b"e"].decode())
+            return LifeView(group=int(fields[b"n"]), event=event, detail=fields[b"d"].decode())
+        case _:
+            at = int(entry_id.partition("-")[0]) / 1000
+            return HistoryView(event=cast(Any, fields[b"e"].decode()), at=at, detail=json.loads(fields[b"d"]))

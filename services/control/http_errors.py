@@ -1,0 +1,130 @@
+"""Errors as bodies that a program can read.
+
+Invariants: bad input is answered by 4xx; no answer holds a traceback.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+
+from offbeat.services.control.run import (
+    BusyError,
+    ForeignRecordError,
+    RunExistsError,
+    RunStateError,
+    UnknownRunError,
+)
+from offbeat.services.control.schemas import ErrorBody, ErrorView, ProblemView
+from offbeat.services.control.service import InvalidPlaceError, InvalidRunError
+from offbeat.services.errors import MeshError, RetryableError
+from offbeat.services.redis.errors import RefusesWritesError
+
+logger = logging.getLogger(__name__)
+
+WORDS = {
+    400: "The body can't be read.",
+    401: "The bearer token is missing or wrong.",
+    403: "Without a token only programs on this machine may call; one that reads may not change anything.",
+    404: "There is no such run.",
+    409: "It makes no sense for what the run, or another one, is at.",
+    413: "The body is too large.",
+    415: "The body is of another type than YAML or JSON.",
+    422: "A value was refused; `problems` names each key, and the nearest valid one where a key is unknown.",
+    429: "Too many calls, or too many watch already.",
+    503: "The state can't be reached: try again.",
+}
+ANSWERS: dict[type[Exception], tuple[int, str]] = {
+    UnknownRunError: (404, "unknown_run"),
+    RunExistsError: (409, "run_exists"),
+    BusyError: (409, "busy"),
+    RunStateError: (409, "run_state"),
+    ForeignRecordError: (409, "foreign_record"),
+}
+
+
+class RefusedError(MeshError):
+    """A call that is answered by a 4xx."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        self.status, self.code = status, code
+        super().__init__(message)
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route may answer besides its success, for its documentation; each route also says 401, 403, 429 and 503."""
+    return {
+        status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 429, 503, *statuses})
+    }
+
+
+def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:
+    """An error's body. Characters that are no text (lone surrogates) come back as question marks."""
+    body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=[_clean(p) for p in problems or []]))
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(body.model_dump(mode="json"), status, headers)
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _clean(problem: ProblemView) -> ProblemView:
+    suggestion = None if problem.suggestion is None else _text(problem.suggestion)
+    return ProblemView(path=_text(problem.path), message=_text(problem.message), suggestion=suggestion)
+
+
+def answer_errors(api: FastAPI) -> None:
+    """Install the handlers."""
+
+    @api.exception_handler(InvalidRunError)
+    async def invalid(_: Request, error: InvalidRunError) -> Response:
+        return error_response(422, "invalid_config", "the configuration was refused", error.problems)
+
+    @api.exception_handler(InvalidPlaceError)
+    async def no_place(_: Request, error: InvalidPlaceError) -> Response:
+        problem = ProblemView(path="query.after", message=str(error))
+        return error_response(422, "invalid_request", "a parameter was refused", [problem])
+
+    @api.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> Response:
+        return error_response(error.status, error.code, str(error))
+
+    @api.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        problems = [_problem(each) for each in error.errors()]
+        return error_response(422, "invalid_request", "a parameter was refused", problems)
+
+    @api.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return error_response(error.status_code, "http_error", str(error.detail))
+
+    @api.exception_handler(RedisError)
+    @api.exception_handler(RetryableError)
+    async def unreachable(request: Request, error: Exception) -> Response:
+        logger.warning("%s %s: %s", request.method, request.url.path, error)
+        refusal = error if isinstance(error, RefusesWritesError) else error.__cause__
+        what = str(refusal) if isinstance(refusal, RefusesWritesError) else "Redis does not answer"
+        return error_response(503, "state_unreachable", f"{what}: try again")
+
+    @api.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(500, "internal", "the control service failed; its log says why")
+
+    for kind in ANSWERS:
+        api.add_exception_handler(kind, _known)
+
+
+async def _known(_: Request, error: Exception) -> Response:
+    status, code = ANSWERS[type(error)]
+    return error_response(status, code, str(error))
+
+
+def _problem(details: Mapping[str, Any]) -> ProblemView:
+    return ProblemView(path=".".join(str(part) for part in details["loc"]), message=str(details["msg"]))

@@ -1,0 +1,142 @@
+"""A run as REST tells it, put together from what Redis holds; reads only."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
+from offbeat.services.control.explain import Link, Picture, chain
+from offbeat.services.control.run import ForeignRecordError, LearnerReport, RunRecord
+from offbeat.services.control.schemas import (
+    ChangeView,
+    CountersView,
+    RatesView,
+    RunView,
+    SettingsView,
+    StalenessView,
+    component_views,
+    finite,
+    places,
+)
+from offbeat.services.control.store import RunStore
+from offbeat.services.errors import CodecError
+from offbeat.services.live_settings import Settings, settings_now
+from offbeat.services.telemetry import MetricRecord
+
+RATE_S = 15.0
+"""Rates are means over so many seconds."""
+RATED = {
+    "trajectories": ("rollout", "episodes"),
+    "tokens_generated": ("generation", "tokens"),
+    "tokens_trained": ("learner", "tokens_trained"),
+}
+
+
+class BufferReader(Protocol):
+    """The trajectory buffer of a run, to look at."""
+
+    async def snapshot(self, run_id: str) -> Snapshot:
+        """The whole buffer at one moment."""
+        ...
+
+    async def groups(self, run_id: str) -> list[GroupProgress]:
+        """The groups that are being played."""
+        ...
+
+    async def quarantine(self, run_id: str) -> list[Quarantined]:
+        """Trajectories that could not be read, newest first."""
+        ...
+
+
+class Overview:
+    """Tells how runs are."""
+
+    def __init__(self, store: RunStore, buffer: BufferReader, redis_trouble: Callable[[], str]) -> None:
+        self._redis_trouble = redis_trouble
+        self._store = store
+        self._buffer = buffer
+
+    async def view(self, record: RunRecord) -> RunView:
+        """All there is to tell of a run but its events. Raises `ForeignRecordError`."""
+        try:
+            return await self._view(record)
+        except CodecError as error:
+            raise ForeignRecordError(
+                f"run {record.run_id!r} was recorded by another version of Offbeat: {error}"
+            ) from error
+
+    async def _view(self, record: RunRecord) -> RunView:
+        store, run_id = self._store, record.run_id
+        progress, seen, restarts = await asyncio.gather(
+            store.progress(run_id), store.observations(run_id), store.restarts(run_id)
+        )
+        snapshot, learner, changes, records = await asyncio.gather(
+            self._buffer.snapshot(run_id),
+            store.learner(run_id),
+            store.changes(run_id),
+            store.metrics_since(run_id, store.clock() - RATE_S),
+        )
+        settings = settings_now(record.settings, changes)
+        return RunView(
+            id=run_id,
+            state=record.state,
+            wanted=record.wanted,
+            phase=learner.phase,
+            error=record.error,
+            log=record.log,
+            step=progress.step,
+            version=progress.version,
+            max_steps=record.max_steps,
+            attempt=record.attempt,
+            created_at=record.created_at,
+            started_at=record.started_at,
+            running_at=record.running_at,
+            ended_at=record.ended_at,
+            components=component_views({name: (each.health, each.detail) for name, each in seen.items()}, restarts),
+            counters=CountersView.of(snapshot.counters),
+            quarantined=snapshot.quarantined,
+            staleness=_staleness(learner, settings),
+            rates=_rates(records),
+            settings=SettingsView.of(settings),
+            changes=[ChangeView.of(change) for change in changes],
+            metrics={name: finite(value) for name, value in learner.metrics.items()},
+            places=places(record),
+        )
+
+    async def why(self, record: RunRecord) -> list[Link]:
+        """Who waits for whom."""
+        store, run_id = self._store, record.run_id
+        seen, learner, progress, reports = await asyncio.gather(
+            store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)
+        )
+        snapshot, groups = await asyncio.gather(self._buffer.snapshot(run_id), self._buffer.groups(run_id))
+        return chain(
+            Picture(
+                now=store.clock(),
+                record=record,
+                observations=seen,
+                learner=learner,
+                buffer=snapshot,
+                groups=groups,
+                workers=reports.workers,
+                replicas=reports.replicas,
+                version=progress.version,
+                leased=reports.leased,
+                redis_trouble=self._redis_trouble(),
+            )
+        )
+
+
+def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
+    mean, most = learner.metrics.get("staleness"), learner.metrics.get("staleness_max")
+    return StalenessView(mean=mean, max=most, bound=settings.max_staleness)
+
+
+def _rates(records: Iterable[MetricRecord]) -> RatesView:
+    totals, steps = dict.fromkeys(RATED, 0.0), 0
+    for record in records:
+        steps += record.source == "learner" and record.step is not None
+        for rate, (source, name) in RATED.items():
+            if record.source == source and (partial := record.values.get(name)) is not None:
+                totals[rate] += partial.total
+    return RatesView(steps=steps / RATE_S, **{rate: total / RATE_S for rate, total in totals.items()})

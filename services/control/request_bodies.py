@@ -1,0 +1,102 @@
+"""Reading what a call carries: a configuration as YAML or JSON, settings as JSON, the place in a stream of events."""
+
+import json
+from difflib import get_close_matches
+from typing import Any
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from offbeat.services.control.events import Position
+from offbeat.services.control.http_errors import RefusedError
+from offbeat.services.control.schemas import ChangeBody, ProblemView
+from offbeat.services.control.service import InvalidRunError
+
+MAX_BODY_BYTES = 1_000_000
+YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+JSON_TYPE = "application/json"
+BIGGEST_ID_PART = 2**64 - 1
+CLOSE = 0.6
+"""Similarity from which on a name is taken for a misspelt other one."""
+LEAVES = {"rollout.num_workers": "num_workers", "env_workers": "num_workers", "replicas": "num_replicas"}
+"""Names by which people look for a setting, and what it is called."""
+
+
+async def read_document(request: Request) -> str | dict[str, Any]:
+    """The body as YAML text or as a JSON object. Raises `RefusedError`."""
+    kind = _kind(request)
+    if kind != JSON_TYPE and kind not in YAML_TYPES:
+        raise _unsupported(kind, f"{JSON_TYPE} or {YAML_TYPES[0]}")
+    body = await _body(request)
+    if kind == JSON_TYPE:
+        return _object(body)
+    try:
+        return body.decode()
+    except ValueError as error:
+        raise RefusedError(400, "malformed", f"the body can't be read: {error}") from error
+
+
+async def read_change(request: Request) -> ChangeBody:
+    """The body as settings to change. Raises `RefusedError`, `InvalidRunError`."""
+    kind = _kind(request)
+    if kind != JSON_TYPE:
+        raise _unsupported(kind, JSON_TYPE)
+    tree = _object(await _body(request))
+    try:
+        return ChangeBody.model_validate(tree)
+    except ValidationError as error:
+        problems = [_problem(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in error.errors()]
+        raise InvalidRunError(problems) from error
+
+
+def _problem(key: str, kind: str, message: str) -> ProblemView:
+    if kind != "extra_forbidden":
+        return ProblemView(path=key, message=message)
+    known = list(ChangeBody.model_fields)
+    near = get_close_matches(key.rpartition(".")[2], known, 1, CLOSE)
+    nearest = LEAVES.get(key) or (near[0] if near else None)
+    if nearest is None:
+        return ProblemView(path=key, message=f"can't be changed; these can: {', '.join(known)}")
+    return ProblemView(path=key, message=f"unknown key; did you mean `{nearest}`?", suggestion=nearest)
+
+
+def read_position(text: str) -> Position:
+    """Where a watcher stands. Raises `RefusedError`."""
+    try:
+        return Position.parse(text)
+    except ValueError as error:
+        raise RefusedError(422, "invalid_request", f"Last-Event-ID: {error}") from error
+
+
+def entry_id(text: str) -> str:
+    """A stream id that Redis can read. Raises `ValueError`."""
+    if any(int(part) > BIGGEST_ID_PART for part in text.split("-")):
+        raise ValueError("no id of a record: its parts are below 2^64")
+    return text
+
+
+def _kind(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _unsupported(kind: str, right: str) -> RefusedError:
+    return RefusedError(415, "unsupported_media_type", f"send {right}, not {kind or 'nothing'}")
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusedError(413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} bytes")
+    return bytes(body)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        tree = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(400, "malformed", f"the body can't be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise RefusedError(400, "malformed", "expected a JSON object")
+    return tree

@@ -1,0 +1,112 @@
+"""What the requests of all APIs have in common: fields of JSON bodies, read strictly, and what can't be followed."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from offbeat.services.chat.messages import ChatMessage
+from offbeat.services.gateway.session import RefusedError
+
+Body = Mapping[str, Any]
+
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""Parameters that the run's configuration sets instead: a token's logprob must be of the distribution that is trained."""
+REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
+
+
+def refuse_unless(holds: bool, message: str) -> None:
+    """Raises RefusedError."""
+    if not holds:
+        raise RefusedError(message)
+
+
+def list_of(body: Body, key: str) -> list[Any]:
+    """A list that must be there."""
+    value = body.get(key)
+    if not isinstance(value, list):
+        raise RefusedError(f"{key} is {value!r}: a list is needed")
+    return value
+
+
+def object_of(body: Body, key: str) -> Body:
+    """An object that may be left out."""
+    value = body.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RefusedError(f"{key} is {value!r}: an object is needed")
+    return value
+
+
+def items_of(body: Body, key: str) -> list[Any]:
+    """A list that may be left out."""
+    return [] if body.get(key) is None else list_of(body, key)
+
+
+def number(body: Body, *keys: str) -> int | None:
+    """The first of these that is set."""
+    for key in keys:
+        value = body.get(key)
+        if value is not None:
+            refuse_unless(
+                isinstance(value, int) and not isinstance(value, bool), f"{key} is {value!r}: an int is needed"
+            )
+            return int(value)
+    return None
+
+
+def words(value: Any, where: str) -> str:
+    """Text of a content: a string, or parts of text, one after the other.
+
+    Raises:
+        RefusedError: a part is something else.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RefusedError(f"{where} is a {type(value).__name__}: text or a list of parts is needed")
+    return "\n".join(_part(part, where) for part in value if _kind(part) not in ("thinking", "redacted_thinking"))
+
+
+def _kind(part: Any) -> str:
+    return str(part.get("type", "text")) if isinstance(part, Mapping) else "text"
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    refuse_unless(isinstance(part, Mapping), f"{where} has a part that is no object: {part!r}")
+    known = _kind(part) in ("text", "input_text", "output_text", "refusal")
+    refuse_unless(known, f"{where} has a part of type {_kind(part)!r}: this policy reads text alone")
+    return str(part.get("text") or part.get("refusal") or "")
+
+
+def stop_words(value: Any, key: str) -> tuple[str, ...]:
+    """A word or a list of words."""
+    if value is None:
+        return ()
+    found = [value] if isinstance(value, str) else value
+    fine = isinstance(found, list) and all(isinstance(word, str) for word in found)
+    refuse_unless(fine, f"{key} is {value!r}: a text or a list of texts is needed")
+    return tuple(found)
+
+
+def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
+    """Parameters that are set and are not followed.
+
+    others: names that the API's own translation found.
+
+    Raises:
+        RefusedError: one is set that an agent would rely on.
+    """
+    object_of(body, "stream_options")
+    for key in REFUSED_UNLESS_ZERO:
+        refuse_unless(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
+    return (*(key for key in OWN_SAMPLING if body.get(key) is not None), *others)
+
+
+def need_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+    """Messages, of which there must be one. Raises RefusedError."""
+    refuse_unless(bool(messages), "messages is empty")
+    return messages

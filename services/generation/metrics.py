@@ -1,0 +1,44 @@
+"""What a replica did between two metric records."""
+
+from offbeat.services.generation.vllm.engine import LoadTimes
+from offbeat.services.messages.types import Completion
+from offbeat.services.telemetry import MetricRecord, Partial, mean
+
+
+class Counts:
+    """Adds up until it is taken."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(("tokens", "requests", "errors", "resampled", "refused_weights"), 0)
+        self._loads: list[LoadTimes] = []
+
+    def completed(self, completion: Completion) -> None:
+        self._sums["requests"] += 1
+        self._sums["errors"] += bool(completion.error)
+        self._sums["tokens"] += len(completion.token_ids)
+
+    def resampled(self) -> None:
+        self._sums["resampled"] += 1
+
+    def refused_weights(self) -> None:
+        self._sums["refused_weights"] += 1
+
+    def loaded(self, times: LoadTimes) -> None:
+        self._loads.append(times)
+
+    def take(self, *, replica_id: str, version: int, running: int, waiting: int) -> MetricRecord:
+        """Everything since the last time, as one record."""
+        values = {name: Partial("sum", value) for name, value in self._sums.items()}
+        values |= {
+            "weight_updates": Partial("sum", len(self._loads)),
+            "version": Partial("last", version),
+            "running": Partial("last", running),
+            "waiting": Partial("last", waiting),
+        }
+        if self._loads:
+            values["pause_s"] = mean(times.pause_s for times in self._loads)
+            values["pause_max_s"] = Partial("max", max(times.pause_s for times in self._loads))
+            values["load_s"] = mean(times.load_s for times in self._loads)
+        self._sums = dict.fromkeys(self._sums, 0)
+        self._loads = []
+        return MetricRecord("generation", values, labels={"replica": replica_id})

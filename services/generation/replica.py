@@ -1,0 +1,256 @@
+"""One replica: holds requests until it serves the version that they need, and follows the broker while it serves.
+
+Invariants: a request enters the engine only under committed weights at least as new as its `min_version`; what a version
+span says of a completion's first token also holds for the keys and values of its prompt; after a failed update nothing is
+served any more.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from offbeat.services.errors import GenerationError, RetryableError, WeightsError
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.metrics import Counts
+from offbeat.services.generation.vllm.engine import PolicyEngine
+from offbeat.services.messages.types import Completion, GenerateRequest, Manifest
+from offbeat.services.telemetry import MetricRecord
+from offbeat.services.weights.api import WeightSubscriber
+from offbeat.services.weights.replica_reports import ReplicaLoad
+
+logger = logging.getLogger(__name__)
+
+FOLLOW_S = 30.0
+"""Longest wait for news of the broker in one call."""
+RETRY_S = 1.0
+"""Pause after weights could not be fetched, or the broker not be reached."""
+
+
+class ReplicaStatus(TypedDict):
+    """What `status` answers."""
+
+    replica_id: str
+    version: int
+    running: int
+    """Requests that came and are not answered, `waiting` ones among them."""
+    waiting: int
+    """Requests that wait for newer weights, or for an update to end."""
+    broken: str
+    """Why nothing is served any more; empty while all is well."""
+
+
+class GenerationReplica:
+    """Token ids in, token ids out, under the newest weights."""
+
+    def __init__(
+        self, replica_id: str, engine: PolicyEngine, subscriber: WeightSubscriber, config: GenerationConfig
+    ) -> None:
+        self._replica_id = replica_id
+        self._engine = engine
+        self._subscriber = subscriber
+        self._timeout_s = config.request_timeout_s
+        self._update_timeout_s = config.update_timeout_s
+        self._keeps_cache = config.on_weight_update == "keep"
+        self._version = -1
+        self._updating = False
+        self._broken = ""
+        self._loading: tuple[int, float] | None = None
+        self._waiting = 0
+        self._changed = asyncio.Condition()
+        self._running: dict[str, asyncio.Task[Completion]] = {}
+        self._counts = Counts()
+
+    async def catch_up(self) -> None:
+        """Load the newest version that there is, before the replica is ready. One that can't be fetched is left for
+        `follow`; until then requests wait.
+
+        Raises:
+            GenerationError: it could not be loaded.
+        """
+        try:
+            manifest = await self._subscriber.newest()
+            if manifest is not None:
+                await self._take(manifest)
+        except WeightsError as error:
+            self._counts.refused_weights()
+            logger.warning("starting without weights: %s", error)
+        except RetryableError as error:
+            logger.warning("starting without weights: %s", error)
+
+    async def follow(self) -> None:
+        """Take new versions as they are announced, always the newest, until cancelled.
+
+        Raises:
+            GenerationError: an update failed; the replica is broken.
+        """
+        while True:
+            try:
+                manifest = await self._subscriber.wait_newer(self._version, FOLLOW_S)
+                if manifest is not None:
+                    await self._take(manifest)
+            except WeightsError as error:
+                # Nothing was touched: the old weights are whole and go on serving until newer ones can be read.
+                self._counts.refused_weights()
+                logger.warning("going on with version %d: %s", self._version, error)
+                await asyncio.sleep(RETRY_S)
+            except RetryableError as error:
+                logger.warning("going on with version %d: %s", self._version, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _take(self, manifest: Manifest) -> None:
+        async with self._subscriber.fetch(manifest) as path:
+            self._loading = (manifest.version, time.time())
+            await self.report()
+            await self._load(path, manifest.version)
+            self._loading = None
+        await self.report()
+
+    async def report(self) -> None:
+        """Tell the broker how this replica is. Raises `RetryableError` while the broker does not answer."""
+        loading, since = self._loading or (None, 0.0)
+        load = ReplicaLoad(len(self._running), self._waiting, loading, since)
+        await self._subscriber.report(self._replica_id, self._version, load)
+
+    async def _load(self, path: Path, version: int) -> None:
+        try:
+            async with asyncio.timeout(self._update_timeout_s):
+                await self._engine.stage(path)
+                self._updating = True
+                times = await self._engine.load(path, version)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._updating:
+                raise  # nothing that serves was touched
+            # The model may be half loaded. This replica is done; Serve puts a new one in its place.
+            await self._break(f"version {version} could not be loaded: {str(error) or type(error).__name__}")
+            raise GenerationError(self._broken) from error
+        async with self._changed:
+            self._version = version
+            self._updating = False
+            self._changed.notify_all()
+        self._counts.loaded(times)
+        logger.info("serves version %d; paused for %.1f ms", version, times.pause_s * 1000)
+
+    async def _break(self, reason: str) -> None:
+        logger.error("out of service: %s", reason)
+        await self.retire(reason)
+
+    async def settle(self) -> None:
+        """Return when no update is under way; who does not await anything then finds it so."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._broken or not self._updating)
+
+    async def retire(self, reason: str) -> None:
+        """Serve nothing any more; running requests end with `RetryableError(reason)`."""
+        async with self._changed:
+            self._broken = reason
+            self._changed.notify_all()
+        for task in self._running.values():
+            task.cancel()
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """Sample every request; yields whatever has finished since the last time.
+
+        Raises:
+            RetryableError: this replica does not serve any more.
+        """
+        done: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
+        tasks = {self._start(request, done): request for request in requests}
+        left = len(tasks)
+        try:
+            while left:
+                finished = [await done.get()]
+                while not done.empty():
+                    finished.append(done.get_nowait())
+                left -= len(finished)
+                yield [self._result(task, tasks[task].request_id) for task in finished]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _start(
+        self, request: GenerateRequest, done: "asyncio.Queue[asyncio.Task[Completion]]"
+    ) -> asyncio.Task[Completion]:
+        task = asyncio.create_task(self._sample(request))
+        self._running[request.request_id] = task
+
+        def finish(task: asyncio.Task[Completion]) -> None:
+            if self._running.get(request.request_id) is task:
+                del self._running[request.request_id]
+            done.put_nowait(task)
+
+        task.add_done_callback(finish)
+        return task
+
+    def _result(self, task: asyncio.Task[Completion], request_id: str) -> Completion:
+        if task.cancelled():
+            if self._broken:
+                raise RetryableError(self._broken)
+            return Completion(request_id, error="aborted")
+        completion = task.result()
+        self._counts.completed(completion)
+        return completion
+
+    async def _sample(self, request: GenerateRequest) -> Completion:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    version = await self._serving(request.min_version)
+                    completion = await self._engine.generate(request, version)
+                    if not self._mixed(completion, version):
+                        return completion
+                    self._counts.resampled()
+        except TimeoutError:
+            return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
+
+    def _mixed(self, completion: Completion, version: int) -> bool:
+        """Whether an update came between handing the request in and its first token. Part of its prompt may then have
+        been computed (or found in the cache) under the older weights, which no version span would tell, so it is sampled
+        again. Which requests it meets depends on time alone, not on what they answer."""
+        return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
+
+    async def _serving(self, min_version: int) -> int:
+        """The version that is served, once it is at least `min_version` (and there is one) and no update is under way."""
+        if not self._ready(min_version):
+            self._waiting += 1
+            try:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._broken or self._ready(min_version))
+            finally:
+                self._waiting -= 1
+        if self._broken:
+            raise RetryableError(self._broken)
+        return self._version
+
+    def _ready(self, min_version: int) -> bool:
+        return not self._broken and not self._updating and self._version >= max(min_version, 0)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sampling these; ids that are not here are ignored."""
+        for request_id in request_ids:
+            if task := self._running.get(request_id):
+                task.cancel()
+
+    async def check_health(self) -> None:
+        """Raises `RetryableError` if this replica must be replaced."""
+        if self._broken:
+            raise RetryableError(self._broken)
+        await self._engine.check()
+
+    def status(self) -> ReplicaStatus:
+        """How the replica is, for people and tests."""
+        return ReplicaStatus(
+            replica_id=self._replica_id,
+            version=self._version,
+            running=len(self._running),
+            waiting=self._waiting,
+            broken=self._broken,
+        )
+
+    def take_metrics(self) -> MetricRecord:
+        """What happened since the last call."""
+        return self._counts.take(
+            replica_id=self._replica_id, version=self._version, running=len(self._running), waiting=self._waiting
+        )

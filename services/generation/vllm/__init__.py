@@ -1,0 +1,1 @@
+"""The seam to vLLM: engine, worker extension and weight loading."""

@@ -1,0 +1,326 @@
+"""The one seam to vLLM: an engine that samples token ids and changes its weights while it runs."""
+
+# pyright: basic
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from offbeat.services.chat.vision import model_family
+from offbeat.services.errors import RetryableError
+from offbeat.services.generation.config import GenerationConfig
+from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, ticket_of
+from offbeat.services.messages.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    VersionSpan,
+)
+
+WORKER_EXTENSION = "offbeat.services.generation.vllm.worker.WorkerExtension"
+BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "nccl": "offbeat_nccl"}
+"""Weight transport -> the engine of `weight_engine` that loads what its `fetch` gives."""
+PRIMITIVES = 512
+"""Matrix products that oneDNN keeps compiled, 256 KiB each: enough for 64 batch sizes of five shapes. Its own 1024 take
+twice the memory and save no time; with 128 small batches took twice as long."""
+SETTINGS_KEPT = 1024
+"""Sampling settings whose vLLM parameters are kept: turns differ by how many tokens they may have."""
+SHUTDOWN_S = 0.5
+"""How long the engine's process may take to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """What a weight update cost, seconds."""
+
+    pause_s: float
+    """From asking the engine to pause until it runs again."""
+    load_s: float
+    """Loading and comparing: before the pause where the version could be staged, else in it."""
+
+
+class PolicyEngine(Protocol):
+    """What a replica asks of its engine."""
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        """Sample one turn; `version` names the weights that serve when it is handed in. A request that the engine refuses
+        comes back with `error`.
+
+        Raises:
+            RetryableError: the engine died.
+        """
+        ...
+
+    async def stage(self, path: Path) -> None:
+        """Prepare a version (see `WeightSubscriber.fetch`) while the engine samples on, as far as it can."""
+        ...
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """Change the weights to those staged last while running requests wait; any error leaves the engine unusable."""
+        ...
+
+    async def check(self) -> None:
+        """Raises `RetryableError` if the engine is dead."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        ...
+
+
+def engine_environment(config: GenerationConfig) -> dict[str, str]:
+    """What vLLM's processes must find in their environment."""
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Setting its log up, vLLM closes every handler of the process, those of Serve too; when Serve's controller came back
+        # after its death, it then took each replica for broken and replaced it.
+        "VLLM_CONFIGURE_LOGGING": "0",
+    }
+    if config.device == "cpu":
+        environment |= {"OMP_NUM_THREADS": str(max(1, round(config.cpus_per_replica)))}
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(PRIMITIVES)}
+        if config.tensor_parallel_size == 1:
+            # The model then runs in the scheduler's own process: one import of torch and vLLM less when the engine starts,
+            # and no message between processes in every step.
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return environment
+
+
+def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int, seed: int) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": config.dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": seed,
+        "max_model_len": config.max_model_len or sequence_length,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    if model_family(model) is not None:
+        # pixels come normalised: vLLM would do it again for a folder that names a mean, as those of real models do
+        arguments |= {"skip_mm_profiling": True, "mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
+    if config.max_lora_rank is not None:
+        from vllm.config.lora import MaxLoRARanks
+
+        room = min(rank for rank in get_args(MaxLoRARanks) if rank >= config.max_lora_rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": room}
+    if config.device == "cpu":
+        arguments |= {
+            "block_size": 32,
+            "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+        }
+    else:
+        arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return arguments | config.engine_kwargs
+
+
+class VllmEngine:
+    """`PolicyEngine` on vLLM's `AsyncLLM`, which may be started already."""
+
+    def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", with_pictures: Any = None) -> None:
+        """with_pictures: makes prompts that hold pictures (`vision_model.PromptMaker`), where the model reads any."""
+        self.llm = llm
+        self._config = config
+        self._with_pictures = with_pictures
+        self._parameters = lru_cache(SETTINGS_KEPT)(_parameters)
+        self._salt = salt
+        self._vocab_size: int = llm.model_config.get_vocab_size()
+        self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
+        self._recompute = config.on_weight_update == "recompute"
+        self._steps_ahead = bool(llm.vllm_config.scheduler_config.async_scheduling)
+        self._adapter: Any = None
+        """vLLM's name for the adapter that serves, once one does."""
+        self._stage_s: float | None = None
+        self._pausing: asyncio.Task[None] | None = None
+        self._asked: asyncio.Task[bool] | None = None
+        self._asked_at = 0.0
+
+    @classmethod
+    async def start(
+        cls, config: GenerationConfig, model: Path, *, sequence_length: int, seed: int, transport: str = "shm"
+    ) -> "VllmEngine":
+        """Start an engine of the model folder's architecture. Its weights are random until the first `load`."""
+        os.environ.update(engine_environment(config))
+        logging.getLogger("vllm").setLevel(logging.WARNING)
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = engine_arguments(config, model, sequence_length, seed)
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend=BACKENDS[transport])
+        with_pictures = None
+        if model_family(model) is not None:
+            from offbeat.services.generation.vllm import vision
+
+            vision.register()
+            with_pictures = vision.PromptMaker(model)
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        await llm.collective_rpc("die_with_parent")
+        if config.max_lora_rank is not None:
+            await llm.collective_rpc("expect_adapters")
+        engine = cls(llm, config, with_pictures=with_pictures)
+        await engine.warm_up()
+        return engine
+
+    def salted(self, salt: str) -> "VllmEngine":
+        """The same engine; its requests find only such entries of the prefix cache as came through a like one."""
+        return VllmEngine(self.llm, self._config, salt, self._with_pictures)
+
+    async def warm_up(self) -> None:
+        """Sample two tokens: what vLLM sets up on its first request takes seconds."""
+        from vllm.inputs import tokens_input
+
+        request = GenerateRequest("warm-up", (0,), Sampling(max_new_tokens=2))
+        parameters = self._parameters(request.sampling)
+        async for _ in self.llm.generate(tokens_input([0]), parameters, request.request_id):
+            pass
+
+    async def generate(self, request: GenerateRequest, version: int) -> Completion:
+        """See `PolicyEngine.generate`. The version salts the prefix cache: no request finds what other weights computed."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if not all(0 <= token < self._vocab_size for token in request.prompt):
+            # vLLM would die of it: without a tokenizer it does not look.
+            return Completion(request.request_id, error=f"a token id is outside the vocabulary of {self._vocab_size}")
+        try:
+            prompt = self._prompt(request, f"{self._salt}v{version}")
+            parameters = self._parameters(request.sampling)
+            sampling = self.llm.generate(prompt, parameters, request.request_id, lora_request=self._adapter)
+            outputs = [out async for out in sampling]
+        except (VLLMClientError, ValueError) as error:
+            return Completion(request.request_id, error=str(error))
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RetryableError(f"the engine failed: {error}") from error
+        (answer,) = outputs[-1].outputs
+        if answer.finish_reason == "abort":
+            raise RetryableError(f"request {request.request_id} was aborted")
+        return _completion(request.request_id, answer)
+
+    def _prompt(self, request: GenerateRequest, salt: str) -> Any:
+        """As vLLM takes it. Raises ValueError where it holds pictures and the model reads none, or not these."""
+        from vllm.inputs import tokens_input
+
+        if not request.pictures:
+            return tokens_input(list(request.prompt), cache_salt=salt if self._salted else None)
+        if self._with_pictures is None:
+            raise ValueError("the prompt holds pictures, and this model reads none")
+        return self._with_pictures(request, salt, share_prefixes=self._salted)
+
+    async def stage(self, path: Path) -> None:
+        """See `PolicyEngine.stage`. A CPU's model is reloaded beside the one that samples, in slices between its steps; any
+        other one, and an adapter, is left to `load`."""
+        began, self._stage_s = time.monotonic(), None
+        if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
+            while not await self._call_worker("stage_more"):
+                pass
+            self._stage_s = time.monotonic() - began
+
+    async def load(self, path: Path, version: int) -> LoadTimes:
+        """See `PolicyEngine.load`. With `on_weight_update: recompute` the pause drops every key and value, of running
+        requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        ticket = ticket_of(path)
+        if ticket.init is not None:
+            await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init))
+        await self._start_what_waits()
+        asked = time.monotonic()
+        await self._pause()
+        paused = time.monotonic()
+        taking = self._call_worker(ticket.method, **ticket.arguments)
+        await asyncio.gather(taking, self.llm.update_weight_version(str(version)))
+        loaded = time.monotonic()
+        self._adapter = _adapter_request() if ticket.method == TAKE_ADAPTER else None
+        await self.llm.resume_generation()
+        running = time.monotonic()
+        if ticket.init is not None:
+            await self.llm.shutdown_weight_transfer_engine()
+        staged_s, self._stage_s = self._stage_s, None
+        return LoadTimes(pause_s=running - asked, load_s=loaded - paused if staged_s is None else staged_s)
+
+    async def _call_worker(self, method: str, **arguments: Any) -> Any:
+        return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
+
+    async def _pause(self) -> None:
+        """Return when no step runs or will start. After its pause vLLM sleeps 20 ms for the order of outputs, which do not
+        matter here: where the engine answers between two steps, to know that it is paused is enough."""
+        if self._pausing is not None:
+            await self._pausing
+        self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
+        if self._recompute or self._steps_ahead:
+            await self._pausing
+        while not self._pausing.done() and not await self.llm.is_paused():
+            pass
+        if self._pausing.done():
+            self._pausing.result()
+
+    async def _start_what_waits(self) -> None:
+        """Let requests that were handed in get their first token before weights change, or they are sampled again. The
+        engine answers between two steps: one ran between the answers, and takes in whatever fits."""
+        for _ in range(2):
+            await self.llm.is_paused()
+
+    async def check(self) -> None:
+        """See `PolicyEngine.check`."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self.llm.check_health()
+        except EngineDeadError as error:
+            raise RetryableError("the engine died") from error
+        # vLLM notices a core that died, not one that hangs: that one answers no question between two steps
+        if self._asked is None or self._asked.done():
+            self._asked, self._asked_at = asyncio.create_task(self.llm.is_paused()), time.monotonic()
+        elif time.monotonic() > self._asked_at + self._config.update_timeout_s:
+            raise RetryableError(f"the engine has not answered for {self._config.update_timeout_s:g} s")
+
+    def close(self) -> None:
+        """See `PolicyEngine.close`."""
+        self.llm.shutdown(timeout=SHUTDOWN_S)
+
+
+def _adapter_request() -> Any:
+    from offbeat.services.generation.vllm import lora
+
+    return lora.request()
+
+
+def _parameters(sampling: Sampling) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the request alone says what stops it
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # a copy is made for each request all the same; they share what one engine fills in alike
+    )
+
+
+def _completion(request_id: str, output: Any) -> Completion:
+    """A completion of the sampled tokens; `logprobs=0` gives exactly one logprob for each."""
+    spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
+    reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
+    return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

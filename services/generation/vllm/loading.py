@@ -1,0 +1,109 @@
+"""Puts new weights into a model that vLLM reloads layer by layer, and makes sure that they are the file's.
+
+Invariant: what does not raise has filled every parameter of the model, and what was compared agrees: exactly where
+parameters keep their form, by a probe where the CPU packs them.
+"""
+
+# pyright: basic
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+from offbeat.services.generation.vllm.tensor_file import TensorFile
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+"""Error of a probe through a packed matrix, over the largest value: rounding passes, another matrix does not."""
+
+
+class LoadError(Exception):
+    """The model does not hold what the file says."""
+
+
+def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set[str]) -> None:
+    """Put reloaded layers back to work.
+
+    expected: the model's parameters when the reload began. loaded: those that got new values.
+
+    Raises:
+        LoadError: a parameter got none.
+    """
+    finalize_layerwise_reload(model, model_config)
+    tied = _repack_tied_head(model) if model_config.hf_text_config.tie_word_embeddings else set[str]()
+    missing = expected - loaded - tied
+    if missing:
+        raise LoadError(f"{len(missing)} parameters are not in this version, {sorted(missing)[0]} for one")
+
+
+def _repack_tied_head(model: Any) -> set[str]:
+    """Give a tied head the new embeddings; returns the names that it goes by. On a CPU a head's matrix is packed when it is
+    loaded, and the layerwise reload leaves a tied one out: without this the old head would stay."""
+    tables = {path: m for path, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)}
+    heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
+    (embedding,) = (module for path, module in tables.items() if path not in heads)
+    for head in heads.values():
+        head.weight = embedding.weight
+        head.quant_method.process_weights_after_loading(head)
+    return {f"{path}.weight" for path in heads}
+
+
+def compare(model: Any, file: TensorFile) -> Iterator[None]:
+    """Raises `LoadError` where the model differs from the file; yields after each parameter. What is split over several
+    workers is left out."""
+    names = _names_here(model, file)
+    fused = fused_names(model)
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        for kind, parameter in module.named_parameters(recurse=False):
+            sources = [f"{prefix}{part}.{kind}" for part in fused.get(leaf, [leaf])]
+            if leaf == "lm_head" and sources[0] not in names:
+                sources = [f"{prefix}model.embed_tokens.weight"]
+            absent = [name for name in sources if name not in names]
+            if len(absent) == len(sources):
+                continue  # goes by another name in the file; that it was loaded is checked
+            if absent:
+                raise LoadError(f"{absent[0]} is not in the file")
+            wanted = torch.cat([file.get_tensor(names[name]) for name in sources])
+            if not _agrees(module, parameter, wanted):
+                raise LoadError(f"{path}.{kind} differs from the file after loading")
+            yield
+
+
+def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
+    """The model's names of unfused tensors -> the file's: a model that reads pictures has its parts in other places."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {name: name for name in file.names()}
+    moved = replace(mapper, orig_to_new_stacked={})
+    names = {moved.map_name(name): name for name in file.names()}
+    return {here: name for here, name in names.items() if here is not None}
+
+
+def fused_names(model: Any) -> dict[str, list[str]]:
+    """Modules that hold several of the file's, by the last part of their names."""
+    fused: dict[str, list[str]] = {}
+    for module in model.modules():
+        fused |= getattr(module, "packed_modules_mapping", {})
+    return fused
+
+
+def _agrees(module: Any, parameter: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if parameter.numel() == 0:
+        return _probe_agrees(module, wanted.to(parameter.dtype))
+    if parameter.shape[1:] != wanted.shape[1:] or parameter.shape[0] < wanted.shape[0]:
+        return True  # one worker's part of it
+    return torch.equal(parameter.data[: len(wanted)], wanted.to(parameter))
+
+
+def _probe_agrees(module: Any, wanted: torch.Tensor) -> bool:
+    """Whether a packed matrix maps a vector to what the file's matrix maps it to."""
+    probe = torch.randn(1, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(wanted.dtype)
+    found = module.quant_method.apply(module, probe).float()
+    expected = torch.nn.functional.linear(probe.float(), wanted.float())
+    if found.shape != expected.shape:
+        return True
+    return bool((found - expected).abs().max() <= TOLERANCE[wanted.dtype] * expected.abs().max())

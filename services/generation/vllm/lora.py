@@ -1,0 +1,116 @@
+"""Serves a low-rank adapter beside the base's weights, inside vLLM's worker process.
+
+There is one adapter, under one name for good: a new version takes the place of the one before while no step runs, so running
+requests go on under it as they do under whole weights.
+
+Invariants: an adapter that does not raise is in place on every layer that its file names and on no other; the base is loaded
+and compared as if there were no adapters.
+"""
+
+# pyright: basic
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA, VocabParallelEmbeddingWithLoRA
+from vllm.lora.request import LoRARequest
+
+from offbeat.services.generation.vllm.loading import TOLERANCE, LoadError, fused_names
+from offbeat.services.generation.vllm.tensor_file import TensorFile
+
+NAME, NUMBER = "policy", 1
+SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
+"""Of a version's folder, as PEFT names them; the base lies there if the replica does not hold it yet."""
+PREFIX = "base_model.model."
+"""What PEFT puts in front of a layer's name."""
+VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
+
+
+def request() -> LoRARequest:
+    """What a request names to be sampled with the adapter; nothing is ever read from its path."""
+    return LoRARequest(NAME, NUMBER, NAME)
+
+
+def leave_vocabulary_out(model: Any, manager: Any) -> None:
+    """Take embeddings and head out of what adapters may change: on a CPU vLLM gathers their part of the adapter for each
+    token, [tokens, rank, vocabulary], whether it is trained or not."""
+    for parent, name, layer in _wrapped(model):
+        if isinstance(layer, VOCABULARY):
+            parent._modules[name] = layer.base_layer
+            for path in [path for path, each in manager.modules.items() if each is layer]:
+                del manager.modules[path]
+
+
+@contextmanager
+def unwrapped(model: Any) -> Iterator[None]:
+    """The model as it is without places for adapters; nothing may sample meanwhile."""
+    wrapped = _wrapped(model)
+    for parent, name, layer in wrapped:
+        parent._modules[name] = layer.base_layer
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrapped:
+            parent._modules[name] = layer
+
+
+def take_adapter(runner: Any, folder: Path) -> None:
+    """Put a folder's adapter in the place of the one that serves.
+
+    Raises:
+        LoadError: the layers do not hold what the file says.
+    """
+    workers = runner.lora_manager
+    workers.add_adapter(LoRARequest(NAME, NUMBER, str(folder), load_inplace=True))
+    with TensorFile(folder / ADAPTER) as file:
+        _compare(workers._adapter_manager.modules, fused_names(runner.get_model()), file, _scaling(folder))
+
+
+def _wrapped(model: Any) -> list[tuple[Any, str, Any]]:
+    return [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+
+
+def _scaling(folder: Path) -> float:
+    settings = json.loads((folder / SETTINGS).read_text())
+    return settings["lora_alpha"] / settings["r"]
+
+
+def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
+    """Raises `LoadError` where a layer's factors differ from the file's. What is split over several workers is left out."""
+    places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
+    named: set[tuple[str, int]] = set()
+    for key, wanted in file.items():
+        path, kind, _ = key.removeprefix(PREFIX).rsplit(".", 2)
+        parent, _, leaf = path.rpartition(".")
+        whole, number = places.get(leaf, (leaf, 0))
+        owner = f"{parent}.{whole}"
+        if owner not in layers:
+            raise LoadError(f"{path} takes no adapter here")
+        named.add((owner, number))
+        up = kind == "lora_B"
+        held = (layers[owner].lora_b_stacked if up else layers[owner].lora_a_stacked)[number][0, 0]
+        if not _agrees(held, wanted.float() * (scaling if up else 1.0)):
+            raise LoadError(f"{path}.{kind} differs from the file after loading")
+    for owner, layer in layers.items():
+        for number, up in enumerate(layer.lora_b_stacked):
+            if (owner, number) not in named and bool(up.any()):
+                raise LoadError(f"{owner} holds an adapter that is not in the file")
+
+
+def _agrees(held: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """held: with room for larger ranks, which must be empty."""
+    rows, columns = wanted.shape
+    if held.shape[0] < rows or held.shape[1] < columns:
+        return True  # one worker's part of it
+    room = held.clone()
+    room[:rows, :columns] = 0
+    error = (held[:rows, :columns].float() - wanted.to(held.device)).abs().max()
+    return not bool(room.any()) and bool(error <= TOLERANCE[held.dtype] * wanted.abs().max())

@@ -1,0 +1,149 @@
+"""Prepares a version beside the weights that sample, a few milliseconds at a time: taking it is an exchange of pointers.
+
+The reload happens to a twin of the model: the same modules, with parameters of their own. It costs the weights' memory once
+more. Between two slices the engine samples on.
+
+Invariant: nothing that the serving model uses changes before `exchange`, and `exchange` only follows a version that is whole
+and was compared with its file.
+"""
+
+# pyright: basic
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.platforms import current_platform
+
+from offbeat.services.generation.vllm.loading import compare, finish_reload
+from offbeat.services.generation.vllm.tensor_file import TensorFile
+
+SLICE_S = (0.002, 0.05)
+"""Shortest and longest slice; between them, as long as the engine had to itself since the last one: half of its time."""
+LAYER = ".layers."
+ABSENT = object()
+
+
+def can_stage(config: VllmConfig) -> bool:
+    """Whether a version can be prepared beside the one that serves: the model lies whole in main memory, not quantised, and
+    nothing (a compiled graph) keeps hold of its tensors."""
+    whole = config.parallel_config.world_size == 1 and config.model_config.quantization is None
+    return current_platform.is_cpu() and whole and config.model_config.enforce_eager
+
+
+class Staging:
+    """The twin of one model."""
+
+    def __init__(self, model: Any, config: VllmConfig) -> None:
+        self._config = config
+        self._twin: Any = _twin_of(model, {}, {})
+        self._pairs = list(zip(model.modules(), self._twin.modules(), strict=True))
+        for module, twin in self._pairs:
+            parameters, buffers = get_layerwise_info(module).restore_metadata
+            get_layerwise_info(twin).restore_metadata = (_on_meta(parameters), _on_meta(buffers))
+        self._work: Iterator[None] | None = None
+        self._changes: list[tuple[dict[str, Any], dict[str, Any], str]] = []
+        self._slice_ended = 0.0
+
+    def begin(self, path: str) -> None:
+        """Start on a file; whatever was under way is given up."""
+        self._changes = []
+        self._work = self._reload(path)
+        self._slice_ended = time.monotonic()
+
+    def go_on(self) -> bool:
+        """One slice; returns whether the version is ready for `exchange`.
+
+        Raises:
+            LoadError: the file does not fit the model.
+        """
+        assert self._work is not None
+        began = time.monotonic()
+        share = min(max(began - self._slice_ended, SLICE_S[0]), SLICE_S[1])
+        with set_current_vllm_config(self._config), torch.no_grad():
+            while time.monotonic() < began + share and next(self._work, ABSENT) is not ABSENT:
+                pass
+        self._slice_ended = time.monotonic()
+        return bool(self._changes)
+
+    def exchange(self) -> bool:
+        """Have the model sample with the staged version; the twin gets what it had. False if none is staged."""
+        changes, self._changes, self._work = self._changes, [], None
+        for mine, theirs, name in changes:
+            old, new = mine.pop(name, ABSENT), theirs.pop(name, ABSENT)
+            if new is not ABSENT:
+                mine[name] = new
+            if old is not ABSENT:
+                theirs[name] = old
+        return bool(changes)
+
+    def _reload(self, path: str) -> Iterator[None]:
+        twin = self._twin
+        expected = {name for name, _ in twin.named_parameters()}
+        before = [dict(vars(each)) for _, each in self._pairs]
+        initialize_layerwise_reload(twin)
+        yield
+        loaded: set[str] = set()
+        with TensorFile(path) as file:
+            for names in _by_layer(file.names()):
+                loaded |= set(twin.load_weights((name, file.get_tensor(name)) for name in names))
+                yield
+            finish_reload(twin, self._config.model_config, expected, loaded)
+            yield
+            yield from compare(twin, file)
+        self._changes = [
+            (vars(module), vars(each), name)
+            for (module, each), old in zip(self._pairs, before, strict=True)
+            for name in _changed(old, vars(each))
+        ]
+
+
+def _on_meta(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: to_meta_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    names = {name for name in before.keys() | after.keys() if before.get(name, ABSENT) is not after.get(name, ABSENT)}
+    return names | {"_parameters", "_buffers"}
+
+
+def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
+    """Names of tensors, those of a layer together."""
+    layers: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        prefix, layer, rest = name.partition(LAYER)
+        layers[f"{prefix}{layer}{rest.partition('.')[0]}" if layer else name].append(name)
+    yield from layers.values()
+
+
+def _twin_of(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> nn.Module:
+    """A module that shares everything but tensors and submodules; what is used twice inside is so in the twin."""
+    if id(module) not in modules:
+        twin = modules[id(module)] = object.__new__(type(module))
+        own = vars(twin)
+        own |= vars(module)
+        own["_parameters"] = {name: _copy_of(tensor, tensors) for name, tensor in module._parameters.items()}
+        own["_buffers"] = {name: _copy_of(tensor, tensors) for name, tensor in module._buffers.items()}
+        own["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+        own["_modules"] = {
+            name: child if child is None else _twin_of(child, modules, tensors)
+            for name, child in module._modules.items()
+        }
+    return modules[id(module)]
+
+
+def _copy_of(tensor: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """A tensor of the same class and attributes with memory of its own."""
+    if tensor is None:
+        return None
+    if id(tensor) not in copies:
+        copy = copies[id(tensor)] = tensor.data.clone()
+        copy.__class__ = tensor.__class__
+        vars(copy).update(vars(tensor))
+    return copies[id(tensor)]

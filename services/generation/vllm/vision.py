@@ -1,0 +1,109 @@
+"""Qwen2-VL and Qwen2.5-VL for vLLM, given pixels that were made already (`services.chat.vision`) instead of pictures.
+
+vLLM would read pictures with transformers' processor, which needs torchvision and a tokenizer in the engine. Here the
+prompt's placeholders are written out before, and pixels come with the request; of vLLM's own processing the sizes are left.
+
+Invariant: what a vision tower computed under one version of the weights is never found by a request under another one.
+"""
+
+# pyright: basic
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
+
+if importlib.util.find_spec("torchvision") is None:
+    # vLLM's module wants one function of a module that can't be imported without torchvision; this one has it too.
+    _needs_torchvision = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    sys.modules.setdefault(_needs_torchvision, image_processing_pil_qwen2_vl)
+
+from vllm import ModelRegistry
+from vllm.inputs.engine import MultiModalInput, mm_input
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+from offbeat.services.chat.vision import PictureReader, stacked
+from offbeat.services.messages.types import GenerateRequest
+
+IMAGE = "image"
+
+
+class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
+    """What vLLM must know to plan memory: a picture may fill a prompt."""
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Pictures alone, in any number."""
+        return {IMAGE: None}
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        """Tokens of the largest picture."""
+        del mm_counts
+        return {IMAGE: seq_len}
+
+
+class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
+    """Never asked to process anything: requests come with pixels."""
+
+    requires_tokenizer = False
+
+    def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> MultiModalInput:
+        """Nothing to warm up."""
+        del mm_counts
+        return mm_input([], MultiModalKwargsItems({}), {}, {})
+
+
+_takes_pixels = MULTIMODAL_REGISTRY.register_processor(
+    NoProcessing, info=Sizes, dummy_inputs=qwen2_vl.Qwen2VLDummyInputsBuilder
+)
+
+
+@_takes_pixels
+class Qwen2VL(qwen2_vl.Qwen2VLForConditionalGeneration):
+    """vLLM's model."""
+
+
+@_takes_pixels
+class Qwen25VL(qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):
+    """vLLM's model."""
+
+
+def register() -> None:
+    """Put these in the place of vLLM's own; in each of the engine's processes."""
+    ModelRegistry.register_model("Qwen2VLForConditionalGeneration", Qwen2VL)
+    ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", Qwen25VL)
+
+
+class PromptMaker:
+    """Prompts with pictures, as vLLM takes them."""
+
+    def __init__(self, model: Path) -> None:
+        """Raises RolloutError where the model reads no pictures."""
+        self._reader = PictureReader(model)
+        self._fields = qwen2_vl._create_qwen2vl_field_factory(self._reader.merge)
+
+    def __call__(self, request: GenerateRequest, salt: str, *, share_prefixes: bool) -> MultiModalInput:
+        """salt: requests with different ones never share what was computed for their pictures, nor, with
+        `share_prefixes`, for their tokens.
+
+        Raises:
+            ValueError: a picture can't be read, or takes another number of tokens.
+        """
+        pixels = [self._reader.pixels(picture.png) for picture in request.pictures]
+        for picture in request.pictures:
+            if picture.count != (real := self._reader.count(picture.png)):
+                raise ValueError(f"a picture of {real} tokens is given {picture.count}")
+        patches, grids = stacked(pixels)
+        read: Any = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
+        places = [PlaceholderRange(offset=picture.start, length=picture.count) for picture in request.pictures]
+        return mm_input(
+            list(request.prompt),
+            MultiModalKwargsItems.from_hf_inputs(read, self._fields(read)),
+            {IMAGE: [f"{salt}-{picture.digest}" for picture in request.pictures]},
+            {IMAGE: places},
+            cache_salt=salt if share_prefixes else None,
+        )

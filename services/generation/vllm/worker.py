@@ -1,0 +1,143 @@
+"""Takes weight versions into the model, inside vLLM's worker process; from a file here, from a learner's GPU beside it.
+
+Invariant: an update that does not raise has loaded every parameter of the model. What came from a file was compared with it.
+"""
+
+# pyright: basic
+import ctypes
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+from offbeat.services.generation.vllm.loading import compare, finish_reload
+from offbeat.services.generation.vllm.lora import (
+    BASE,
+    leave_vocabulary_out,
+    take_adapter,
+    unwrapped,
+)
+from offbeat.services.generation.vllm.staging import Staging, can_stage
+from offbeat.services.generation.vllm.tensor_file import TensorFile
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """One version: a safetensors file with Hugging Face names."""
+
+    path: str
+
+
+class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """vLLM's weight-transfer engine for a local file."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+    model: Any
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Make the layers ready to take weights in checkpoint format."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """Load the file and compare the model with it.
+
+        Raises:
+            LoadError: a parameter got nothing, or something else than the file's values.
+        """
+        expected = {name for name, _ in self.model.named_parameters()}
+        with TensorFile(update_info.path) as file:
+            loaded = self.model.load_weights(file.items())
+            finish_reload(self.model, self.model_config, expected, set(loaded))
+            for _ in compare(self.model, file):
+                pass
+
+    def finish_weight_update(self) -> None:
+        """All is done in `receive_weights`, while the file is open."""
+
+    def shutdown(self) -> None:
+        """Nothing to let go of."""
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; that its module is imported there registers the engine, and models that
+    read pictures."""
+
+    vllm_config: VllmConfig
+    model_runner: Any
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
+    _staging: Staging | None = None
+
+    def stage_weights(self, path: str) -> bool:
+        """Begin to prepare a file's version beside the one that serves; False where it has to be loaded in a pause."""
+        if self._staging is None and can_stage(self.vllm_config):
+            self._staging = Staging(self.model_runner.get_model(), self.vllm_config)
+        if self._staging is not None:
+            self._staging.begin(path)
+        return self._staging is not None
+
+    def stage_more(self) -> bool:
+        """A slice of it; returns whether `take_weights` will find it ready. Raises `LoadError`."""
+        assert self._staging is not None
+        return self._staging.go_on()
+
+    def take_weights(self, update_info: dict[str, Any]) -> None:
+        """Serve the staged version, or load a whole one: in one call, since during each call more nothing is sampled."""
+        if self._staging is not None and self._staging.exchange():
+            return
+        self.start_weight_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()
+
+    def expect_adapters(self) -> None:
+        """Called once, before anything is sampled."""
+        leave_vocabulary_out(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
+
+    def take_adapter(self, folder: str) -> None:
+        """Serve a version that is an adapter, after its base if that lies beside it. Raises `LoadError`."""
+        base = Path(folder, BASE)
+        if base.exists():
+            with unwrapped(self.model_runner.get_model()):
+                self.take_weights({"path": str(base)})
+        take_adapter(self.model_runner, Path(folder))
+
+    def die_with_parent(self) -> None:
+        """Have the kernel end this process when the replica that started it dies, however it dies."""
+        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+# vLLM's attention in bfloat16 uses AMX where the CPU has it, and does not ask Linux for it, which kills who uses it unasked
+torch.cpu._init_amx()
+
+WeightTransferEngineFactory.register_engine("offbeat_file", FileWeightEngine)
+for _backend, _class in (("offbeat_ipc", "IpcEngine"), ("offbeat_nccl", "NcclEngine")):
+    WeightTransferEngineFactory.register_engine(_backend, "offbeat.services.generation.vllm.gpu_transfer", _class)
+for _architecture, _class in (
+    ("Qwen2VLForConditionalGeneration", "Qwen2VL"),
+    ("Qwen2_5_VLForConditionalGeneration", "Qwen25VL"),
+):
+    ModelRegistry.register_model(_architecture, f"offbeat.services.generation.vllm.vision:{_class}")

@@ -1,0 +1,1 @@
+"""Messages between services and their msgpack encoding."""

@@ -1,0 +1,138 @@
+"""What every message is made of: an envelope of kind and schema version around rows of declared types, as msgpack.
+
+Nothing that came over the network is unpickled. Arrays travel as raw little-endian bytes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, NoReturn, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.services.errors import CodecError
+from offbeat.services.messages.types import SCHEMA_VERSION, VersionSpan
+
+MAX_TOKENS = 1 << 24
+"""Longest token sequence that is read; a larger claim is refused before anything is allocated."""
+MAX_BLOB = 1 << 30
+"""Bytes of the largest message that is read."""
+NARROW = 2
+"""Bytes of a token id below 65,536, in segments all of whose tokens are."""
+UINT16, UINT32, INT32, FLOAT32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
+MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
+"""What a body that does not follow its schema may raise when it is checked or packed."""
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A whole number from 0 on that fits 64 bits."""
+
+Body = TypeVar("Body")
+
+
+class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What messages are made of: an array of declared types, in this order and no others."""
+
+
+class Message(Generic[Body]):
+    """Messages of one kind."""
+
+    def __init__(self, kind: str, body: type[Body]) -> None:
+        """body: what lies in the envelope, in types that msgspec reads."""
+        self._kind = kind
+        self._whole: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
+
+    def pack(self, body: Any) -> bytes:
+        """A message. Raises `CodecError` where msgpack has no word for something in it."""
+        try:
+            return ENCODER.encode((self._kind, SCHEMA_VERSION, body))
+        except MALFORMED as error:
+            self.refuse(error)
+
+    def unpack(self, blob: bytes) -> Body:
+        """The body of a message. Raises `CodecError` if it is not one of this kind and of this build's schema."""
+        if len(blob) > MAX_BLOB:
+            raise CodecError(f"{self._kind} message of {len(blob)} bytes: at most {MAX_BLOB} are read")
+        try:
+            kind, version, body = self._whole.decode(blob)
+        except UNREADABLE as error:
+            self._check_envelope(*self._envelope(blob))
+            self.refuse(error)
+        self._check_envelope(kind, version)
+        return body
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """Raise `CodecError` for what is wrong with a body."""
+        raise CodecError(f"malformed {self._kind} message: {error}") from error
+
+    def _envelope(self, blob: bytes) -> tuple[str, int]:
+        try:
+            return ENVELOPE.decode(blob)[:2]
+        except UNREADABLE as error:
+            raise CodecError(f"not a {self._kind} message: {error}") from error
+
+    def _check_envelope(self, kind: str, version: int) -> None:
+        if kind != self._kind:
+            raise CodecError(f"expected a {self._kind} message, got {kind!r}")
+        if version != SCHEMA_VERSION:
+            raise CodecError(f"{self._kind} message has schema version {version!r}, this build reads {SCHEMA_VERSION}")
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as a plain one."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} can't be sent")
+
+
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+ENVELOPE = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
+
+
+def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
+    """Raises TypeError or ValueError unless they are in order, apart and inside `length` tokens."""
+    position = 0
+    for span in spans:
+        start, end, version = span
+        if not type(start) is type(end) is type(version) is int:
+            raise TypeError(f"version span {tuple(span)} is not of whole numbers")
+        if not position <= start < end <= length:
+            raise ValueError(f"version span {tuple(span)} is not in order inside {length} tokens")
+        if not 0 <= version < 1 << 31:  # `Segment.token_versions` is int32
+            raise ValueError(f"version {version}")
+        position = end
+
+
+def count(value: Any, what: str) -> int:
+    """A `Count`. Raises one of `MALFORMED`."""
+    number = int(value)
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"{what} {number}")
+    return number
+
+
+def finite(value: Any, what: str) -> float:
+    """A number that is one. Raises one of `MALFORMED`."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {number}")
+    return number
+
+
+def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
+    """Token ids of `width` bytes each. Raises ValueError if one is negative, or part of one is missing."""
+    if width == NARROW:
+        return np.frombuffer(data, dtype=UINT16).astype(np.int32)
+    tokens = np.frombuffer(data, dtype=INT32).astype(np.int32, copy=False)
+    if len(tokens) and np.minimum.reduce(tokens) < 0:
+        raise ValueError("a negative token id")
+    return tokens
+
+
+def read_logprobs(data: bytes) -> npt.NDArray[np.float32]:
+    """Logprobs. Raises ValueError unless all are finite."""
+    logprobs = np.frombuffer(data, dtype=FLOAT32).astype(np.float32, copy=False)
+    if b"\0" in np.isfinite(logprobs).tobytes():  # a quarter of the time of `all`
+        raise ValueError("a logprob that is not finite")
+    return logprobs

@@ -1,0 +1,66 @@
+"""Pictures inside messages: PNG files that stand for tokens.
+
+Invariants: pictures of one sequence stand in order and apart, inside it, on tokens that nobody sampled; none is larger than
+`MAX_PICTURE`.
+"""
+
+from collections.abc import Sequence
+
+from offbeat.services.messages.envelope import Row
+from offbeat.services.messages.types import Picture, Segment
+
+MAX_PICTURE = 1 << 20
+"""Bytes of one encoded picture; a trajectory of a hundred turns then still fits into Redis."""
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class PictureRow(Row):
+    """A picture as messages carry it."""
+
+    start: int
+    count: int
+    png: bytes
+
+
+def picture_rows(pictures: Sequence[Picture]) -> list[PictureRow]:
+    """As messages carry them."""
+    return [PictureRow(picture.start, picture.count, picture.png) for picture in pictures]
+
+
+def read_pictures(rows: Sequence[PictureRow], length: int) -> tuple[Picture, ...]:
+    """Undo `picture_rows` of a sequence of `length` tokens.
+
+    Raises:
+        ValueError, TypeError: they are no pictures, or do not fit the sequence.
+    """
+    pictures = tuple([Picture(row.start, row.count, row.png) for row in rows])
+    check_pictures(pictures, length)
+    return pictures
+
+
+def check_pictures(pictures: Sequence[Picture], length: int) -> None:
+    """Raises ValueError or TypeError, see `read_pictures`."""
+    position = 0
+    for picture in pictures:
+        start, count, png = picture.start, picture.count, picture.png
+        if type(start) is not int or type(count) is not int or not isinstance(png, bytes):
+            raise TypeError(f"a picture of {type(png).__name__} at {start!r}, {count!r} tokens long")
+        if count < 1 or start < position or start + count > length:
+            raise ValueError(f"a picture on tokens [{start}, {start + count}) is not in order inside {length} tokens")
+        check_png(png)
+        position = start + count
+
+
+def check_png(png: bytes) -> None:
+    """Raises ValueError if it is too large or no PNG."""
+    if len(png) > MAX_PICTURE:
+        raise ValueError(f"a picture of {len(png)} bytes: at most {MAX_PICTURE} are taken")
+    if not png.startswith(PNG):
+        raise ValueError("a picture that is no PNG")
+
+
+def check_unsampled(segment: Segment) -> None:
+    """Raises ValueError if the policy is said to have sampled a picture's token."""
+    for picture in segment.pictures:
+        if segment.loss_mask[picture.start : picture.start + picture.count].any():
+            raise ValueError(f"the tokens of the picture at {picture.start} are said to be sampled")

@@ -1,0 +1,113 @@
+"""A segment inside a message: its tokens in two bytes each where all fit, and the logprobs of sampled tokens alone.
+
+Version spans say which tokens those are, and so what the loss mask is.
+
+Invariant: what is read keeps the invariants of `services.messages.types`, and what is written is read back bit for bit.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from offbeat.services.messages.envelope import (
+    FLOAT32,
+    INT32,
+    MAX_TOKENS,
+    NARROW,
+    UINT16,
+    UINT32,
+    Count,
+    Row,
+    check_spans,
+    read_logprobs,
+    read_tokens,
+)
+from offbeat.services.messages.images import (
+    PictureRow,
+    check_pictures,
+    check_unsampled,
+    picture_rows,
+    read_pictures,
+)
+from offbeat.services.messages.types import Segment, VersionSpan
+
+BOOL = np.dtype(np.bool_)
+
+
+class SegmentRow(Row):
+    """A segment as messages carry it."""
+
+    length: Count
+    tokens: bytes
+    logprobs: bytes
+    versions: tuple[VersionSpan, ...]
+    pictures: list[PictureRow]
+
+
+def segment_row(segment: Segment) -> SegmentRow:
+    """What `read_segment` gives back bit for bit. Raises TypeError or ValueError if it could not."""
+    tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
+    _check_arrays(segment)
+    check_spans(versions, length)
+    # Bytes are cut and put in place in half the time that arrays take.
+    logprobs = segment.logprobs.tobytes()
+    sampled = b"".join([logprobs[4 * start : 4 * end] for start, end, _ in versions])
+    read_logprobs(sampled)
+    mask, placed = _placed(versions, sampled, length)
+    if mask != segment.loss_mask.tobytes():
+        raise ValueError("version spans and loss mask differ")
+    if placed != logprobs:
+        raise ValueError("a logprob of a token that the policy did not sample")
+    check_pictures(segment.pictures, length)
+    check_unsampled(segment)
+    largest = np.maximum.reduce(tokens.view(UINT32), initial=0)  # a negative id is larger than all others
+    if largest >= 1 << 31:
+        raise ValueError("a negative token id")
+    width = UINT16 if largest < 1 << 16 else INT32
+    data = tokens.astype(width, order="C", copy=False).tobytes()
+    return SegmentRow(length, data, sampled, versions, picture_rows(segment.pictures))
+
+
+def _check_arrays(segment: Segment) -> None:
+    tokens, mask, logprobs = segment.tokens, segment.loss_mask, segment.logprobs
+    if tokens.dtype != INT32 or mask.dtype != BOOL or logprobs.dtype != FLOAT32:
+        raise TypeError(f"arrays of {tokens.dtype}, {mask.dtype} and {logprobs.dtype}")
+    if not tokens.ndim == mask.ndim == logprobs.ndim == 1:
+        raise ValueError(f"arrays of shapes {tokens.shape}, {mask.shape} and {logprobs.shape}")
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"segment of {len(tokens)} tokens")
+    if not len(tokens) == len(mask) == len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens, {len(mask)} of the loss mask and {len(logprobs)} logprobs")
+
+
+def read_segment(row: SegmentRow) -> Segment:
+    """Undo `segment_row`. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
+    length, data, versions = row.length, row.tokens, row.versions
+    if length > MAX_TOKENS:
+        raise ValueError(f"segment of {length} tokens")
+    width = NARROW if len(data) == NARROW * length else 4
+    if len(data) != width * length:
+        raise ValueError(f"{len(data)} bytes of tokens, {length} tokens announced")
+    check_spans(versions, length)
+    read_logprobs(row.logprobs)
+    mask, logprobs = _placed(versions, row.logprobs, length)
+    segment = Segment(
+        read_tokens(data, width),
+        np.frombuffer(mask, dtype=BOOL),
+        np.frombuffer(logprobs, dtype=FLOAT32),
+        versions,
+        read_pictures(row.pictures, length),
+    )
+    check_unsampled(segment)
+    return segment
+
+
+def _placed(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
+    """Loss mask and logprobs of all tokens, of those of sampled tokens alone."""
+    mask, logprobs, taken = bytearray(length), bytearray(4 * length), 0
+    for start, end, _ in spans:
+        mask[start:end] = b"\1" * (end - start)
+        logprobs[4 * start : 4 * end] = sampled[taken : (taken := taken + 4 * (end - start))]
+    if taken != len(sampled):
+        raise ValueError(f"{taken // 4} sampled tokens and {len(sampled) // 4} logprobs")
+    return mask, logprobs

@@ -1,0 +1,1 @@
+"""Redis connections, servers, errors and leases."""

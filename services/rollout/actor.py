@@ -1,0 +1,198 @@
+# pyright: basic
+"""Env workers as Ray actors: wiring only.
+
+Invariant: an actor works from the moment that it exists, also after Ray restarted it; a loop that ends by itself ends the
+process, so that Ray starts a fresh one.
+
+Python's garbage collector in a process that holds thousands of living episodes.
+
+What imports, envs and episodes allocate lives long, and little of it is cyclic garbage; the collector would walk all
+of it again and again, at a cost per trajectory that grows with the number of episodes in hand.
+"""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from redis import exceptions as redis_errors
+from redis.asyncio import Redis
+
+from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
+from offbeat.services.chat.tool_templates import load_playing_format
+from offbeat.services.generation.client import ServeGenerationClient
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect_async
+from offbeat.services.redis.errors import retryable
+from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.worker import EnvWorker, WorkerEnd
+from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configure_logging
+
+LEAST_YOUNG_OBJECTS = 20_000
+"""New objects until the youngest generation is collected; Python's own 700 is a few turns of a busy worker."""
+OBJECTS_PER_EPISODE = 100
+"""About what an episode holds. Many that are played together make and drop so many together: only where more are new is some
+of it likely to be garbage."""
+YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
+
+
+def calm_collector(episodes: int) -> None:
+    """Leave what exists now to itself, and look for garbage among the rest more rarely.
+
+    episodes: that are played at a time at most.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(max(LEAST_YOUNG_OBJECTS, OBJECTS_PER_EPISODE * episodes), YOUNG_PER_MIDDLE, MIDDLE_PER_OLD)
+
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+"""Between two looks for the generation service, which may start later than the workers."""
+RESTARTS = -1
+"""Ray replaces a dead worker for as long as the run wants it; what it was playing goes to others meanwhile."""
+
+
+def worker_name(run_id: str, index: int) -> str:
+    """Name of the actor, and the id under which the buffer knows it."""
+    return f"env-worker-{run_id}-{index}"
+
+
+class EnvWorkerActor:
+    """One env worker in a process of its own."""
+
+    def __init__(self, index: int, settings: dict[str, Any]) -> None:
+        self._settings = WorkerSettings.model_validate(settings, strict=False)
+        self._name = worker_name(self._settings.run_id, index)
+        configure_logging(self._name, self._settings.output_dir / "logs")
+        self._chat = load_playing_format(self._settings.model_folder)
+        if self._chat.rewrites:
+            log.info("each turn that history is rewritten after becomes a segment of its own: %s", self._chat.rewrites)
+        self._worker: EnvWorker | None = None
+        self._working = asyncio.get_running_loop().create_task(self._work())
+
+    async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
+        """Answers while the loop runs: name, process id, whether it works already, and episodes in hand.
+
+        num_workers: that the run has now, among whom some things are shared out.
+        """
+        worker = self._worker
+        if worker and num_workers:
+            worker.share_with(num_workers)
+        playing = worker.num_playing if worker else 0
+        return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
+
+    async def drain(self) -> None:
+        """Claim nothing more until the process is replaced."""
+        if self._worker:
+            self._worker.drain()
+
+    async def stop(self) -> None:
+        """Give back all episodes and end the actor for good. The caller may see its death instead of an answer."""
+        if self._worker:
+            self._worker.stop()
+            await self._working
+        # `exit_actor` would wait for calls that still run, such as those that hang.
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _work(self) -> None:
+        log.info("%s starts in process %d", self._name, os.getpid())
+        redis = connect_async(self._settings.redis_url)
+        try:
+            generation = await self._find_generation()
+            self._worker = EnvWorker(
+                self._settings,
+                self._name,
+                buffer=AsyncRolloutBuffer(redis, self._settings.run_id),
+                generation=generation,
+                metrics=_PatientMetrics(redis, self._settings.run_id),
+                chat=self._chat,
+                board=_WaitsBoard(redis, self._settings.run_id),
+            )
+            calm_collector(self._settings.rollout.max_env_num_per_worker)
+            log.info("%s works", self._name)
+            end = await self._worker.run()
+        except Exception:
+            log.exception("the worker's loop failed; a fresh process takes over")
+            os._exit(1)
+        await redis.aclose()
+        if end is WorkerEnd.WORN_OUT:
+            log.error("too many threads hang in envs; a fresh process takes over")
+            os._exit(1)
+        log.info("%s has stopped", self._name)
+
+    async def _find_generation(self) -> ServeGenerationClient:
+        while True:
+            try:
+                return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app)
+            except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
+                log.info("generation is not there yet: %s", error)
+                await asyncio.sleep(LOOK_EVERY_S)
+
+
+class _WaitsBoard:
+    """The run's hash of what each part does, in Redis."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis: Any = redis
+        self._key = RunKeys(run_id).doing
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
+        try:
+            await self._redis.hset(self._key, worker_id, json.dumps(report))
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise retryable(error) from error
+
+
+class _PatientMetrics:
+    """The run's metrics stream, with Redis's silence as the error that is waited out."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._metrics = AsyncRedisMetrics(redis, run_id)
+
+    async def append(self, record: MetricRecord) -> None:
+        try:
+            await self._metrics.append(record)
+        except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+            raise retryable(error) from error
+
+
+def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
+    """Start env worker `index` of a run as a detached actor, or find the one that is there; returns its handle.
+
+    It starts working by itself, waiting for the generation application if need be.
+    """
+    return (
+        ray.remote(EnvWorkerActor)
+        .options(
+            name=worker_name(settings.run_id, index),
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=settings.rollout.cpus_per_worker,
+            max_restarts=RESTARTS,
+            max_task_retries=0,
+        )
+        .remote(index, settings.model_dump(mode="json"))
+    )
+
+
+async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float = 5.0) -> None:
+    """Let a worker give back its episodes, then end it for good; one that does not answer in `grace_s` is ended at once."""
+    try:
+        actor = await asyncio.to_thread(ray.get_actor, worker_name(run_id, index), namespace=namespace)
+    except ValueError:
+        return
+    try:
+        async with asyncio.timeout(grace_s):
+            await actor.stop.remote()  # pyright: ignore[reportGeneralTypeIssues]
+    except (RayError, TimeoutError) as error:
+        log.warning("%s did not stop by itself: %r", worker_name(run_id, index), error)
+    ray.kill(actor, no_restart=True)

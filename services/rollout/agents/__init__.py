@@ -1,0 +1,1 @@
+"""Episodes driven by external agents."""

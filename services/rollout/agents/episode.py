@@ -1,0 +1,231 @@
+"""One episode that a foreign agent plays: its calls of the policy are captured by the gateway, its env is the tag's own.
+
+Invariants: what the learner gets is what the gateway recorded, whatever the agent did with it; an episode whose sampling or
+env failed is no trajectory; the episode's key is closed before its trajectory is made.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offbeat.envs.prompts import fill_template
+from offbeat.services.chat.capture import Captured
+from offbeat.services.chat.template import ChatTemplate, load_chat_template
+from offbeat.services.chat.tool_parsers import load_parser
+from offbeat.services.chat.tool_templates import load_function_template
+from offbeat.services.errors import EpisodeError, RolloutError
+from offbeat.services.gateway.server import Gateway
+from offbeat.services.gateway.session import Bounds, EpisodeSession, RefusedError
+from offbeat.services.messages.types import StopReason, Trajectory
+from offbeat.services.rollout.agents.pool import AgentPool, Outcome
+from offbeat.services.rollout.agents.task import AgentTask
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.episodes.episode import (
+    EpisodeMetrics,
+    EpisodePlan,
+    PlayableEnv,
+    Sample,
+)
+
+
+class AgentDesk:
+    """What the agents of one process share: the policy's template, the gateway, and their processes."""
+
+    def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
+        """parsers: every `tool_call_parser` that a tag names.
+
+        Raises:
+            RolloutError: the folder's chat template can't be used, or a parser not with it.
+        """
+        self.templates = {name: load_agent_template(model_folder, name) for name in parsers}
+        self.gateway = Gateway()
+        self.pool = AgentPool()
+
+    async def close(self) -> None:
+        """Let go of all processes and of the port."""
+        await self.pool.close()
+        await self.gateway.close()
+
+
+def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
+    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentDesk`.
+
+    tool_call_parser: None takes what reads the calls of tools that the template writes, if anything does.
+    """
+    if tool_call_parser is not None:
+        return load_chat_template(model_folder, partial(load_parser, tool_call_parser))
+    plain = load_chat_template(model_folder)
+    if plain.tools is not None:
+        return plain
+    try:
+        return load_function_template(model_folder)
+    except RolloutError:
+        return plain  # an agent that uses no tools plays with it all the same
+
+
+def desk_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentDesk | None:
+    """A desk, where a tag has an agent of its own."""
+    parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
+    return AgentDesk(model_folder, parsers) if parsers else None
+
+
+class SteppedEnv:
+    """The env as the agent reaches it over HTTP (`offbeat.services.gateway.session.EpisodeEnv`)."""
+
+    def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, observation: str) -> None:
+        rules = plan.env
+        self._env, self._rules = env, rules
+        self._modes = traits.metrics_agg_mode
+        self._system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
+        self._turn = asyncio.Lock()
+        self._results: list[StepResult] = []
+        self._first = self._message(observation)
+        self.session: EpisodeSession | None = None
+        """Hears of rewards; set before the agent starts."""
+        self.task: dict[str, Any] = {}
+        """See `EpisodeEnv.task`."""
+        self.texts = [self._system]
+        """System prompt, then observation and action in turn, as `Trajectory.text` has it."""
+        self._seen = self._first
+
+    def agent_task(self, origin: str, plan: EpisodePlan, session: EpisodeSession) -> AgentTask:
+        """What the agent is given."""
+        self.session = session
+        task = AgentTask(
+            base_url=f"{origin}/v1",
+            api_key=session.key,
+            anthropic_base_url=origin,
+            env_url=f"{origin}/env",
+            model=session.model,
+            tag=plan.tag,
+            seed=plan.seed,
+            system_prompt=self._system,
+            observation=self._first,
+            max_steps=self._rules.max_steps,
+        )
+        self.task = task.plain()
+        return task
+
+    @property
+    def over(self) -> StopReason | None:
+        """Why no more steps can be made."""
+        if not self._results:
+            return None
+        last = self._results[-1]
+        if last.terminated:
+            return StopReason.TERMINATED
+        if last.truncated:
+            return StopReason.TRUNCATED
+        return StopReason.MAX_STEPS if len(self._results) >= self._rules.max_steps else None
+
+    async def step(self, action: str) -> dict[str, Any]:
+        """See `EpisodeEnv.step`."""
+        session = self.session
+        assert session is not None, "agent_task() comes first"
+        async with self._turn:
+            if self.over:
+                raise RefusedError(f"the episode is over: {self.over.value}", "episode_over")
+            try:
+                result = await self._env.step(action)
+            except EpisodeError as error:
+                session.fail(error)
+                raise
+            self._results.append(result)
+            self.texts += [self._seen, action]
+            self._seen = self._message(result.observation)
+            session.reward(result.reward)
+        return {
+            "observation": self._seen,
+            "reward": result.reward,
+            "done": self.over is not None,
+            "metrics": result.metrics,
+        }
+
+    async def settle(self) -> None:
+        """Wait for a step that the agent has left running."""
+        async with self._turn:
+            pass
+
+    def metrics(self, own: Mapping[str, float]) -> dict[str, float]:
+        """The env's, put together by its rules; the agent's own go before them."""
+        metrics = EpisodeMetrics(self._modes)
+        for result in self._results:
+            metrics.add(result.metrics)
+        return {**metrics.values(), **own}
+
+    def _message(self, observation: str) -> str:
+        step = len(self._results) + 1
+        left = self._rules.max_steps - step + 1
+        return fill_template(self._rules.agent_template, observation=observation, step=step, actions_left=left)
+
+
+async def play_with_agent(
+    plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, desk: AgentDesk
+) -> Trajectory:
+    """Let the tag's agent play an episode to its end.
+
+    Raises:
+        EpisodeError: env, generation or agent failed; the episode should be tried again.
+    """
+    began = time.monotonic()
+    async with desk.pool.place(plan.tag, runner):
+        stepped = SteppedEnv(env, plan, traits, await env.reset(plan.seed))
+        most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
+        bounds = Bounds(plan.sequence_length, most, runner.max_calls)
+        session = EpisodeSession(desk.templates[runner.tool_call_parser], sample, bounds, env=stepped)
+        desk.gateway.start()
+        task = stepped.agent_task(desk.gateway.origin, plan, session)
+        with desk.gateway.opened(session):
+            outcome = await _run(desk.pool, runner, task, session)
+            await stepped.settle()
+            if outcome.answer is not None and not stepped.over:
+                await stepped.step(outcome.answer)
+        if outcome.reward is not None:
+            session.rewards.clear()
+            session.reward(outcome.reward)
+        captured = session.close()
+    if not captured.turns:
+        raise EpisodeError("agent_silent", "the agent ended without an answer of the policy")
+    return Trajectory(
+        group_id=plan.task.group_id,
+        index=plan.task.index,
+        attempt=plan.task.attempt,
+        tag=plan.tag,
+        seed=plan.seed,
+        segments=captured.segments,
+        turns=captured.turns,
+        stop_reason=stepped.over or (StopReason.MAX_LENGTH if session.ran_out else StopReason.TERMINATED),
+        metrics={**stepped.metrics(outcome.metrics), **_counts(captured)},
+        worker_id=plan.worker_id,
+        duration_s=time.monotonic() - began,
+        text=tuple(stepped.texts) if plan.keep_text else (),
+    )
+
+
+async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> Outcome:
+    """The agent's outcome; it is ended when the episode can't be captured any more."""
+    running = asyncio.ensure_future(pool.run(runner, task))
+    failing = asyncio.ensure_future(session.failed.wait())
+    try:
+        await asyncio.wait((running, failing), return_when=asyncio.FIRST_COMPLETED)
+        if session.failure is not None:
+            raise _as_episode_error(session.failure)
+        return await running
+    finally:
+        failing.cancel()
+        running.cancel()
+        await asyncio.wait({running})
+
+
+def _as_episode_error(error: Exception) -> EpisodeError:
+    return error if isinstance(error, EpisodeError) else EpisodeError("generation_invalid", str(error))
+
+
+def _counts(captured: Captured) -> dict[str, float]:
+    sampled = sum(turn.end - turn.start for turn in captured.turns)
+    turns = len(captured.turns)
+    return {**captured.metrics, "num_actions": float(turns), "response_length": sampled / max(turns, 1)}

@@ -1,0 +1,107 @@
+"""Foreign agents' processes: started on demand, used again while they are healthy, killed with all that they started.
+
+Invariants: at most `num_agents` of a tag run at a time; an agent that failed, was cancelled or took too long leaves no
+process behind; a command's processes are gone when its episode is.
+"""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.rollout.agents.task import AgentTask
+from offbeat.services.rollout.child_process import PipedChild
+from offbeat.services.rollout.config import AgentRunner
+
+MODULE = "offbeat.services.rollout.agents.process_main"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent returned."""
+
+    reward: float | None = None
+    answer: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class AgentPool:
+    """Runs the agents of one worker."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[str, list[PipedChild]] = defaultdict(list)
+        self._places: dict[str, asyncio.Semaphore] = {}
+
+    def place(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
+        """Held by an episode from before its env is reset, so that episodes wait outside."""
+        return self._places.setdefault(tag, asyncio.Semaphore(runner.num_agents))
+
+    async def run(self, runner: AgentRunner, task: AgentTask) -> Outcome:
+        """Let the agent play one episode.
+
+        Raises:
+            EpisodeError: `agent_error`, `agent_timeout`, `agent_crashed` or `agent_result`.
+        """
+        child = self._idle[task.tag].pop() if self._idle[task.tag] else PipedChild(MODULE, "agent_crashed")
+        try:
+            if child.pid is None:
+                await child.start()
+            what = ("call", runner.path) if runner.path else ("run", list(runner.command))
+            returned = await child.ask(what[0], runner.timeout_s, what[1], task.plain())
+        except EpisodeError as error:
+            await child.kill()
+            reason = {"call_error": "agent_error", "run_error": "agent_error"}.get(error.reason, error.reason)
+            reason = {"call_timeout": "agent_timeout", "run_timeout": "agent_timeout"}.get(reason, reason)
+            raise EpisodeError(reason, str(error)) from error
+        except BaseException:
+            await asyncio.shield(child.kill())
+            raise
+        if runner.path:
+            self._idle[task.tag].append(child)
+        else:
+            await child.kill()
+        return outcome_of(returned)
+
+    async def close(self) -> None:
+        """Kill all that are idle."""
+        idle = [child for children in self._idle.values() for child in children]
+        self._idle.clear()
+        await asyncio.gather(*(child.kill() for child in idle))
+
+
+def outcome_of(returned: Any) -> Outcome:
+    """What a number, a text, an object or None means.
+
+    Raises:
+        EpisodeError: it is nothing of that.
+    """
+    if returned is None:
+        return Outcome()
+    if isinstance(returned, str):
+        return Outcome(answer=returned)
+    if isinstance(returned, int | float):
+        return Outcome(reward=_finite("reward", returned))
+    if isinstance(returned, dict):
+        result = cast(dict[str, Any], returned)
+        unknown = set(result) - {"reward", "answer", "metrics"}
+        metrics = result.get("metrics") or {}
+        if not unknown and isinstance(metrics, dict):
+            reward, answer = result.get("reward"), result.get("answer")
+            return Outcome(
+                None if reward is None else _finite("reward", reward),
+                None if answer is None else str(answer),
+                {str(name): _finite(str(name), value) for name, value in cast(dict[str, Any], metrics).items()},
+            )
+    raise EpisodeError(
+        "agent_result",
+        f"the agent returned {returned!r}: a reward, an answer, None, or an object of reward, answer and metrics is needed",
+    )
+
+
+def _finite(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise EpisodeError("agent_result", f"the agent's {name} is {value!r}: a finite number is needed")
+    return float(value)

@@ -1,0 +1,87 @@
+"""The process of one foreign agent (`services.rollout.agents.pool`): a function that is called, or a command that is run."""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import IO, Any
+
+from offbeat.services.rollout.agents.task import AgentTask
+from offbeat.services.rollout.child_main import serve
+
+TOLD = 2_000
+"""Characters of a failed command's output that are told."""
+TAIL, PIECE = 1 << 20, 1 << 16
+"""Bytes of a command's output that are kept, and read at a time; what it returns is among the former."""
+
+
+def find_agent(path: str) -> Callable[[AgentTask], Any]:
+    """The function of `module:function`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        found: object = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"agent_runner.path {path!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"agent_runner.path {path!r} is a {type(found).__name__}, not a function")
+    return found
+
+
+def call(path: str, plain: Mapping[str, Any]) -> Any:
+    """Call the agent's function."""
+    return find_agent(path)(AgentTask.of(plain))
+
+
+def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
+    """Run the agent's command: the task is in its environment and on its stdin; the last line of its stdout, as JSON or as
+    text, is what it returns.
+
+    Raises:
+        RuntimeError: it ended with another status than 0.
+    """
+    task = AgentTask.of(plain)
+    environment = {**os.environ, **task.environment()}
+    pipe = subprocess.PIPE
+    with (
+        ThreadPoolExecutor(2) as readers,
+        subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process,
+    ):
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        said, complained = readers.submit(_tail, process.stdout), readers.submit(_tail, process.stderr)
+        with suppress(BrokenPipeError):  # it may not want to hear it
+            process.stdin.write(json.dumps(task.plain()).encode())
+            process.stdin.close()
+        output, errors = said.result(), complained.result()
+    sys.stderr.write(errors)
+    if process.returncode:
+        raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-TOLD:]}")
+    lines = [line for line in output.splitlines() if line.strip()]
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        return lines[-1]
+
+
+def _tail(stream: IO[bytes]) -> str:
+    """The end of what a stream says: an agent may say much in an episode."""
+    kept = bytearray()
+    while chunk := os.read(stream.fileno(), PIECE):
+        kept += chunk
+        if len(kept) > 2 * TAIL:
+            del kept[:-TAIL]
+    return kept[-TAIL:].decode(errors="replace")
+
+
+if __name__ == "__main__":
+    serve({"call": call, "run": run})

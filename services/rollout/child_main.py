@@ -1,0 +1,57 @@
+"""The child's end of `child_process`: reads commands from stdin, answers on stdout. Knows the standard library and
+msgpack alone, so that a child starts fast.
+
+Invariant: it never outlives its worker, not even hung: the end of its stdin kills its process group, and the kernel kills it
+when its parent dies.
+"""
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, NoReturn, cast
+
+import msgpack
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
+    """Answer commands by name until the worker closes the pipe; what they print goes to stderr.
+
+    An answer is (True, result), or (False, what went wrong): whatever a command raises is an answer.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what user code prints must not end up among the answers
+    source = os.fdopen(os.dup(0), "rb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    asked: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(source, asked), daemon=True).start()
+    while True:
+        message = cast(bytes, msgpack.packb(_answer(commands, asked.get())))
+        answers.write(len(message).to_bytes(4, "little") + message)
+        answers.flush()
+
+
+def _answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> tuple[bool, Any]:
+    what, *args = command
+    try:
+        return True, commands[what](*args)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _read(source: BinaryIO, asked: "queue.SimpleQueue[list[Any]]") -> None:
+    """Read until the worker is gone; then end this process and all that it started."""
+    while len(header := source.read(4)) == 4:
+        asked.put(msgpack.unpackb(source.read(int.from_bytes(header, "little"))))
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

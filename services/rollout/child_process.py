@@ -1,0 +1,138 @@
+"""A child process that answers commands over its pipes, killed with everything that it started.
+
+Invariants: the child leads a process group, which is killed whole; when the worker dies, by whatever means, its children see
+their pipe end and kill their groups; only msgpack crosses the pipe.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import struct
+import sys
+from contextlib import suppress
+from typing import Any, cast
+
+import msgpack
+
+from offbeat.services.errors import EpisodeError
+
+logger = logging.getLogger(__name__)
+
+LENGTH = struct.Struct("<I")
+LONGEST_MESSAGE = 64 * 1024 * 1024
+"""Bytes; a child that announces more is taken for broken."""
+MOST_PRINTED = 1024 * 1024
+"""Bytes that a child may print in its life: they end up in a log file."""
+CHUNK = 64 * 1024
+SLOW_S = 0.01
+"""Between two chunks of a child that has printed too much: 6 MB/s, so that it can't keep its worker busy."""
+
+
+class PipedChild:
+    """One process of a module that serves commands by `offbeat.services.rollout.child_main`; one caller at a time."""
+
+    def __init__(self, module: str, crash_reason: str) -> None:
+        """crash_reason: of the `EpisodeError` when the child dies or talks nonsense."""
+        self._module = module
+        self._crash_reason = crash_reason
+        self._child: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self.healthy = True
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, which is also its process group's id."""
+        return self._child.pid if self._child else None
+
+    async def start(self) -> None:
+        """Start the process. Cancelled, it leaves none behind."""
+        # A user's code may lie anywhere on this process's path.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self._module),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=environment,
+            )
+        )
+        try:
+            child = await asyncio.shield(starting)
+            self._child = child
+            self._listening = asyncio.create_task(_forward(child), name="what a child prints")
+        except asyncio.CancelledError:
+            self._child = await starting
+            await self.kill()
+            raise
+
+    async def ask(self, what: str, timeout_s: float, *args: Any) -> Any:
+        """One command and its answer; anything but a result kills the child.
+
+        Raises:
+            EpisodeError: `<what>_error`, `<what>_timeout`, or the crash reason.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                ok, answer = await self._exchange([what, *args])
+        except TimeoutError:
+            await self.kill()
+            raise EpisodeError(f"{what}_timeout", f"no answer in {timeout_s:g} s") from None
+        except (OSError, EOFError, ValueError, TypeError, msgpack.UnpackException) as error:
+            status = await self.kill()
+            raise EpisodeError(self._crash_reason, f"at {what}, exit status {status}: {error}") from error
+        except asyncio.CancelledError:
+            await self.kill()
+            raise
+        if not ok:
+            await self.kill()
+            raise EpisodeError(f"{what}_error", str(answer))
+        return answer
+
+    async def kill(self) -> int | None:
+        """Kill the child's process group and reap the child; its exit status."""
+        self.healthy = False
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        if child.stdin is not None:
+            child.stdin.close()
+        try:
+            return await asyncio.shield(child.wait())
+        finally:
+            if self._listening is not None:
+                self._listening.cancel()
+
+    async def _exchange(self, command: list[Any]) -> tuple[bool, Any]:
+        child = self._child
+        assert child is not None, "start() comes first"
+        assert child.stdin is not None
+        assert child.stdout is not None
+        message = cast(bytes, msgpack.packb(command))
+        child.stdin.write(LENGTH.pack(len(message)) + message)
+        await child.stdin.drain()
+        (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
+        if length > LONGEST_MESSAGE:
+            raise ValueError(f"the child announces {length} bytes")
+        ok, answer = msgpack.unpackb(await child.stdout.readexactly(length))
+        return bool(ok), answer
+
+
+async def _forward(child: asyncio.subprocess.Process) -> None:
+    """Pass on to our own stderr what the child prints, up to a limit; who prints on is slowed down, and not heard."""
+    assert child.stderr is not None
+    heard = 0
+    while chunk := await child.stderr.read(CHUNK):
+        heard += len(chunk)
+        if heard <= MOST_PRINTED:
+            os.write(2, chunk)
+            continue
+        if heard - len(chunk) <= MOST_PRINTED:
+            logger.warning(
+                "process %d has printed %d bytes: what it prints from here on is thrown away", child.pid, heard
+            )
+        await asyncio.sleep(SLOW_S)

@@ -1,0 +1,114 @@
+"""Envs that are made once and played many times.
+
+Invariant: an env is lent to one episode at a time, and comes back only if it is healthy.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from anyio import CapacityLimiter
+
+from offbeat.envs.registry import held_out_config
+from offbeat.services.messages.types import EpisodeKind
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.process_env import ProcessEnv
+from offbeat.services.rollout.envs.runners import (
+    EnvRunner,
+    EnvSpec,
+    EnvTraits,
+    InlineEnv,
+    ThreadEnv,
+)
+from offbeat.services.threads import DaemonThreads
+
+Key = tuple[str, EpisodeKind]
+
+_OPEN = nullcontext()
+"""A turnstile that lets everything through."""
+
+
+@dataclass(slots=True)
+class Lent:
+    """An env in the hands of one episode."""
+
+    key: Key
+    runner: EnvRunner
+    traits: EnvTraits
+
+
+class EnvPool:
+    """Makes envs of the tags on demand and keeps idle ones for the next episode."""
+
+    def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int, num_workers: int = 1) -> None:
+        """num_workers: that share what a tag may have under way."""
+        self._envs = custom_envs
+        self._threads = DaemonThreads(num_threads)
+        self._num_threads = num_threads
+        self._idle: defaultdict[Key, list[Lent]] = defaultdict(list)
+        bounds = {tag: env.max_env_step_concurrent for tag, env in custom_envs.items()}
+        self._bounds = {tag: bound for tag, bound in bounds.items() if bound is not None}
+        self._limiters = {tag: CapacityLimiter(bound) for tag, bound in self._bounds.items()}
+        self.share_with(num_workers)
+
+    def share_with(self, num_workers: int) -> None:
+        """So many workers share what a tag may have under way, from the next call on."""
+        for tag, bound in self._bounds.items():
+            self._limiters[tag].total_tokens = max(1, bound // num_workers)
+
+    @property
+    def num_hung(self) -> int:
+        """Threads that hang in an env now."""
+        return self._threads.num_hung
+
+    @property
+    def is_worn_out(self) -> bool:
+        """Whether so many threads hang that the process should be replaced."""
+        return self._threads.num_hung >= self._num_threads
+
+    def turnstile(self, tag: str) -> AbstractAsyncContextManager[Any]:
+        """Entered for each call of reset and step: lets this worker's share of `max_env_step_concurrent` through."""
+        return self._limiters.get(tag) or _OPEN
+
+    async def take(self, tag: str, kind: EpisodeKind) -> Lent:
+        """An env to play; evaluation's is on its held-out split.
+
+        Raises:
+            EpisodeError: it can't be made.
+        """
+        key = (tag, kind)
+        if self._idle[key]:
+            return self._idle[key].pop()
+        runner = self._make(self._envs[tag], kind)
+        try:
+            return Lent(key, runner, await runner.start())
+        except BaseException:
+            await asyncio.shield(runner.close())
+            raise
+
+    def keep(self, lent: Lent) -> bool:
+        """Take back an env whose episode is finished; False where it may not be played again."""
+        if lent.runner.healthy:
+            self._idle[lent.key].append(lent)
+        return lent.runner.healthy
+
+    async def close(self) -> None:
+        """Close all idle envs."""
+        idle = [lent for envs in self._idle.values() for lent in envs]
+        self._idle.clear()
+        await asyncio.gather(*(lent.runner.close() for lent in idle))
+        self._threads.close()
+
+    def _make(self, env: CustomEnv, kind: EpisodeKind) -> EnvRunner:
+        config = env.env_config if kind is EpisodeKind.TRAIN else held_out_config(env.env_type, env.env_config)
+        spec = EnvSpec(env.env_type, config, env.reset_timeout_s, env.step_timeout_s, env.memory_gib)
+        match env.execution:
+            case "inline":
+                return InlineEnv(spec)
+            case "thread":
+                return ThreadEnv(spec, self._threads)
+            case "process":
+                return ProcessEnv(spec)

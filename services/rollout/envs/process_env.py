@@ -1,0 +1,54 @@
+"""An env in a process of its own (`services.rollout.child_process`), killed when it hangs or is not needed any more."""
+
+from contextlib import suppress
+
+from offbeat.services.errors import EpisodeError
+from offbeat.services.rollout.child_process import PipedChild
+from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, StepResult
+
+CLOSE_S = 2.0
+"""Time that an env has to close before it is killed."""
+
+
+class ProcessEnv:
+    """`EnvRunner` in a child process (`offbeat.services.rollout.envs.process_env_main`)."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self._spec = spec
+        self._child = PipedChild("offbeat.services.rollout.envs.process_env_main", "env_crashed")
+
+    @property
+    def healthy(self) -> bool:
+        """See `EnvRunner.healthy`."""
+        return self._child.healthy
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child, which is also its process group's id."""
+        return self._child.pid
+
+    async def start(self) -> EnvTraits:
+        """See `EnvRunner.start`."""
+        spec = self._spec
+        await self._child.start()
+        what = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
+        return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *what))
+
+    async def reset(self, seed: int) -> str:
+        """See `EnvRunner.reset`."""
+        return str(await self._child.ask("reset", self._spec.reset_timeout_s, seed))
+
+    async def step(self, action: str) -> StepResult:
+        """See `EnvRunner.step`."""
+        return StepResult(*await self._child.ask("step", self._spec.step_timeout_s, action))
+
+    async def picture(self) -> bytes:
+        """See `EnvRunner.picture`."""
+        return bytes(await self._child.ask("picture", self._spec.step_timeout_s))
+
+    async def close(self) -> None:
+        """See `EnvRunner.close`."""
+        if self._child.healthy and self._child.pid is not None:
+            with suppress(EpisodeError):
+                await self._child.ask("close", CLOSE_S)
+        await self._child.kill()

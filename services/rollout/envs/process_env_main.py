@@ -1,0 +1,44 @@
+"""The process of one env (`offbeat.services.rollout.envs.process_env`)."""
+
+import resource
+from typing import Any
+
+from offbeat.envs.registry import TextEnv, make
+from offbeat.services.rollout.child_main import serve
+from offbeat.services.rollout.envs.runners import (
+    close_quietly,
+    do_picture,
+    do_reset,
+    do_step,
+    traits_of,
+)
+
+
+class EnvServer:
+    """One env and the commands that it understands."""
+
+    def __init__(self) -> None:
+        self._env: TextEnv | None = None
+        self.commands = {
+            "make": self._make,
+            "reset": lambda seed: do_reset(self._made, seed),
+            "step": lambda action: do_step(self._made, action),
+            "picture": lambda: do_picture(self._made),
+            "close": lambda: close_quietly(self._made),
+        }
+
+    @property
+    def _made(self) -> TextEnv:
+        if self._env is None:
+            raise RuntimeError("make comes first")
+        return self._env
+
+    def _make(self, env_type: str, env_config: dict[str, Any], memory_bytes: int) -> Any:
+        # Of what is written to: libraries map far more than they use
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        self._env = make(env_type, env_config)
+        return traits_of(self._env)
+
+
+if __name__ == "__main__":
+    serve(EnvServer().commands)

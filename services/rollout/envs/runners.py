@@ -1,0 +1,272 @@
+"""Running an env's reset and step where it can do no harm: on the loop, in a thread, or in a process of its own.
+
+Invariants: whatever an env does, its caller gets a result or an `EpisodeError` within the time limit (inline envs excepted,
+which are trusted to answer at once); an env that failed or hung is never played again; a process env leaves no child behind.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from pydantic import JsonValue
+
+from offbeat.envs.registry import TextEnv, make
+from offbeat.services.chat.vision import encode_png
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.images import check_png
+from offbeat.services.threads import DaemonThreads, HungError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NUMBERS = (int, float, np.bool_, np.integer, np.floating)
+"""What of an env's info becomes a metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """What is run, and how long a call may take."""
+
+    env_type: str
+    env_config: Mapping[str, JsonValue]
+    reset_timeout_s: float
+    """Also of making the env."""
+    step_timeout_s: float
+    memory_gib: float = 4.0
+    """Of a process."""
+
+
+class EnvTraits(NamedTuple):
+    """What an env says about itself."""
+
+    system_prompt: str
+    metrics_agg_mode: dict[str, str]
+    functions: Sequence[Mapping[str, Any]] = ()
+    """That the policy may call (`offbeat.envs.tools.functions`), in OpenAI's form."""
+
+
+class StepResult(NamedTuple):
+    """The env's reply to an answer."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    metrics: dict[str, float]
+
+
+class EnvRunner(Protocol):
+    """An env wherever it runs; one caller at a time."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it may be played again."""
+        ...
+
+    async def start(self) -> EnvTraits:
+        """Make the env. Raises EpisodeError, as all others do."""
+        ...
+
+    async def reset(self, seed: int) -> str:
+        """Begin an episode; the first observation."""
+        ...
+
+    async def step(self, action: str) -> StepResult:
+        """Answer an observation."""
+        ...
+
+    async def picture(self) -> bytes:
+        """What the env looks like now, as PNG."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the env, whatever it is doing; never raises EpisodeError."""
+        ...
+
+
+def traits_of(env: TextEnv) -> EnvTraits:
+    """What the env's attributes say; an env without `system_prompt` has an empty one."""
+    inner = env.unwrapped
+    modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
+    functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
+    return EnvTraits(str(getattr(inner, "system_prompt", "")), dict(modes), tuple(dict(each) for each in functions))
+
+
+def do_reset(env: TextEnv, seed: int) -> str:
+    """`env.reset`, its answer checked.
+
+    Raises:
+        TypeError: the observation is not text.
+    """
+    observation, _ = env.reset(seed=seed)
+    return _text(observation)
+
+
+def do_step(env: TextEnv, action: str) -> StepResult:
+    """`env.step`, its answer checked and its info reduced to metrics.
+
+    Raises:
+        TypeError: the observation is not text.
+        ValueError: the reward is not finite.
+    """
+    observation, reward, terminated, truncated, info = env.step(action)
+    value = float(reward)
+    if not math.isfinite(value):
+        raise ValueError(f"the env's reward is {value}")
+    metrics = {str(k): float(v) for k, v in info.items() if isinstance(v, NUMBERS)}
+    return StepResult(_text(observation), value, bool(terminated), bool(truncated), metrics)
+
+
+def do_picture(env: TextEnv) -> bytes:
+    """What the env renders, as PNG.
+
+    Raises:
+        ValueError: it renders no `rgb_array`, or a picture that is too large.
+    """
+    frame = env.render()
+    if not isinstance(frame, np.ndarray):
+        raise ValueError("the env renders no picture: make it with render_mode rgb_array")
+    png = encode_png(frame)
+    check_png(png)
+    return png
+
+
+def _text(observation: object) -> str:
+    if not isinstance(observation, str):
+        raise TypeError(f"the env's observation is a {type(observation).__name__}: only text is supported")
+    return observation
+
+
+def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
+    """Whatever the env raises becomes data; SystemExit too, which libraries raise on a bad argument."""
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        log.warning("%s", reason, exc_info=True)
+        raise EpisodeError(reason, f"{type(error).__name__}: {error}") from error
+
+
+class InlineEnv:
+    """On the worker's loop: for envs that answer in microseconds."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self._spec = spec
+        self._env: TextEnv | None = None
+        self.healthy = True
+
+    async def start(self) -> EnvTraits:
+        """See `EnvRunner.start`."""
+        self._env = self._guarded("make_error", make, self._spec.env_type, self._spec.env_config)
+        return traits_of(self._env)
+
+    async def reset(self, seed: int) -> str:
+        """See `EnvRunner.reset`."""
+        return self._guarded("reset_error", do_reset, self._env, seed)
+
+    async def step(self, action: str) -> StepResult:
+        """See `EnvRunner.step`."""
+        return self._guarded("step_error", do_step, self._env, action)
+
+    async def picture(self) -> bytes:
+        """See `EnvRunner.picture`."""
+        return self._guarded("picture_error", do_picture, self._env)
+
+    async def close(self) -> None:
+        """See `EnvRunner.close`."""
+        self.healthy = False
+        if self._env is not None:
+            close_quietly(self._env)
+
+    def _guarded(self, reason: str, function: Callable[..., T], *args: Any) -> T:
+        try:
+            return _call(reason, function, *args)
+        except EpisodeError:
+            self.healthy = False
+            raise
+
+
+class ThreadEnv:
+    """In one of the worker's threads, a call at a time, not always the same thread; a hung call is left behind."""
+
+    def __init__(self, spec: EnvSpec, threads: DaemonThreads) -> None:
+        self._spec = spec
+        self._threads = threads
+        self._env: TextEnv | None = None
+        self._flags = threading.Lock()
+        self._busy = False
+        self._closing = False
+        self.healthy = True
+
+    async def start(self) -> EnvTraits:
+        """See `EnvRunner.start`."""
+        spec = self._spec
+        return await self._run("make", spec.reset_timeout_s, self._make)
+
+    async def reset(self, seed: int) -> str:
+        """See `EnvRunner.reset`."""
+        return await self._run("reset", self._spec.reset_timeout_s, lambda: do_reset(self._started, seed))
+
+    async def step(self, action: str) -> StepResult:
+        """See `EnvRunner.step`."""
+        return await self._run("step", self._spec.step_timeout_s, lambda: do_step(self._started, action))
+
+    async def picture(self) -> bytes:
+        """See `EnvRunner.picture`."""
+        return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
+
+    async def close(self) -> None:
+        """See `EnvRunner.close`. A call that still runs is not waited for: its thread closes the env when it returns."""
+        self.healthy = False
+        with self._flags:
+            self._closing = True
+            env = None if self._busy else self._env
+        if env is not None:
+            try:
+                await self._threads.run(lambda: close_quietly(env), self._spec.reset_timeout_s)
+            except HungError:
+                log.warning("an env of type %s hung while it was closed", self._spec.env_type)
+
+    @property
+    def _started(self) -> TextEnv:
+        assert self._env is not None, "start() comes first"
+        return self._env
+
+    def _make(self) -> EnvTraits:
+        self._env = make(self._spec.env_type, self._spec.env_config)
+        return traits_of(self._env)
+
+    async def _run(self, what: str, timeout_s: float, function: Callable[[], T]) -> T:
+        def call() -> T:
+            try:
+                return _call(f"{what}_error", function)
+            finally:
+                with self._flags:
+                    self._busy = False
+                    orphan = self._env if self._closing else None
+                if orphan is not None:
+                    close_quietly(orphan)
+
+        def on_start() -> None:
+            self._busy = True
+
+        try:
+            return await self._threads.run(call, timeout_s, on_start)
+        except HungError:
+            self.healthy = False
+            raise EpisodeError(f"{what}_timeout", f"no answer in {timeout_s:g} s") from None
+        except EpisodeError:
+            self.healthy = False
+            raise
+
+
+def close_quietly(env: TextEnv) -> None:
+    """Close an env that is not needed any more; what it raises is only logged."""
+    try:
+        env.close()
+    except (Exception, SystemExit):
+        log.warning("an env failed while it was closed", exc_info=True)

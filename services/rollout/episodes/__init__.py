@@ -1,0 +1,1 @@
+"""One episode: env and policy in turn, and what is recorded."""

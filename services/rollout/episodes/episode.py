@@ -1,0 +1,195 @@
+"""One episode: the env and the policy in turn, until one of them has had enough.
+
+Trajectory-wise (ROLL's semantics) the whole history stays in context, as the tokens that were sampled, or as the chat
+template rewrites it; step-wise each prompt stands for itself. `conversation` records it. Pure of Ray and Redis.
+"""
+
+import operator
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+from offbeat.envs.prompts import IMAGE, fill_template
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.errors import EpisodeError
+from offbeat.services.messages.types import (
+    Completion,
+    EpisodeTask,
+    Sampling,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
+from offbeat.services.rollout.episodes.history import Past
+from offbeat.services.rollout.episodes.recorder import Message, Recorded, conversation
+
+Sample = Callable[..., Awaitable[Completion]]
+"""(token ids of a prompt, most new tokens) -> completion; the prompt's pictures are a third argument where it has any.
+Retries and timeouts are its business."""
+
+
+class PlayableEnv(Protocol):
+    """What an episode asks of its env."""
+
+    async def reset(self, seed: int) -> str: ...
+
+    async def step(self, action: str) -> StepResult: ...
+
+    async def picture(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodePlan:
+    """What is played and by which rules."""
+
+    task: EpisodeTask
+    tag: str
+    seed: int
+    env: CustomEnv
+    sequence_length: int
+    sampling: Sampling
+    keep_text: bool
+    worker_id: str
+
+
+async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: Sample, chat: ChatFormat) -> Trajectory:
+    """Play an episode to its end.
+
+    Raises:
+        EpisodeError: env or generation failed; the episode should be tried again.
+    """
+    began, rules = time.monotonic(), plan.env
+    system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
+    told = await conversation(chat, rules, system, tuple(traits.functions))
+    episode = _Episode(plan, env, sample, chat, told, EpisodeMetrics(traits.metrics_agg_mode), Past(rules), [system])
+    observation, step, stop = await env.reset(plan.seed), 0, None
+    while stop is None:
+        step += 1
+        observation, stop = await episode.turn(observation, step)
+    turns, segments = told.record()
+    return Trajectory(
+        group_id=plan.task.group_id,
+        index=plan.task.index,
+        attempt=plan.task.attempt,
+        tag=plan.tag,
+        seed=plan.seed,
+        segments=segments,
+        turns=turns,
+        stop_reason=stop,
+        metrics={**episode.metrics.values(), **_length_metrics(turns, segments)},
+        worker_id=plan.worker_id,
+        duration_s=time.monotonic() - began,
+        text=tuple(episode.text) if plan.keep_text else (),
+    )
+
+
+@dataclass(slots=True)
+class _Episode:
+    """What lasts from turn to turn. All else is let go when its turn is over, while it is in the caches: thousands of other
+    episodes have theirs before the next."""
+
+    plan: EpisodePlan
+    env: PlayableEnv
+    sample: Sample
+    chat: ChatFormat
+    told: Recorded
+    metrics: "EpisodeMetrics"
+    past: Past
+    text: list[str]
+
+    async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
+        """The policy answers what it is shown, and the env that; returns the next observation, and why there is none."""
+        plan, told = self.plan, self.told
+        message = await self._message(observation, step)
+        prompt, pictures = told.ask(message)
+        room = plan.sequence_length - len(prompt)
+        if room < 1:
+            return observation, StopReason.MAX_LENGTH
+        most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
+        completion = await (self.sample(prompt, most, pictures) if pictures else self.sample(prompt, most))
+        answer = told.hear(completion)
+        result = await self.env.step(answer)
+        told.rate(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
+        self.metrics.add(result.metrics)
+        self.past.add(observation, answer)
+        if plan.keep_text:
+            self.text += [message.words, answer]
+        return result.observation, _stop_reason(result, step, plan.env.max_steps)
+
+    async def _message(self, observation: str, step: int) -> Message:
+        """What the policy is told in a turn."""
+        rules = self.plan.env
+        words = fill_template(
+            rules.agent_template,
+            observation=self.past.shown(observation),
+            step=step,
+            actions_left=rules.max_steps - step + 1,
+            history=self.past.window(),
+            image=self.chat.sight.mark if rules.shows_pictures else IMAGE,
+        )
+        if not rules.shows_pictures:
+            return Message(words, observation=observation)
+        return Message(words, await self.env.picture(), rules.agent_template.count(IMAGE), observation)
+
+
+def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | None:
+    if result.terminated:
+        return StopReason.TERMINATED
+    if result.truncated:
+        return StopReason.TRUNCATED
+    return StopReason.MAX_STEPS if step >= max_steps else None
+
+
+def _length_metrics(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, float]:
+    sampled = sum(turn.end - turn.start for turn in turns)
+    lengths = {"num_actions": float(len(turns)), "response_length": sampled / max(len(turns), 1)}
+    return lengths if len(segments) < 2 else {**lengths, "segments": float(len(segments))}
+
+
+MERGED: Mapping[str, Callable[[float, float], float]] = {
+    "mean": operator.add,  # divided by their number at the end
+    "sum": operator.add,
+    "first": lambda seen, _: seen,
+    "last": lambda _, new: new,
+    "min": min,
+    "max": max,
+}
+"""By `metrics_agg_mode`: what was seen so far and a new value make one."""
+
+
+class EpisodeMetrics:
+    """Env metrics of the turns, put together by the env's rules: `success` last, others their mean."""
+
+    __slots__ = ("_counts", "_modes", "_seen")
+
+    def __init__(self, modes: Mapping[str, str]) -> None:
+        """Raises EpisodeError if the env names an aggregation that does not exist."""
+        for name, mode in modes.items():
+            if mode not in MERGED:
+                raise EpisodeError(
+                    "bad_metric", f"metrics_agg_mode {mode!r} of {name!r} is none of {', '.join(MERGED)}"
+                )
+        self._modes = modes
+        self._seen: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """One turn's metrics."""
+        for name, value in metrics.items():
+            count = self._counts.get(name, 0)
+            self._seen[name] = MERGED[self._mode(name)](self._seen[name], value) if count else value
+            self._counts[name] = count + 1
+
+    def values(self) -> dict[str, float]:
+        """The episode's."""
+        return {
+            name: seen / self._counts[name] if self._mode(name) == "mean" else seen for name, seen in self._seen.items()
+        }
+
+    def _mode(self, name: str) -> str:
+        return self._modes.get(name, "last" if name == "success" else "mean")

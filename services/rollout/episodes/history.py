@@ -1,0 +1,27 @@
+"""What a step-wise policy is told of earlier turns, in words."""
+
+from offbeat.services.rollout.config import CustomEnv
+
+
+class Past:
+    """The turns of one episode so far, as far as the tag's template shows them."""
+
+    __slots__ = ("_shows_all", "_turns", "_window")
+
+    def __init__(self, rules: CustomEnv) -> None:
+        self._shows_all = rules.env_manager_cls == "StepConcatEnvManager"
+        self._window = rules.history_length
+        self._turns: list[str] = []
+
+    def add(self, observation: str, answer: str) -> None:
+        """A turn is over."""
+        if self._shows_all or self._window:
+            self._turns.append(f"{observation}\n{answer}")
+
+    def window(self) -> str:
+        """What `{history}` stands for: the last `history_length` observations, each with its answer below it."""
+        return "\n".join(self._turns[-self._window :]) if self._window else ""
+
+    def shown(self, observation: str) -> str:
+        """What `{observation}` stands for: with `StepConcatEnvManager` after all that was seen and answered before it."""
+        return "\n".join([*self._turns, observation]) if self._shows_all else observation

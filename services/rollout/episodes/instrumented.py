@@ -1,0 +1,81 @@
+"""An episode's calls to its env and to the policy: counted, timed, and shown to whoever asks what it waits for."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from offbeat.services.messages.types import Completion, EpisodeKind, Picture
+from offbeat.services.rollout.envs.runners import EnvRunner, StepResult
+from offbeat.services.rollout.episodes.sampler import EpisodeSampler
+from offbeat.services.rollout.metrics import Reporter
+from offbeat.services.rollout.wait_status import Wait, Waiting
+
+
+class EpisodeCalls:
+    """Stands between an episode and what it calls; a `PlayableEnv`, and its `sample` is a `Sample`."""
+
+    __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_tag", "_turnstile", "_waiting")
+
+    def __init__(
+        self,
+        kind: EpisodeKind,
+        tag: str,
+        *,
+        env: EnvRunner,
+        turnstile: AbstractAsyncContextManager[Any],
+        sampler: EpisodeSampler,
+        waiting: Waiting,
+        reporter: Reporter,
+        between: Wait | None = None,
+    ) -> None:
+        """turnstile: lets as many calls of the env through as the tag may have under way. between: what the episode waits
+        for when a call has ended; None where the next one follows at once."""
+        self._kind = kind
+        self._tag = tag
+        self._env = env
+        self._turnstile = turnstile
+        self._sampler = sampler
+        self._waiting = waiting
+        self._reporter = reporter
+        self._between = between
+
+    async def reset(self, seed: int) -> str:
+        """See `PlayableEnv`."""
+        self._waiting.enter(Wait.ENV)
+        async with self._turnstile:
+            began = time.monotonic()
+            observation = await self._env.reset(seed)
+            self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)
+        self._end()
+        return observation
+
+    async def step(self, action: str) -> StepResult:
+        """See `PlayableEnv`."""
+        self._waiting.enter(Wait.ENV)
+        async with self._turnstile:
+            began = time.monotonic()
+            result = await self._env.step(action)
+            self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)
+        self._end()
+        return result
+
+    async def picture(self) -> bytes:
+        """See `PlayableEnv`."""
+        self._waiting.enter(Wait.ENV)
+        return await self._env.picture()
+
+    async def sample(
+        self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+    ) -> Completion:
+        """See `EpisodeSampler`."""
+        self._waiting.enter(Wait.GENERATION)
+        began = time.monotonic()
+        completion = await self._sampler(prompt, max_new_tokens, pictures)
+        self._reporter.turn(self._kind, self._tag, completion, time.monotonic() - began)
+        self._end()
+        return completion
+
+    def _end(self) -> None:
+        if self._between is not None:
+            self._waiting.enter(self._between)

@@ -1,0 +1,279 @@
+"""What an episode has said so far, as the tokens that the engine saw: in one sequence, or in one for each stretch of it.
+
+Invariants: what is recorded is what was sent and sampled, token by token; each sampled token is recorded once.
+"""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from offbeat.envs.tools.functions import Call, read_results, write_calls
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.chat.capture import Reward, capture
+from offbeat.services.chat.messages import ChatMessage, Tools
+from offbeat.services.chat.template import ChatTemplate, UnusableError
+from offbeat.services.chat.token_tree import Prompt, TokenTree
+from offbeat.services.chat.tool_probe import takes_results
+from offbeat.services.errors import EpisodeError, RolloutError
+from offbeat.services.messages.types import (
+    Completion,
+    Picture,
+    Segment,
+    Turn,
+    VersionSpan,
+)
+from offbeat.services.rollout.config import CustomEnv
+
+
+class Message(NamedTuple):
+    """What the policy is told in a turn: words, and the picture that stands `num_pictures` times among them."""
+
+    words: str
+    png: bytes = b""
+    num_pictures: int = 0
+    observation: str = ""
+    """What the env said, without what the tag's template puts around it."""
+
+
+Sent = tuple[Sequence[int], tuple[Picture, ...]]
+"""A prompt's tokens, and the pictures among them."""
+
+
+class Record(NamedTuple):
+    """What an episode leaves: its turns, and the token sequences they are in, each up to its last answer."""
+
+    turns: tuple[Turn, ...]
+    segments: tuple[Segment, ...]
+
+
+class Recorded(Protocol):
+    """Takes the turns of one episode in their order: asked, heard, rated."""
+
+    def ask(self, message: Message) -> Sent:
+        """What to send when this is the next message.
+
+        Raises:
+            EpisodeError: it can't be told to the policy.
+        """
+        ...
+
+    def hear(self, completion: Completion) -> str:
+        """The policy's answer; what the env is told of it.
+
+        Raises:
+            EpisodeError: logprobs or versions do not belong to its tokens one by one.
+        """
+        ...
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """What the env said to the last answer."""
+        ...
+
+    def record(self) -> Record:
+        """All of it, when the episode is over."""
+        ...
+
+
+class OneSequence:
+    """Each prompt is all that came before, and the new message's tokens.
+
+    Kept as numbers, not as objects: a prompt of thousands of tokens is copied and sent as its bytes are.
+    """
+
+    __slots__ = ("_chat", "_logprobs", "_pictures", "_spans", "_system", "_tokens", "_turns")
+
+    def __init__(self, chat: ChatFormat, system: str) -> None:
+        self._chat = chat
+        self._system = system
+        self._turns: list[Turn] = []
+        self._tokens = array("i")
+        self._pictures: list[Picture] = []
+        self._logprobs = array("d")
+        """Of the sampled tokens alone."""
+        self._spans: list[VersionSpan] = []
+
+    def ask(self, message: Message) -> Sent:
+        """See `Recorded.ask`. An answer that was cut short is ended first."""
+        if self._turns and self._tokens[-1] != self._chat.end_id:
+            self._tokens.append(self._chat.end_id)
+        words = message.words
+        ids = self._chat.next_prompt(words) if self._turns else self._chat.first_prompt(self._system, words)
+        pictures: tuple[Picture, ...] = ()
+        if message.num_pictures:
+            ids, pictures = self._chat.sight.place(ids, message.png, message.num_pictures)
+        before = len(self._tokens)
+        self._pictures += [replace(picture, start=before + picture.start) for picture in pictures]
+        self._tokens.extend(ids)
+        return self._tokens[:], tuple(self._pictures)
+
+    def hear(self, completion: Completion) -> str:
+        """See `Recorded.hear`."""
+        start, count = len(self._tokens), len(completion.token_ids)
+        check_completion(completion)
+        self._tokens.extend(completion.token_ids)
+        self._logprobs.extend(completion.logprobs)
+        for span in completion.versions:
+            last = self._spans[-1] if self._spans else None
+            if last is not None and last.end == start + span.start and last.version == span.version:
+                self._spans[-1] = VersionSpan(last.start, start + span.end, span.version)
+            else:
+                self._spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+        self._turns.append(Turn(0, start, start + count, 0.0))
+        return self._chat.answer(completion.token_ids)
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """See `Recorded.rate`."""
+        turn = self._turns[-1]
+        self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
+
+    def record(self) -> Record:
+        """See `Recorded.record`: one segment."""
+        length = self._turns[-1].end if self._turns else len(self._tokens)
+        mask = np.zeros(length, dtype=np.bool_)
+        for turn in self._turns:
+            mask[turn.start : turn.end] = True
+        logprobs = np.zeros(length, dtype=np.float32)
+        logprobs[mask] = self._logprobs
+        pictures = tuple(picture for picture in self._pictures if picture.start + picture.count <= length)
+        tokens = np.array(self._tokens[:length], dtype=np.int32)
+        return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),))
+
+
+class StepByStep:
+    """Each prompt stands for itself: a message that tells all that the policy may know."""
+
+    def __init__(self, chat: ChatFormat, system: str) -> None:
+        self._chat = chat
+        self._system = system
+        self._steps: list[OneSequence] = []
+
+    def ask(self, message: Message) -> Sent:
+        """See `Recorded.ask`."""
+        self._steps.append(OneSequence(self._chat, self._system))
+        return self._steps[-1].ask(message)
+
+    def hear(self, completion: Completion) -> str:
+        """See `Recorded.hear`."""
+        return self._steps[-1].hear(completion)
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """See `Recorded.rate`."""
+        self._steps[-1].rate(reward, state_hash)
+
+    def record(self) -> Record:
+        """See `Recorded.record`: a segment for each turn."""
+        steps = [step.record() for step in self._steps]
+        answered = [step for step in steps if step.turns] or steps[:1]
+        turns = [turn._replace(segment=n) for n, step in enumerate(answered) for turn in step.turns]
+        return Record(tuple(turns), tuple(segment for step in answered for segment in step.segments))
+
+
+@dataclass
+class RewrittenHistory:
+    """Prompts as the template writes the whole conversation each time; what it leaves as it was goes on as one sequence.
+
+    functions: that the template offers, in OpenAI's form. An answer that calls some is followed by what came of each.
+    """
+
+    template: ChatTemplate
+    system: str
+    functions: Tools = ()
+    messages: list[ChatMessage] = field(default_factory=list[ChatMessage])
+    _states: list[str] = field(default_factory=list[str])
+    _rewards: list[Reward] = field(default_factory=list[Reward])
+    _prompt: Prompt | None = None
+
+    def __post_init__(self) -> None:
+        self._tree = TokenTree(self.template)
+        self._result_role = "tool" if self.functions and takes_results(self.template) else "user"
+        if self.system:
+            self.messages.append(ChatMessage("system", self.system))
+
+    def ask(self, message: Message) -> Sent:
+        """See `Recorded.ask`: all before it as the template writes it now."""
+        if message.num_pictures:
+            raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")
+        calls = self.messages[-1].tool_calls if self.messages else ()
+        if calls:
+            results = read_results(message.observation, len(calls))
+            told = zip(calls, results, strict=True)
+            self.messages += [ChatMessage(self._result_role, text, tool_call_id=call.call_id) for call, text in told]
+        else:
+            self.messages.append(ChatMessage("user", message.words))
+        try:
+            self._prompt = self._tree.plan_chat(self.messages, self.functions)
+        except UnusableError as error:
+            raise EpisodeError("bad_conversation", str(error)) from error
+        return self._prompt.tokens, ()
+
+    def hear(self, completion: Completion) -> str:
+        """See `Recorded.hear`: its words, and its calls in one form for all templates."""
+        assert self._prompt is not None, "ask() comes first"
+        check_completion(completion)
+        said = self._said(self.template.text_of(completion.token_ids))
+        number = self._tree.record(self._prompt, said, completion, len(completion.token_ids))
+        self._tree.nodes[number].delivered = True
+        self.messages.append(said)
+        self._states.append("")
+        return write_calls(said.content, [Call(call.name, call.parsed()) for call in said.tool_calls])
+
+    def _said(self, text: str) -> ChatMessage:
+        """Calls that the template can't write again, as several of one answer in some, stay words."""
+        said = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
+        if not said.tool_calls:
+            return said
+        try:
+            self.template.render([*self.messages, said], self.functions, prompt=False)
+        except UnusableError:
+            return ChatMessage("assistant", text)
+        return said
+
+    def rate(self, reward: float, state_hash: str) -> None:
+        """See `Recorded.rate`."""
+        self._rewards.append(Reward(len(self._tree.nodes), reward))
+        self._states[-1] = state_hash
+
+    def record(self) -> Record:
+        """See `Recorded.record`."""
+        captured = capture(self._tree, self._rewards)
+        states = zip(captured.turns, self._states, strict=True)
+        return Record(tuple(turn._replace(state_hash=state) for turn, state in states), captured.segments)
+
+
+async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> Recorded:
+    """How the episodes of a tag are recorded, by its manager, by what the chat template does with history, and by whether
+    the env offers functions.
+
+    Raises:
+        EpisodeError: the template can't offer them.
+    """
+    if functions:
+        try:
+            # the first time vLLM may be imported: seconds in which others' turns go on
+            template = await asyncio.to_thread(chat.calling, env.tool_call_parser)
+            return RewrittenHistory(template, system, functions)
+        except RolloutError as error:
+            raise EpisodeError("bad_conversation", str(error)) from error
+    if env.env_manager_cls != "TrajEnvManager":
+        return StepByStep(chat, system)
+    return OneSequence(chat, system) if chat.rewriting is None else RewrittenHistory(chat.rewriting, system)
+
+
+def check_completion(completion: Completion) -> None:
+    """Raises EpisodeError where logprobs or versions do not belong to the tokens one by one."""
+    count, covered = len(completion.token_ids), 0
+    for span in completion.versions:
+        if span.start != covered or span.end <= span.start:
+            raise EpisodeError("generation_invalid", f"version spans {completion.versions} of {count} tokens")
+        covered = span.end
+    if not count or covered != count or len(completion.logprobs) != count:
+        raise EpisodeError(
+            "generation_invalid", f"{count} tokens, {len(completion.logprobs)} logprobs, versions for {covered}"
+        )
+    if not all(map(math.isfinite, completion.logprobs)):
+        raise EpisodeError("generation_invalid", "a logprob that is not finite")

@@ -1,0 +1,88 @@
+"""Getting a turn answered, and asking again while generation is being replaced.
+
+Invariant: only the turn in flight is ever lost; the episode's tokens stay, and the same prompt is sent again.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from offbeat.services.errors import EpisodeError, MeshError, RetryableError
+from offbeat.services.messages.types import (
+    Completion,
+    GenerateRequest,
+    Picture,
+    Sampling,
+)
+from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+
+
+def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
+    """A run's sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, whole distribution."""
+    args = settings.generating_args
+    return {
+        "train": Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids),
+        "sampled": Sampling(1.0, 1.0, -1, args.max_new_tokens, stop_ids),
+        "greedy": Sampling(0.0, 1.0, -1, args.max_new_tokens, stop_ids),
+    }
+
+
+@lru_cache
+def limited(sampling: Sampling, max_new_tokens: int) -> Sampling:
+    """The same for all episodes: each turn of thousands that wait names one."""
+    return replace(sampling, max_new_tokens=max_new_tokens)
+
+
+class EpisodeSampler:
+    """Samples the turns of one episode."""
+
+    __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
+
+    def __init__(self, batcher: TurnBatcher, sampling: Sampling, min_version: int, *, retry_s: float) -> None:
+        """retry_s: time after which a turn is given up."""
+        self._batcher = batcher
+        self._sampling = sampling
+        self._min_version = min_version
+        self._retry_s = retry_s
+        # The part before the slash names the episode: requests that share it share their prefix.
+        self._name = uuid.uuid4().hex[:16]
+        self._num_requests = 0
+
+    async def __call__(
+        self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
+    ) -> Completion:
+        """The policy's answer to `prompt`, which holds these pictures.
+
+        A replica itself refuses a turn that takes it too long; one that is not answered at all within the batcher's time
+        limit (no replica is there, or it hangs) is sent again.
+
+        Raises:
+            EpisodeError: `generation_refused`; or `generation_unavailable` or `generation_timeout` after `retry_s`.
+        """
+        began, wait_s = time.monotonic(), FIRST_WAIT_S
+        while True:
+            try:
+                return await self._batcher.sample(self._request(prompt, max_new_tokens, pictures))
+            except TimeoutError as error:
+                failure = EpisodeError("generation_timeout", f"{error}, again and again")
+            except RetryableError as error:
+                failure = EpisodeError("generation_unavailable", str(error))
+            except MeshError as error:
+                raise EpisodeError("generation_refused", str(error)) from error
+            if time.monotonic() - began + wait_s > self._retry_s:
+                raise failure
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _request(self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
+        if self._sampling.max_new_tokens != max_new_tokens:
+            self._sampling = limited(self._sampling, max_new_tokens)
+        name = f"{self._name}/{self._num_requests}"
+        self._num_requests += 1
+        return GenerateRequest(name, prompt, self._sampling, self._min_version, pictures)

@@ -1,0 +1,129 @@
+"""Turns that become ready together travel in one call to generation.
+
+Invariants: a turn that comes alone is sent at once; no turn waits for the answer to another; a turn that nobody waits for
+any more is taken back, or aborted if it was sent. The time limit is a call's, and one timer: thousands of turns with timers
+of their own cost more at a time than apart.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+
+from offbeat.services.errors import GenerationError, MeshError, RetryableError
+from offbeat.services.generation.client import GenerationClient
+from offbeat.services.messages.types import Completion, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+
+class TurnBatcher:
+    """Sends turns through a `GenerationClient`, at most one call per `coalesce_s`."""
+
+    def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
+        """timeout_s: of a call; what it has not answered by then is aborted. None waits as long as it takes."""
+        self._client = client
+        self._coalesce_s = coalesce_s
+        self._timeout_s = timeout_s
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._unsent: dict[str, GenerateRequest] = {}
+        self._unwanted: list[str] = []
+        self._timer: asyncio.Handle | None = None
+        self._next_send = 0.0
+        self._calls: set[asyncio.Task[None]] = set()
+        self.num_calls = 0
+        """Calls to generation so far."""
+
+    async def sample(self, request: GenerateRequest) -> Completion:
+        """Send a turn and wait for its completion.
+
+        Raises:
+            RetryableError: it can't be answered now, and may be sent again under another request id.
+            GenerationError: it was refused.
+            TimeoutError: nobody answered; it may be sent again.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._waiting[request.request_id] = answer
+        self._unsent[request.request_id] = request
+        self._arm(loop)
+        try:
+            completion = await answer
+        except asyncio.CancelledError:
+            self._take_back(request.request_id, loop)
+            raise
+        finally:
+            self._waiting.pop(request.request_id, None)
+        if completion.error:
+            raise GenerationError(completion.error)
+        return completion
+
+    async def close(self) -> None:
+        """Give up all calls that still run."""
+        if self._timer:
+            self._timer.cancel()
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            return
+        wait = self._next_send - loop.time()
+        # Not before the next round of the loop: other turns that are ready now run first, and join.
+        self._timer = loop.call_later(wait, self._send, loop) if wait > 0 else loop.call_soon(self._send, loop)
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        self._next_send = loop.time() + self._coalesce_s
+        requests, self._unsent = list(self._unsent.values()), {}
+        unwanted, self._unwanted = self._unwanted, []
+        if unwanted:
+            self._begin(self._abort(unwanted))
+        if requests:
+            self.num_calls += 1
+            self._begin(self._call(requests))
+
+    def _begin(self, call: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _call(self, requests: Sequence[GenerateRequest]) -> None:
+        """One call; each turn of it gets an answer or an error."""
+        error: Exception = RetryableError("generation ended before it had answered")
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                async for completions in self._client.generate(requests):
+                    for completion in completions:
+                        answer = self._waiting.get(completion.request_id)
+                        if answer is not None and not answer.done():
+                            answer.set_result(completion)
+        except MeshError as raised:
+            error = raised
+        except Exception as raised:
+            if limit.expired():
+                error = TimeoutError(f"no answer in {self._timeout_s:g} s")
+            else:
+                log.exception("a call to generation failed in an unknown way")
+                error = GenerationError(f"{type(raised).__name__}: {raised}")
+        for request in requests:
+            answer = self._waiting.get(request.request_id)
+            if answer is not None and not answer.done():
+                answer.set_exception(error)
+                if limit.expired():
+                    self._unwanted.append(request.request_id)
+        if self._unwanted:
+            self._arm(asyncio.get_running_loop())
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        try:
+            await self._client.abort(request_ids)
+        except MeshError as error:
+            log.info("could not abort %d turns: %s", len(request_ids), error)
+
+    def _take_back(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        if self._unsent.pop(request_id, None) is None:
+            self._unwanted.append(request_id)
+            self._arm(loop)

@@ -1,0 +1,129 @@
+"""What a worker saw, as metric records: sums and means that merge with those of other workers."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from offbeat.services.messages.types import Completion, EpisodeKind, Trajectory
+from offbeat.services.telemetry import MetricRecord, Partial
+
+SOURCE = "rollout"
+OWN = frozenset(
+    (
+        *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
+        *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s"),
+    )
+)
+OWN_FOLDERS = ("stop/", "failed/", "submitted/")
+"""What is counted here goes by these names; an env's metric of such a name goes by `env/<name>`."""
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Of env and policy; plain numbers, because every turn of every episode adds to them."""
+
+    turns: int = 0
+    tokens: int = 0
+    generation_s: float = 0.0
+    generation_max_s: float = 0.0
+    env_calls: int = 0
+    env_s: float = 0.0
+    env_max_s: float = 0.0
+
+    def parts(self) -> dict[str, Partial]:
+        """What there was."""
+        of_policy = {
+            "turns": Partial("sum", float(self.turns), float(self.turns)),
+            "tokens_sampled": Partial("sum", float(self.tokens), float(self.turns)),
+            "generation_s": Partial("mean", self.generation_s, float(self.turns)),
+            "generation_max_s": Partial("max", self.generation_max_s),
+        }
+        of_env = {
+            "env_s": Partial("mean", self.env_s, float(self.env_calls)),
+            "env_max_s": Partial("max", self.env_max_s),
+        }
+        return {**(of_policy if self.turns else {}), **(of_env if self.env_calls else {})}
+
+
+class Reporter:
+    """Collects between two calls of `records`."""
+
+    def __init__(self, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._totals: defaultdict[tuple[str, str], dict[str, Partial]] = defaultdict(dict)
+        self._calls: defaultdict[tuple[str, str], _Calls] = defaultdict(_Calls)
+
+    def finished(self, kind: EpisodeKind, trajectory: Trajectory) -> None:
+        """An episode was played to its end."""
+        add = self._adder(kind, trajectory.tag)
+        add("episodes", Partial("sum", 1.0))
+        add("episode_s", Partial("mean", trajectory.duration_s))
+        add("trajectory_tokens", Partial("mean", float(trajectory.num_tokens)))
+        add(f"stop/{trajectory.stop_reason.value}", Partial("sum", 1.0))
+        if trajectory.baseline:
+            add("baseline_reward", Partial("mean", trajectory.reward))
+            return
+        add("reward", Partial("mean", trajectory.reward))
+        for name, value in trajectory.metrics.items():
+            taken = name in OWN or name.startswith(OWN_FOLDERS)
+            add(f"env/{name}" if taken else name, Partial("mean", value))
+
+    def failed(self, kind: EpisodeKind, tag: str, reason: str) -> None:
+        """An episode could not be played."""
+        add = self._adder(kind, tag)
+        add("failures", Partial("sum", 1.0))
+        add(f"failed/{reason}", Partial("sum", 1.0))
+
+    def submitted(self, kind: EpisodeKind, tag: str, result: str) -> None:
+        """What the buffer said to a trajectory."""
+        self._adder(kind, tag)(f"submitted/{result}", Partial("sum", 1.0))
+
+    def cancelled(self, kind: EpisodeKind, tag: str) -> None:
+        """An episode was stopped because nobody needs it any more."""
+        self._adder(kind, tag)("cancelled", Partial("sum", 1.0))
+
+    def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
+        """The policy answered, `generation_s` after it was asked."""
+        calls = self._calls[kind.value, tag]
+        calls.turns += 1
+        calls.tokens += len(completion.token_ids)
+        calls.generation_s += generation_s
+        calls.generation_max_s = max(calls.generation_max_s, generation_s)
+
+    def env_call(self, kind: EpisodeKind, tag: str, env_s: float) -> None:
+        """The env took `env_s` for a reset or step."""
+        calls = self._calls[kind.value, tag]
+        calls.env_calls += 1
+        calls.env_s += env_s
+        calls.env_max_s = max(calls.env_max_s, env_s)
+
+    def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
+        """Everything since the last call, one record per kind of episode and tag, and the worker's own."""
+        for key, made in self._calls.items():
+            self._totals[key].update(made.parts())
+        totals, self._totals = self._totals, defaultdict(dict)
+        self._calls.clear()
+        own = {
+            "playing": Partial("mean", float(playing)),
+            "hung_threads": Partial("max", float(hung_threads)),
+            "generation_calls": Partial("sum", float(calls)),
+        }
+        labels = {"worker": self._worker_id}
+        by_tag = [
+            MetricRecord(SOURCE, values, labels={**labels, "kind": kind, "tag": tag})
+            for (kind, tag), values in totals.items()
+        ]
+        return [*by_tag, MetricRecord(SOURCE, own, labels=labels)]
+
+    def _adder(self, kind: EpisodeKind, tag: str) -> "_Adder":
+        return _Adder(self._totals[kind.value, tag])
+
+
+class _Adder:
+    """Merges parts into one record's values."""
+
+    def __init__(self, values: dict[str, Partial]) -> None:
+        self._values = values
+
+    def __call__(self, name: str, part: Partial) -> None:
+        before = self._values.get(name)
+        self._values[name] = part if before is None else before.merge(part)

@@ -1,0 +1,45 @@
+"""What training groups play, where a task sampler draws it: settled once for all workers, and remembered for siblings."""
+
+import asyncio
+import json
+from collections import OrderedDict
+
+from offbeat.services.buffer.api import RolloutBuffer
+from offbeat.services.retry import patiently
+from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
+
+MOST_KNOWN = 4096
+"""Groups that are remembered; an older one is asked for again."""
+
+
+class TaskBook:
+    """Asks the buffer, and draws where nobody has drawn yet."""
+
+    def __init__(self, config: TaskConfig, seed: int, buffer: RolloutBuffer) -> None:
+        self._config = config
+        self._seed = seed
+        self._buffer = buffer
+        self._known: OrderedDict[int, Task] = OrderedDict()
+        self._asking = asyncio.Lock()
+
+    async def task(self, number: int) -> Task:
+        """The task of training group `number`; waits while the buffer does not answer.
+
+        Raises:
+            ValueError: the sampler draws what there is not.
+        """
+        if self._config.train_env_manager.task_sampler is None:
+            return train_task(self._config, self._seed, number)
+        async with self._asking:
+            if number not in self._known:
+                self._known[number] = await self._settle(number)
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+            return self._known[number]
+
+    async def _settle(self, number: int) -> Task:
+        told, state = await patiently(lambda: self._buffer.task(number))
+        if not told:
+            drawn = json.dumps(train_task(self._config, self._seed, number, state))
+            told, _ = await patiently(lambda: self._buffer.task(number, drawn))
+        return Task(*json.loads(told))

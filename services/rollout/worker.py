@@ -1,0 +1,324 @@
+"""An env worker: claims episodes, plays many of them on one loop, and hands in what became of each.
+
+Invariants: each claimed episode is submitted, failed by name, given back, or taken away by the buffer; no episode's trouble
+reaches another or the worker; while Redis or generation do not answer, the worker waits and tries again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+from offbeat.services.buffer.api import RolloutBuffer
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.errors import EpisodeError, MeshError
+from offbeat.services.generation.client import GenerationClient
+from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
+from offbeat.services.retry import patiently
+from offbeat.services.rollout.agents.episode import desk_for, play_with_agent
+from offbeat.services.rollout.config import WorkerSettings
+from offbeat.services.rollout.envs.pool import EnvPool, Lent
+from offbeat.services.rollout.episodes.episode import EpisodePlan, play
+from offbeat.services.rollout.episodes.instrumented import EpisodeCalls
+from offbeat.services.rollout.episodes.sampler import EpisodeSampler, samplings
+from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
+from offbeat.services.rollout.metrics import Reporter
+from offbeat.services.rollout.slots import Place, Places
+from offbeat.services.rollout.task_assigner import TaskBook
+from offbeat.services.rollout.tasks import EvalTasks, Task
+from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
+from offbeat.services.telemetry import MetricRecord
+
+log = logging.getLogger(__name__)
+
+LONGEST_IDLE_S = 1.0
+LONGEST_HEARTBEAT_S = 0.5
+REPORT_S = 1.0
+SHOW_S = 0.5
+"""What episodes wait for is at most so old."""
+WIND_UP_S = 2.0
+
+
+class WorkerEnd(StrEnum):
+    """Why a worker's loop ended."""
+
+    STOPPED = "stopped"
+    WORN_OUT = "worn_out"
+    """Too many of its threads hang in envs: start a fresh process."""
+
+
+class WaitsWriter(Protocol):
+    """Where a worker shows what its episodes wait for."""
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
+
+
+class MetricsWriter(Protocol):
+    """Where metric records go."""
+
+    async def append(self, record: MetricRecord) -> None: ...
+
+
+class EnvWorker:
+    """Plays up to `max_env_num_per_worker` episodes at a time until it is stopped."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        worker_id: str,
+        *,
+        buffer: RolloutBuffer,
+        generation: GenerationClient,
+        metrics: MetricsWriter,
+        chat: ChatFormat,
+        board: WaitsWriter | None = None,
+    ) -> None:
+        """board: None shows nobody what the episodes wait for."""
+        self._settings = settings
+        self._worker_id = worker_id
+        self._buffer = buffer
+        self._metrics = metrics
+        self._chat = chat
+        self._board = board
+        self._waits = Waits()
+        self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
+        self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
+        self._desk = desk_for(settings.custom_envs, settings.model_folder)
+        self._reporter = Reporter(worker_id)
+        self._eval_tasks = EvalTasks(settings, settings.seed)
+        self._finding = asyncio.Lock()
+        self._train_tasks = TaskBook(settings, settings.seed, buffer)
+        self._samplings = samplings(settings, self._chat.stop_ids)
+        self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
+        self._places = Places(settings.rollout.max_env_num_per_worker)
+        self._may_claim = asyncio.Event()
+        self._may_claim.set()
+        self._drained = False
+        self._end: WorkerEnd | None = None
+        self._ended = asyncio.Event()
+        self._lost: BaseException | None = None
+        self._calls_reported = 0
+
+    @property
+    def num_playing(self) -> int:
+        """Episodes in hand."""
+        return len(self._playing)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls to generation so far."""
+        return self._batcher.num_calls
+
+    async def run(self) -> WorkerEnd:
+        """Work until `stop()`, or until the worker is worn out; gives back what it was playing.
+
+        Raises:
+            MeshError: the buffer refuses what it is told; a fresh process should take over.
+        """
+        work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
+        chores = [asyncio.create_task(chore) for chore in work]
+        try:
+            done, _ = await asyncio.wait(chores, return_when=asyncio.FIRST_COMPLETED)
+            for chore in done:
+                chore.result()
+            if self._lost:
+                raise self._lost
+            return self._end or WorkerEnd.STOPPED
+        finally:
+            await self._wind_up(chores)
+
+    def share_with(self, num_workers: int) -> None:
+        """The run has so many workers now, this one among them."""
+        self._envs.share_with(num_workers)
+
+    def drain(self) -> None:
+        """Claim nothing more; what is being played is finished."""
+        self._drained = True
+        self._may_claim.clear()
+
+    def stop(self) -> None:
+        """End `run`: episodes in hand are given back to the buffer."""
+        self._finish(WorkerEnd.STOPPED)
+
+    def _finish(self, reason: WorkerEnd) -> None:
+        self._end = self._end or reason
+        self._ended.set()
+
+    async def _wind_up(self, chores: list[asyncio.Task[Any]]) -> None:
+        self._ended.set()
+        tasks = [*chores, *self._playing.values()]
+        for task in tasks:
+            task.cancel()
+        # Envs that do not let go in time end with the process.
+        await asyncio.wait(tasks, timeout=WIND_UP_S)
+        await self._batcher.close()
+        ending = [self._envs.close(), *([self._desk.close()] if self._desk else [])]
+        await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=WIND_UP_S)
+        try:
+            async with asyncio.timeout(WIND_UP_S):
+                await self._buffer.release(self._worker_id)
+                await self._write_metrics()
+        except (MeshError, TimeoutError) as error:
+            log.warning("could not give episodes back; they go to others when the worker is missed: %s", error)
+
+    # --- chores ---------------------------------------------------------------------------------------------------------
+
+    async def _claim(self) -> None:
+        position = "$"
+        while True:
+            await self._may_claim.wait()
+            free = self._places.num_free
+            tasks = await patiently(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
+            for task in tasks:
+                self._begin(task)
+            if len(tasks) < free:
+                position = await patiently(lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S))
+            else:
+                await self._places.freed()
+
+    async def _heartbeat(self) -> None:
+        every_s = min(LONGEST_HEARTBEAT_S, self._settings.worker_timeout_s / 5)
+        while True:
+            orders = await patiently(lambda: self._buffer.heartbeat(self._worker_id))
+            for task in orders.cancelled:
+                if playing := self._playing.get(task):
+                    playing.cancel()
+            if orders.draining or self._drained:
+                self._may_claim.clear()
+            else:
+                self._may_claim.set()
+            if self._envs.is_worn_out:
+                self._finish(WorkerEnd.WORN_OUT)
+            await asyncio.sleep(every_s)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            await self._write_metrics()
+
+    async def _show_waits(self) -> None:
+        if self._board is None:
+            await asyncio.Event().wait()
+            return
+        while True:
+            await patiently(lambda board=self._board: board.show(self._worker_id, self._waits.report()))
+            await asyncio.sleep(SHOW_S)
+
+    async def _write_metrics(self) -> None:
+        calls = self._batcher.num_calls
+        records = self._reporter.records(
+            playing=len(self._playing), hung_threads=self._envs.num_hung, calls=calls - self._calls_reported
+        )
+        self._calls_reported = calls
+        for record in records:
+            await patiently(lambda record=record: self._metrics.append(record))
+
+    # --- one episode ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, task: EpisodeTask) -> None:
+        place = self._places.take()
+        playing = asyncio.create_task(self._see_through(task, place), name=f"{task.group_id}/{task.index}")
+        self._playing[task] = playing
+        playing.add_done_callback(lambda done: self._let_go(task, place, done))
+
+    def _let_go(self, task: EpisodeTask, place: Place, done: "asyncio.Task[None]") -> None:
+        if self._playing.get(task) is done:  # and not its next attempt
+            del self._playing[task]
+            self._waits.leave(task)
+        place.leave()
+        if not done.cancelled() and (error := done.exception()):
+            # The buffer would not even hear of its failure. It takes the episode back when this worker is replaced.
+            log.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)
+            self._lost = error
+            self._ended.set()
+
+    async def _see_through(self, task: EpisodeTask, place: Place) -> None:
+        """Play an episode and hand in what became of it."""
+        tag = ""
+        try:
+            what = await self._task_of(task)
+            tag = what.tag
+            waiting = self._waits.begin(task)
+            trajectory = await self._play(task, what, waiting)
+            waiting.enter(Wait.BUFFER)
+            await place.depart()
+            result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
+        except asyncio.CancelledError:
+            if not self._ended.is_set():  # at the worker's end it is given back
+                self._reporter.cancelled(task.kind, tag)
+            raise
+        except Exception as error:
+            reason = error.reason if isinstance(error, EpisodeError) else "internal_error"
+            known = isinstance(error, MeshError)
+            log.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not known)
+            self._reporter.failed(task.kind, tag, reason)
+            await patiently(lambda: self._buffer.fail(self._worker_id, task, reason))
+        else:
+            self._reporter.finished(task.kind, trajectory)
+            self._reporter.submitted(task.kind, tag, result.value)
+
+    async def _play(self, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
+        """Play an episode in an env of the pool.
+
+        Raises:
+            EpisodeError: it could not be played.
+        """
+        rules = self._settings.custom_envs[what.tag]
+        limit = asyncio.timeout(rules.episode_timeout_s)
+        try:
+            async with limit:
+                lent = await self._envs.take(what.tag, task.kind)
+                finished = False
+                try:
+                    trajectory = await self._play_in(lent, task, what, waiting)
+                    finished = True
+                finally:
+                    if not (finished and self._envs.keep(lent)):  # or what the env is doing is not known
+                        await asyncio.shield(lent.runner.close())
+                return trajectory
+        except TimeoutError:
+            if limit.expired():
+                raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
+            raise
+
+    async def _play_in(self, lent: Lent, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
+        settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
+        sampling = self._samplings[task.sampling_name]
+        if task.temperature is not None:
+            sampling = replace(sampling, temperature=task.temperature)
+        plan = EpisodePlan(
+            task=task,
+            tag=what.tag,
+            seed=what.seed,
+            env=settings.custom_envs[what.tag],
+            sequence_length=settings.sequence_length,
+            sampling=sampling,
+            keep_text=keep,
+            worker_id=self._worker_id,
+        )
+        calls = EpisodeCalls(
+            task.kind,
+            what.tag,
+            env=lent.runner,
+            turnstile=self._envs.turnstile(what.tag),
+            sampler=EpisodeSampler(
+                self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
+            ),
+            waiting=waiting,
+            reporter=self._reporter,
+            between=Wait.AGENT if plan.env.agent_runner else None,
+        )
+        if plan.env.agent_runner and self._desk:
+            played = await play_with_agent(plan, plan.env.agent_runner, calls, lent.traits, calls.sample, self._desk)
+        else:
+            played = await play(plan, calls, lent.traits, calls.sample, self._chat)
+        return replace(played, baseline=task.is_baseline)
+
+    async def _task_of(self, task: EpisodeTask) -> Task:
+        if task.kind is EpisodeKind.EVAL:
+            async with self._finding:
+                # its env makes each task once, to know it from the others: seconds in which other episodes go on
+                return await asyncio.to_thread(self._eval_tasks.task, task.number)
+        return await self._train_tasks.task(task.number)

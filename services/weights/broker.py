@@ -1,0 +1,115 @@
+"""Watches a run's weight versions: collects bytes that nobody announced or that a dead learner left, and says how far the
+replicas lag behind.
+
+Invariant: what a manifest in Redis names is never removed here while the run lives. Everything that the broker knows is in
+Redis or in the transport, so killing it loses nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError, TimeoutError
+
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.codec import decode_manifest
+from offbeat.services.redis.errors import complaint
+from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
+from offbeat.services.threads import DaemonThreads, HungError
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
+from offbeat.services.weights.transports.base import Transport, leaves_files, make_transport
+
+logger = logging.getLogger(__name__)
+
+UNANNOUNCED_AFTER_S = 300.0
+"""A file that no manifest names is collected once it is so old; until then a learner may be about to announce it. It hashes
+what it has written first, a second for each GB."""
+LOOK_S = 30.0
+"""A look at the files that takes longer is left behind: the share hangs. The next one begins when it has come back."""
+SILENT_AFTER_S = 30.0
+"""A replica that has not reported for so long is gone."""
+
+
+class WeightBroker:
+    """Keeps one run's weight versions tidy."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        config: WeightsConfig,
+        output_dir: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._redis: Any = redis
+        self._keys = RunKeys(run_id)
+        self._metrics = AsyncRedisMetrics(redis, run_id)
+        self._transport: Transport | None = None
+        if leaves_files(config):
+            self._transport = make_transport(config, run_id, output_dir)
+        self._threads = DaemonThreads(1)
+        self._clock = clock
+
+    async def watch(self, every_s: float = 5.0) -> None:
+        """Look after every announcement, at most once a second and at least every `every_s`, until cancelled."""
+        after = "$"
+        while True:
+            try:
+                await self.collect()
+                await self.measure()
+                heard = await self._redis.xread({self._keys.versions: after}, block=int(every_s * 1000))
+                if heard:
+                    after = heard[0][1][-1][0]
+            except (ConnectionError, TimeoutError) as error:
+                logger.warning("%s", complaint(error))
+            await asyncio.sleep(1.0)
+
+    async def collect(self) -> int:
+        """Remove the bytes of versions that no manifest names; returns how many files went. Does nothing while an earlier
+        call hangs in the share."""
+        if self._transport is None or self._threads.num_hung:
+            return 0
+        try:
+            return await self._collect(self._transport)
+        except HungError:
+            logger.warning("the files of weight versions could not be seen to within %g s: the share may hang", LOOK_S)
+            return 0
+
+    async def _collect(self, transport: Transport) -> int:
+        stored = await self._threads.run(transport.stored, LOOK_S)
+        blobs = cast(list[bytes], await self._redis.hvals(self._keys.manifests))
+        manifests = [decode_manifest(blob) for blob in blobs]
+        named = {each.location for each in (*manifests, *(m.anchor for m in manifests if m.anchor))}
+        oldest = self._clock() - UNANNOUNCED_AFTER_S
+        orphans = [file.location for file in stored if file.location not in named and file.modified_at < oldest]
+        for location in orphans:
+            logger.info("collecting %s: no manifest names it", location)
+            await self._threads.run(lambda location=location: transport.delete(location), LOOK_S)
+        return len(orphans)
+
+    async def replicas(self) -> dict[str, ReplicaReport]:
+        """What each living replica reported last; silent ones are forgotten."""
+        blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
+        reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
+        silent = [replica for replica, report in reports.items() if report.at < self._clock() - SILENT_AFTER_S]
+        if silent:
+            await self._redis.hdel(self._keys.served, *silent)
+        return {replica: report for replica, report in reports.items() if replica not in silent}
+
+    async def measure(self) -> dict[str, int]:
+        """Append how many versions each replica lags behind the newest one; returns it."""
+        newest = cast(bytes | None, await self._redis.hget(self._keys.progress, "version"))
+        if newest is None:
+            return {}
+        serving = {replica: each.version for replica, each in (await self.replicas()).items() if each.version >= 0}
+        lags = {replica: int(newest) - version for replica, version in serving.items()}
+        for replica, lag in lags.items():
+            values = {"lag": Partial("last", lag), "lag_max": Partial("max", lag)}
+            await self._metrics.append(MetricRecord("weights", values, labels={"replica": replica}))
+        return lags

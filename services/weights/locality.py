@@ -1,0 +1,64 @@
+"""Where a process runs, as far as `weights.transport: shm` is concerned: who sees whose files in shared memory.
+
+Invariant: two processes have the same `memory` exactly when they share one mount of /dev/shm on one machine; the host's
+name is for people alone, since containers of one machine have several.
+"""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+from redis import Redis
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.keys import RunKeys
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.replica_reports import decode_report
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SHARED_MEMORY = Path("/dev/shm")
+SILENT_S = 15.0
+"""A replica that has not reported for so long tells nothing about where generation runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs."""
+
+    host: str
+    memory: str
+    """Names the shared memory that it sees; empty where there is none."""
+
+
+@lru_cache(maxsize=1)
+def this_place() -> Place:
+    """Where this process runs."""
+    try:
+        boot, device = BOOT_ID.read_text().strip(), os.stat(SHARED_MEMORY).st_dev
+    except OSError:
+        return Place(socket.gethostname(), "")
+    return Place(socket.gethostname(), f"{boot}:{device}")
+
+
+def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Place | None = None) -> None:
+    """Make sure that weights published here reach every replica that is up.
+
+    Raises:
+        WeightsError: the transport is shared memory, and a replica sees another one than this process.
+    """
+    if config.transport != "shm":
+        return
+    here = here or this_place()
+    blobs = cast(dict[bytes, bytes], redis.hgetall(RunKeys(run_id).served))
+    for replica, blob in blobs.items():
+        report = decode_report(blob)
+        if report.memory and report.memory != here.memory and report.at > time.time() - SILENT_S:
+            raise WeightsError(
+                f"weights.transport=shm reaches one host, and replica {replica.decode()} samples on {report.host}, this "
+                f"learner runs on {here.host}: attach it there, or start the run with weights.transport=fs and a "
+                "weights.url that both hosts reach"
+            )

@@ -1,0 +1,154 @@
+"""Reads of stored weights that may never return: a share that hangs keeps for ever whoever opens a file on it.
+
+Invariants: a read that hangs holds up neither the loop nor the end of the process (its thread is a daemon), no second one of
+its version is begun beside it, and at most `MOST_HUNG` are left behind. What a read has opened is closed again whenever it
+comes back, also when nobody waits for it any more.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any, Generic, TypeVar
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Manifest
+from offbeat.services.weights.replica_reports import Fetching
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_HUNG = 3
+"""Each may hold a part of a version in memory, or on the local disk."""
+SLOWEST_BYTES_PER_S = 100e6
+"""A share that is slower counts as one that hangs: what is read too late would be begun anew, for ever."""
+CLOSE_S = 10.0
+"""How long the end of a read may take before it is left behind."""
+
+
+class _AbandonedError(Exception):
+    """What a context sees of a caller that has failed or left."""
+
+
+class _Read(Generic[T]):
+    """A context that is entered and ended in a thread of its own."""
+
+    def __init__(self, manifest: Manifest, context: AbstractContextManager[T]) -> None:
+        self.manifest = manifest
+        self.since = time.time()
+        self.entered: Future[T] = Future()
+        self.ended: Future[None] = Future()
+        for future in (self.entered, self.ended):
+            future.set_running_or_notify_cancel()  # who stops waiting must not cancel what the thread will set
+        self._leave: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        threading.Thread(target=self._work, args=(context,), name="weights", daemon=True).start()
+
+    def leave(self, *, well: bool) -> None:
+        """End the context, now or as soon as it is entered."""
+        self._leave.put(well)
+
+    def _work(self, context: AbstractContextManager[T]) -> None:
+        try:
+            with context as value:
+                self.entered.set_result(value)
+                if not self._leave.get():
+                    raise _AbandonedError
+        except _AbandonedError:
+            self.ended.set_result(None)
+        except BaseException as error:
+            (self.ended if self.entered.done() else self.entered).set_exception(error)
+            if not self.ended.done():
+                self.ended.set_result(None)
+        else:
+            self.ended.set_result(None)
+
+
+class WeightReader:
+    """All reads of one subscriber; one at a time, those that hang not counted."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._reads: list[_Read[Any]] = []
+
+    async def call(self, call: Callable[[Manifest], T], manifest: Manifest) -> T:
+        """What `call(manifest)` returns. Raises what it raises, and as `opened`."""
+        async with self.opened(manifest, _called(call, manifest)) as result:
+            return result
+
+    @asynccontextmanager
+    async def opened(
+        self, manifest: Manifest, context: AbstractContextManager[T], num_bytes: int = 0
+    ) -> AsyncIterator[T]:
+        """Be inside a context of a transport; it ends with an error if the caller's part does.
+
+        Raises:
+            WeightsError: it was not entered in time, or too many before it hang.
+        """
+        await self._wait_for_room()
+        read = _Read(manifest, context)
+        self._reads.append(read)
+        well = False
+        try:
+            limit_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+            if not await _any_done([read.entered], limit_s):
+                raise WeightsError(
+                    f"version {manifest.version} could not be read within {limit_s:g} s from {source(manifest)}: "
+                    "the share may hang"
+                )
+            yield read.entered.result()
+            well = True
+        finally:
+            read.leave(well=well)
+            if read.entered.done() and not await _any_done([read.ended], CLOSE_S):
+                logger.warning("version %d could not be closed within %g s", manifest.version, CLOSE_S)
+        if read.ended.done():
+            read.ended.result()
+
+    def hangs(self, version: int) -> bool:
+        """Whether a read of this version has not come back."""
+        return any(read.manifest.version == version for read in self._under_way())
+
+    def fetching(self, newer_than: int) -> Fetching | None:
+        """The longest read that is under way, of a version that matters still."""
+        reads = [each for each in self._under_way() if each.manifest.version > newer_than and not each.entered.done()]
+        oldest = min(reads, key=lambda each: each.since, default=None)
+        return oldest and Fetching(oldest.manifest.version, oldest.since, source(oldest.manifest))
+
+    def _under_way(self) -> "list[_Read[Any]]":
+        self._reads = [read for read in self._reads if not read.ended.done()]
+        return self._reads
+
+    async def _wait_for_room(self) -> None:
+        hung = self._under_way()
+        if len(hung) < MOST_HUNG:
+            return
+        if not await _any_done([read.ended for read in hung], self._timeout_s):
+            raise WeightsError(
+                f"{len(hung)} reads of weights from {source(hung[0].manifest)} hang: nothing more is tried there"
+            )
+
+
+def source(manifest: Manifest) -> str:
+    """Where a version's bytes lie, for people."""
+    return f"{manifest.transport}:{manifest.location.rpartition('/')[0]}"
+
+
+@contextmanager
+def _called(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
+    yield call(manifest)
+
+
+async def _any_done(futures: "Sequence[Future[Any]]", timeout_s: float) -> bool:
+    """Whether one of these futures of threads is done in time."""
+    waits = [asyncio.wrap_future(future) for future in futures]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()  # left alone it would complain that nobody asked how it ended, or that its loop is closed
+    return any(future.done() for future in futures)

@@ -1,0 +1,320 @@
+"""Moves the bytes of weight versions; what is stored is whole, or it is not there.
+
+A version is one safetensors file. Its name says run, folder, version and epoch and ends in a random token, so that no file
+is ever written twice: a version that is announced again after its bytes were lost gets a new file. Runs of one name in
+several folders, which may go on at the same time, leave each other's files alone.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from safetensors import SafetensorError
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Anchor, Manifest
+from offbeat.services.weights.config import WeightsConfig
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from torch import Tensor
+
+WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
+Write = Callable[[Path], tuple[str, int]]
+"""Writes a file whole or not at all; returns digest and size."""
+AdapterSettings = Mapping[str, object]
+"""What PEFT writes into `adapter_config.json`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a version's bytes lie and what they are."""
+
+    location: str
+    digest: str
+    """`blake2b:` and the hex digest of the file."""
+    num_bytes: int
+    anchor: Anchor | None = None
+    """What the bytes are a difference to; None: they are the whole version."""
+
+
+class Transport(Protocol):
+    """One way from the learner to the replicas. Synchronous: asynchronous callers use a thread."""
+
+    name: str
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        """The tensors where they won't change until the next version has been announced; called by the learner's thread,
+        which waits for it."""
+        ...
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        """Store what `copies` gave as one version. Raises `WeightsError`."""
+        ...
+
+    def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
+        """Until the context ends a local file: the bytes as safetensors, digest checked, or for a GPU's memory the ticket
+        that the engine loads them with; for an adapter the folder that it lies in. Raises `WeightsError`."""
+        ...
+
+    def readable(self, manifest: Manifest) -> bool:
+        """Whether the bytes are (still) there, by existence and size."""
+        ...
+
+    def delete(self, location: str) -> None:
+        """Remove a version's bytes; it is fine if they are gone."""
+        ...
+
+    def stored(self) -> list["StoredFile"]:
+        """Everything of the run that lies there, half-written files too."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
+        ...
+
+
+class FileTransport(Transport, Protocol):
+    """A transport that stores files, whatever they hold."""
+
+    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
+        """Store what `write` puts into the file that it is given. Raises `WeightsError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a run, announced or not."""
+
+    location: str
+    modified_at: float
+    """Unix time, s."""
+
+
+def digest_of(stream: BufferedReader) -> str:
+    """Digest of all bytes of an open file."""
+    return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
+
+
+def owner_of(run_id: str, output_dir: Path) -> str:
+    """Whose a file is: a run's, by its name and its folder, which no two runs use at a time."""
+    return f"{run_id}-{hashlib.blake2b(str(output_dir.resolve()).encode(), digest_size=4).hexdigest()}"
+
+
+def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
+    """A name that was never used before."""
+    return f"offbeat-{owner}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
+
+
+def belongs_to(owner: str, name: str) -> bool:
+    """Whether a file of this name holds weights of the run (of this one, not of one whose name starts alike)."""
+    return bool(
+        re.fullmatch(
+            rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference|adapter)(\.part)?", name
+        )
+    )
+
+
+@contextmanager
+def verified(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """Open a version's file, check its digest, and give a path to those very bytes, whatever becomes of the name."""
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise WeightsError(f"version {manifest.version} is gone: {error}") from error
+    with stream:
+        found = digest_of(stream)
+        if found != manifest.digest:
+            raise WeightsError(f"version {manifest.version} is damaged: {found} at {path}, {manifest.digest} announced")
+        yield Path(f"/proc/{os.getpid()}/fd/{stream.fileno()}")
+
+
+class HostCopies:
+    """Tensors in main memory. The memory is used again: a publisher has one version under way at a time."""
+
+    def __init__(self, dtype: str = "as_trained") -> None:
+        """dtype: see `WeightsConfig.dtype`."""
+        self._dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        """Copy them all."""
+        import torch
+
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            rounded = self._dtype == "bfloat16" and tensor.is_floating_point()
+            dtype = torch.bfloat16 if rounded else tensor.dtype
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != dtype:
+                buffer = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+            copies[name] = buffer.copy_(tensor.detach())
+        self._buffers = copies
+        return copies
+
+
+def write_safetensors(
+    path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str] | None = None
+) -> tuple[str, int]:
+    """Write a safetensors file whole or not at all; returns digest and size."""
+    from safetensors.torch import save_file
+
+    return _written(path, lambda part: save_file(tensors, part, metadata))
+
+
+def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
+    """Write a file whole or not at all; returns digest and size."""
+    return _written(path, lambda part: part.write_bytes(content))
+
+
+def _written(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
+    # A folder: safetensors writes to a file that it names itself, which stays if it is killed
+    folder = path.with_name(path.name + ".part")
+    try:
+        folder.mkdir()
+        part = folder / path.name
+        write(part)
+        with part.open("rb") as stream:
+            digest = digest_of(stream)
+        part.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"cannot write weights to {path.parent}: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return digest, path.stat().st_size
+
+
+class SharedMemoryTransport:
+    """Files in `/dev/shm`: learner and replicas on one host map the same memory."""
+
+    name = "shm"
+
+    def __init__(self, owner: str, folder: Path = Path("/dev/shm"), *, dtype: str = "as_trained") -> None:
+        """owner: see `owner_of`."""
+        if not folder.is_dir():
+            raise WeightsError(f"transport `shm` needs {folder}; use `weights.transport=fs` here")
+        self._owner = owner
+        self._folder = folder
+        self._host = HostCopies(dtype)
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        return self._host.take(tensors)
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
+
+    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
+        path = self._folder / file_name(self._owner, version, epoch, suffix)
+        digest, num_bytes = write(path)
+        return Stored(str(path), digest, num_bytes)
+
+    def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
+        return verified(self._own(manifest.location), manifest)
+
+    def readable(self, manifest: Manifest) -> bool:
+        try:
+            return self._own(manifest.location).stat().st_size == manifest.num_bytes
+        except (OSError, WeightsError):
+            return False
+
+    def delete(self, location: str) -> None:
+        path = self._own(location)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def stored(self) -> list[StoredFile]:
+        found: list[StoredFile] = []
+        for path in self._folder.iterdir():
+            if belongs_to(self._owner, path.name):
+                try:
+                    inside = path.iterdir() if path.is_dir() else ()
+                    found.append(StoredFile(str(path), max(each.stat().st_mtime for each in (path, *inside))))
+                except FileNotFoundError:  # deleted while we looked
+                    continue
+        return found
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _own(self, location: str) -> Path:
+        path = Path(location)
+        if path.parent != self._folder or not belongs_to(self._owner, path.name):
+            raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._folder}")
+        return path
+
+
+def make_transport(
+    config: WeightsConfig,
+    run_id: str,
+    output_dir: Path,
+    *,
+    redis: "Redis | None" = None,
+    workers: int = 1,
+    adapter: AdapterSettings | None = None,
+) -> Transport:
+    """The transport that a run's configuration names.
+
+    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica. adapter: of what travels in
+    place of merged weights, empty where it is fetched; None for merged weights.
+
+    Raises:
+        WeightsError: it can't work here.
+    """
+    match config.transport:
+        case "shm":
+            shared = SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype)
+            return _around(shared, config, adapter)
+        case "fs":
+            from offbeat.services.weights.transports.filesystem import FilesystemTransport
+
+            url = config.url or str(output_dir.resolve() / "weights")
+            owner = owner_of(run_id, output_dir)
+            return _around(FilesystemTransport(owner, url, dtype=config.dtype), config, adapter)
+        case "ipc" | "nccl":
+            import torch
+
+            from offbeat.services.weights.transports.device import DeviceTransport
+
+            if not torch.cuda.is_available():
+                raise WeightsError(f"transport `{config.transport}` needs a GPU; use `weights.transport=shm` or `fs`")
+            if redis is None:
+                raise WeightsError(f"transport `{config.transport}` needs Redis")
+            return DeviceTransport(config.transport, run_id, redis, workers=workers)
+
+
+def _around(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:
+    from offbeat.services.weights.transports.delta import DeltaTransport
+    from offbeat.services.weights.transports.lora import AdapterTransport
+
+    if adapter is not None:
+        return AdapterTransport(transport, adapter)
+    return DeltaTransport(transport, config.anchor_every) if config.anchor_every > 1 else transport
+
+
+def leaves_files(config: WeightsConfig) -> bool:
+    """Whether versions outlive the learner: those in a GPU's memory do not."""
+    return config.transport in ("shm", "fs")
+
+
+def remove_all(transport: Transport) -> int:
+    """Remove everything that a transport holds of its run; returns how many files went. Needs no Redis: a manifest whose
+    bytes are gone counts for nothing."""
+    stored = transport.stored()
+    for file in stored:
+        transport.delete(file.location)
+    return len(stored)
+
+
+def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
+    """Remove all bytes of a run that has ended, whoever left them; returns how many files went."""
+    return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

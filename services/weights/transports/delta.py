@@ -1,0 +1,271 @@
+"""Versions that hold only what changed: between two whole versions (anchors), the elements that differ from the anchor.
+
+Reinforcement learning moves few bfloat16 weights far enough in a step to change their bits. A difference stands against its
+anchor, not against the version before, so any replica, a late one too, needs two files: the anchor, which it keeps, and one
+difference.
+
+Invariants: what a replica loads is the file that a whole version would have been, byte for byte, or nothing: digests of the
+difference, of the anchor and of the result are all checked. An anchor stays while a version that is kept needs it.
+"""
+
+# pyright: basic
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Anchor, Manifest
+from offbeat.services.weights.transports.base import (
+    DIFFERENCE,
+    WHOLE,
+    FileTransport,
+    Stored,
+    StoredFile,
+    write_bytes,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = 1
+WORTH_IT = 0.5
+"""A difference larger than this share of its anchor is not written: the version becomes the next anchor."""
+ZSTD_LEVEL = 1
+"""Higher ones took several times the time for a few percent."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Elements of a file of whole versions that are not those of its anchor."""
+
+    width: int
+    """Bytes of an element."""
+    num_bytes: int
+    """Of the file."""
+    positions: npt.NDArray[np.int64]
+    """In elements, ascending."""
+    flips: npt.NDArray[Any]
+    """Old bits xor new bits."""
+
+
+def difference(old: Bytes, new: Bytes, width: int) -> Difference:
+    """What changed from `old` to `new`, two files of one layout.
+
+    Raises:
+        ValueError: they are not of one length, or not made of elements of that width.
+    """
+    if len(old) != len(new) or len(old) % width:
+        raise ValueError(f"{len(old)} and {len(new)} bytes are no two versions of elements of {width} bytes")
+    before, after = (part.view(f"<u{width}") for part in (old, new))
+    positions = np.flatnonzero(before != after)
+    return Difference(width, len(old), positions, before[positions] ^ after[positions])
+
+
+def applied(old: Bytes, change: Difference) -> Bytes:
+    """The new file: a changed copy of `old`.
+
+    Raises:
+        ValueError: the difference is not one of this file.
+    """
+    if len(old) != change.num_bytes:
+        raise ValueError(f"a difference of {change.num_bytes} bytes does not fit {len(old)}")
+    new = old.copy()
+    elements = new.view(f"<u{change.width}")
+    if len(change.positions) and int(change.positions[-1]) >= len(elements):
+        raise ValueError("a changed element lies behind the end")
+    elements[change.positions] ^= change.flips
+    return new
+
+
+def pack(change: Difference, result_digest: str) -> bytes:
+    """Compress: gaps between positions and flipped bits, each byte plane by itself, most of which are zeros."""
+    gaps = np.diff(change.positions, prepend=-1).astype("<u4")
+    body = [FORMAT, change.width, change.num_bytes, len(gaps), _squeezed(gaps), _squeezed(change.flips), result_digest]
+    return cast(bytes, msgpack.packb(body))
+
+
+def unpack(blob: bytes) -> tuple[Difference, str]:
+    """Undo `pack`; returns the difference and the digest of the file that it leads to.
+
+    Raises:
+        ValueError: it is malformed, or of another build.
+    """
+    try:
+        form, width, num_bytes, count, gaps, flips, digest = msgpack.unpackb(blob)
+    except (TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"no difference of weights: {error}") from error
+    if form != FORMAT or width not in (2, 4) or not 0 <= count <= num_bytes:
+        raise ValueError(f"a difference of format {form}, elements of {width} bytes, {count} of them")
+    positions = np.cumsum(_unsqueezed(gaps, count, 4).astype(np.int64)) - 1
+    return Difference(width, num_bytes, positions, _unsqueezed(flips, count, width)), str(digest)
+
+
+def digest_of_bytes(content: Bytes) -> str:
+    """As `transports.digest_of` of a file with this content."""
+    return f"blake2b:{hashlib.blake2b(content.data, digest_size=32).hexdigest()}"
+
+
+def _squeezed(elements: npt.NDArray[Any]) -> bytes:
+    planes = np.ascontiguousarray(elements.view(np.uint8).reshape(len(elements), elements.itemsize).T)
+    return _codec().compress(planes.tobytes(), asbytes=True)
+
+
+def _unsqueezed(blob: bytes, count: int, width: int) -> npt.NDArray[Any]:
+    planes = np.frombuffer(_codec().decompress(blob, count * width, asbytes=True), dtype=np.uint8)
+    if len(planes) != count * width:
+        raise ValueError(f"{len(planes)} bytes for {count} elements of {width}")
+    return np.ascontiguousarray(planes.reshape(width, count).T).reshape(-1).view(f"<u{width}")
+
+
+def _codec() -> Any:
+    import pyarrow
+
+    return pyarrow.Codec("zstd", compression_level=ZSTD_LEVEL)
+
+
+@dataclass(slots=True)
+class _Base:
+    """The anchor that new versions are compared with."""
+
+    anchor: Anchor
+    content: Bytes
+    since: int = 0
+    """Versions stored against it."""
+
+
+class DeltaTransport:
+    """`Transport` around one that stores files: whole versions, and differences between them."""
+
+    def __init__(self, inner: FileTransport, anchor_every: int) -> None:
+        """anchor_every: every so many versions, one is whole."""
+        self.name = inner.name
+        self._inner = inner
+        self._anchor_every = anchor_every
+        self._base: _Base | None = None
+        self._needed_by: dict[str, set[str]] = {}
+        self._retired: set[str] = set()
+        self._cached: tuple[Anchor, Bytes] | None = None
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        """See `Transport.copies`."""
+        return self._inner.copies(tensors)
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        """See `Transport.stage`. Whole where there is no anchor, where it is time for one, and where too much changed."""
+        from safetensors.torch import save
+
+        content = np.frombuffer(save(tensors), dtype=np.uint8)
+        width = min(tensor.element_size() for tensor in tensors.values())
+        packed = self._packed(content, width)
+        if packed is None or self._base is None:
+            return self._stage_whole(version, epoch, content)
+        stored = self._inner.store(version, epoch, DIFFERENCE, lambda path: write_bytes(path, packed))
+        self._base.since += 1
+        self._needed_by[self._base.anchor.location].add(stored.location)
+        return replace(stored, anchor=self._base.anchor)
+
+    def _packed(self, content: Bytes, width: int) -> bytes | None:
+        """The difference to the anchor, if one should be stored."""
+        base = self._base
+        if (
+            base is None
+            or base.since + 1 >= self._anchor_every
+            or len(base.content) != len(content)
+            or width not in (2, 4)
+        ):
+            return None
+        packed = pack(difference(base.content, content, width), digest_of_bytes(content))
+        return packed if len(packed) <= WORTH_IT * len(content) else None
+
+    def _stage_whole(self, version: int, epoch: int, content: Bytes) -> Stored:
+        stored = self._inner.store(version, epoch, WHOLE, lambda path: write_bytes(path, content.data))
+        anchor = Anchor(stored.location, stored.digest, stored.num_bytes)
+        self._base = _Base(anchor, content)
+        self._needed_by[anchor.location] = set()
+        self._collect()
+        return stored
+
+    @contextmanager
+    def fetch(self, manifest: Manifest) -> Iterator[Path]:
+        """See `Transport.fetch`: the whole version, put together in memory."""
+        if manifest.anchor is None:
+            with self._inner.fetch(manifest) as path:
+                yield path
+            return
+        with self._inner.fetch(manifest) as path:
+            blob = path.read_bytes()
+        content = self._put_together(manifest, blob)
+        with ExitStack() as stack:
+            descriptor = os.memfd_create("offbeat-weights")
+            stack.callback(os.close, descriptor)
+            _write_all(descriptor, content)
+            yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+    def _put_together(self, manifest: Manifest, blob: bytes) -> Bytes:
+        assert manifest.anchor is not None
+        try:
+            change, wanted = unpack(blob)
+            content = applied(self._anchor(manifest, manifest.anchor), change)
+        except ValueError as error:
+            raise WeightsError(f"version {manifest.version} is damaged: {error}") from error
+        if (found := digest_of_bytes(content)) != wanted:
+            raise WeightsError(f"version {manifest.version} is damaged: put together it is {found}, not {wanted}")
+        return content
+
+    def _anchor(self, manifest: Manifest, anchor: Anchor) -> Bytes:
+        """Its content; the newest one stays in memory."""
+        if self._cached is None or self._cached[0] != anchor:
+            with self._inner.fetch(_anchor_manifest(manifest, anchor)) as path:
+                self._cached = (anchor, np.fromfile(path, dtype=np.uint8))
+        return self._cached[1]
+
+    def readable(self, manifest: Manifest) -> bool:
+        """See `Transport.readable`."""
+        anchor = manifest.anchor
+        there = anchor is None or self._inner.readable(_anchor_manifest(manifest, anchor))
+        return there and self._inner.readable(manifest)
+
+    def delete(self, location: str) -> None:
+        """See `Transport.delete`. An anchor that kept versions need goes with the last of them."""
+        for dependents in self._needed_by.values():
+            dependents.discard(location)
+        if location in self._needed_by:
+            self._retired.add(location)
+        else:
+            self._inner.delete(location)
+        self._collect()
+
+    def _collect(self) -> None:
+        current = self._base.anchor.location if self._base else ""
+        for anchor in [a for a in self._retired if a != current and not self._needed_by[a]]:
+            self._retired.discard(anchor)
+            del self._needed_by[anchor]
+            self._inner.delete(anchor)
+
+    def stored(self) -> list[StoredFile]:
+        """See `Transport.stored`."""
+        return self._inner.stored()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._inner.close()
+
+
+def _anchor_manifest(manifest: Manifest, anchor: Anchor) -> Manifest:
+    return replace(manifest, location=anchor.location, digest=anchor.digest, num_bytes=anchor.num_bytes, anchor=None)
+
+
+def _write_all(descriptor: int, content: Bytes) -> None:
+    left = content.data
+    while left:
+        left = left[os.write(descriptor, left) :]

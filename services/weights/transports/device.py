@@ -1,0 +1,145 @@
+"""Weight versions in the learner's GPU memory (`ipc`, `nccl`): replicas pull them through vLLM's own transfer engines.
+
+The bytes live as long as the learner: a version is readable while the learner that holds it is at its desk. Each pull opens
+its own connection between the two, so a replica may come and go, and a transfer that failed leaves nothing behind.
+"""
+
+import importlib
+import json
+import logging
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Manifest
+from offbeat.services.weights.transports.base import Stored, StoredFile
+from offbeat.services.weights.transports.gpu_pulls import (
+    Pull,
+    PullDesk,
+    holder,
+    pulled,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Held = dict[str, "Tensor"]
+Sender = Callable[[Held, Pull, PullDesk], None]
+
+SENDERS = "offbeat.services.weights.transports.vllm_senders"
+"""Imported when a learner first stages weights on a GPU: it needs vLLM, which a learner otherwise never loads."""
+TRANSFER_TIMEOUT_S = 300.0
+DESK_WAIT_S = 1.0
+CLOSE_S = 20.0
+"""What the thread that serves replicas gets to see that the transport is closed; it uses a connection that goes after it."""
+
+
+def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
+    """`sum64:` and the sum of all bytes, mod 2**64; computed where the tensors are."""
+    import torch
+
+    total = 0
+    for _, tensor in tensors:
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        total += int(content.sum(dtype=torch.int64).item())
+    return f"sum64:{total % 2**64:016x}"
+
+
+class DeviceTransport:
+    """The learner's and the replicas' end of `ipc` or `nccl`."""
+
+    def __init__(
+        self, name: Literal["ipc", "nccl"], run_id: str, redis: Redis, *, workers: int = 1, sender: Sender | None = None
+    ) -> None:
+        """workers: GPUs of one replica. sender: what moves the bytes; None takes vLLM's engine of that name."""
+        self.name = name
+        self._run_id = run_id
+        self._redis = redis
+        self._workers = workers
+        self._sender = sender
+        self._token = uuid.uuid4().hex
+        self._desk = PullDesk(redis, run_id, self._token)
+        self._held: dict[str, Held] = {}
+        self._serving: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> Held:
+        """See `Transport.copies`. They stay on their GPU."""
+        return {name: tensor.detach().clone() for name, tensor in tensors}
+
+    def stage(self, version: int, epoch: int, tensors: Held) -> Stored:
+        """See `Transport.stage`."""
+        location = f"{self._token}/v{version}-e{epoch}"
+        self._held[location] = tensors
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        stored = Stored(location, checksum(tensors.items()), num_bytes)
+        if self._serving is None:
+            sender = self._sender or getattr(importlib.import_module(SENDERS), f"send_{self.name}")
+            self._serving = threading.Thread(target=self._serve, args=(sender,), name="pull-desk", daemon=True)
+            self._serving.start()
+        return stored
+
+    def _serve(self, sender: Sender) -> None:
+        while not self._closed.is_set():
+            try:
+                pull = self._desk.take(DESK_WAIT_S)
+                if pull is not None:
+                    self._send(sender, pull)
+            except (RedisError, WeightsError) as error:
+                logger.warning("a replica was not served: %s", error)
+                self._closed.wait(1.0)
+
+    def _send(self, sender: Sender, pull: Pull) -> None:
+        held = next((h for location, h in list(self._held.items()) if f"/v{pull.version}-" in location), None)
+        if held is None:
+            self._desk.answer(pull, {"error": "it is not held any more"})
+            return
+        try:
+            sender(held, pull, self._desk)
+        except (RuntimeError, ValueError, OSError) as error:
+            self._desk.answer(pull, {"error": str(error)})
+            raise WeightsError(f"sending version {pull.version} failed: {error}") from error
+
+    @contextmanager
+    def fetch(self, manifest: Manifest) -> Iterator[Path]:
+        """See `Transport.fetch`: the file is a ticket, which the engine turns into a transfer."""
+        with (
+            pulled(
+                self._redis, self._run_id, manifest.version, workers=self._workers, timeout_s=TRANSFER_TIMEOUT_S
+            ) as ticket,
+            tempfile.NamedTemporaryFile("w", prefix="offbeat-ticket-", suffix=".json") as file,
+        ):
+            ticket["update"]["digest"] = manifest.digest
+            json.dump(ticket, file)
+            file.flush()
+            yield Path(file.name)
+
+    def readable(self, manifest: Manifest) -> bool:
+        """See `Transport.readable`."""
+        return manifest.location.partition("/")[0] == holder(self._redis, self._run_id)
+
+    def delete(self, location: str) -> None:
+        """See `Transport.delete`."""
+        self._held.pop(location, None)
+
+    def stored(self) -> list[StoredFile]:
+        """Nothing outlives the learner."""
+        return []
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._serving is not None:
+            self._closed.set()
+            self._serving.join(timeout=CLOSE_S)
+            self._desk.leave()
+        self._held.clear()

@@ -1,0 +1,118 @@
+"""Weight versions on any filesystem that fsspec reaches; replicas read a local copy."""
+
+# pyright: basic
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Manifest
+from offbeat.services.weights.transports.base import (
+    WHOLE,
+    HostCopies,
+    Stored,
+    StoredFile,
+    Write,
+    belongs_to,
+    file_name,
+    verified,
+    write_safetensors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class FilesystemTransport:
+    """Versions under one fsspec URL."""
+
+    name = "fs"
+
+    def __init__(self, owner: str, url: str, *, dtype: str = "as_trained") -> None:
+        """owner: see `owner_of`."""
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise WeightsError(f"weights.url {url!r} cannot be used: {error}") from error
+        self._owner = owner
+        self._root = str(root).rstrip("/")
+        self._host = HostCopies(dtype)
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        return self._host.take(tensors)
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
+
+    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
+        name = file_name(self._owner, version, epoch, suffix)
+        location = f"{self._root}/{name}"
+        with tempfile.TemporaryDirectory(prefix="offbeat-stage-") as folder:
+            local = Path(folder) / name
+            digest, num_bytes = write(local)
+            try:
+                self._fs.makedirs(self._root, exist_ok=True)
+                self._fs.put_file(str(local), location + ".part")
+                self._fs.mv(location + ".part", location)
+            except OSError as error:
+                raise WeightsError(f"cannot write weights to {self._root}: {error}") from error
+        return Stored(location, digest, num_bytes)
+
+    @contextmanager
+    def fetch(self, manifest: Manifest) -> Iterator[Path]:
+        location = self._own(manifest.location)
+        with tempfile.TemporaryDirectory(prefix="offbeat-fetch-") as folder:
+            local = Path(folder) / "weights.safetensors"
+            try:
+                self._fs.get_file(location, str(local))
+            except OSError as error:
+                raise WeightsError(f"version {manifest.version} is gone: {error}") from error
+            with verified(local, manifest) as path:
+                yield path
+
+    def readable(self, manifest: Manifest) -> bool:
+        self._fs.invalidate_cache()
+        try:
+            return self._fs.size(self._own(manifest.location)) == manifest.num_bytes
+        except (OSError, WeightsError):
+            return False
+
+    def delete(self, location: str) -> None:
+        try:
+            self._fs.rm_file(self._own(location))
+        except FileNotFoundError:
+            return
+
+    def stored(self) -> list[StoredFile]:
+        self._fs.invalidate_cache()
+        try:
+            entries: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return [
+            StoredFile(entry["name"], _modified_at(entry))
+            for entry in entries
+            if belongs_to(self._owner, Path(entry["name"]).name)
+        ]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _own(self, location: str) -> str:
+        folder, _, name = location.rpartition("/")
+        if folder != self._root or not belongs_to(self._owner, name):
+            raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._root}")
+        return location
+
+
+def _modified_at(entry: dict[str, Any]) -> float:
+    """Unix time of a listing's entry; filesystems name and type it differently. Unknown counts as just now."""
+    value = next((entry[name] for name in ("mtime", "LastModified", "created") if entry.get(name) is not None), None)
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else datetime.now().timestamp()

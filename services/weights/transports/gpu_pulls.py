@@ -1,0 +1,127 @@
+"""How a replica asks the learner for weights that lie in GPU memory: requests and answers over Redis, as JSON.
+
+The learner waits at a desk. A replica leaves a request, gets a ticket (what vLLM's own transfer engine on its side needs to
+know), loads, and says how it went; only then is the next request served, since the bytes must stay where they are.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from redis import Redis
+from redis import exceptions as redis_errors
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.errors import retryable
+
+Ticket = dict[str, Any]
+"""`init` and `update` for vLLM's engine, or `error`."""
+
+FORGOTTEN_AFTER_S = 600
+"""Answers that nobody fetched are dropped by then."""
+HOLDER_TTL_S = 15
+"""A learner that has not been at its desk for so long has died, and its weights with it."""
+LOOK_S = 5.0
+"""Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`, however long a replica loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One replica's request for one version."""
+
+    pull_id: str
+    version: int
+    workers: int
+    """GPUs that hold the replica's model."""
+    expires_at: float
+    """Unix time, s: by then the replica has given up."""
+
+
+class PullDesk:
+    """The learner's side."""
+
+    def __init__(self, redis: Redis, run_id: str, token: str) -> None:
+        self._redis = redis
+        self._keys = RunKeys(run_id)
+        self._token = token
+
+    def take(self, timeout_s: float) -> Pull | None:
+        """The next request that somebody still waits for; says that the desk is manned, too."""
+        self._stay()
+        heard = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
+        if heard is None:
+            return None
+        pull = Pull(**json.loads(heard[1]))
+        return pull if pull.expires_at > time.time() else None
+
+    def answer(self, pull: Pull, ticket: Ticket) -> None:
+        """Hand out the ticket."""
+        key = self._keys.key("pull", pull.pull_id)
+        self._redis.rpush(key, json.dumps(ticket))
+        self._redis.expire(key, FORGOTTEN_AFTER_S)
+
+    def wait_done(self, pull: Pull) -> None:
+        """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
+        key, heard = self._keys.key("pull", pull.pull_id, "done"), None
+        while heard is None and time.time() < pull.expires_at:
+            self._stay()
+            heard = cast(Any, self._redis.blpop([key], timeout=LOOK_S))
+        if heard is None or heard[1] != b"ok":
+            raise WeightsError(f"a replica did not load version {pull.version}")
+
+    def _stay(self) -> None:
+        self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
+
+    def leave(self) -> None:
+        """Nobody is at the desk any more."""
+        self._redis.delete(self._keys.key("pulls", "holder"))
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    try:
+        yield
+    except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
+        raise retryable(error) from error
+
+
+def holder(redis: Redis, run_id: str) -> str:
+    """Token of whoever is at the desk now, or an empty string. Raises `RetryableError`: Redis does not answer."""
+    with _asking():
+        token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
+    return token.decode() if token else ""
+
+
+@contextmanager
+def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[Ticket]:
+    """A replica's side: the ticket; leaving the context says whether loading went well.
+
+    Raises:
+        WeightsError: the learner refused, or did not answer in time.
+        RetryableError: Redis does not answer, or refuses writes.
+    """
+    keys = RunKeys(run_id)
+    pull = Pull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
+    request = {name: getattr(pull, name) for name in Pull.__slots__}
+    with _asking():
+        redis.rpush(keys.key("pulls"), json.dumps(request))
+        heard = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
+    if heard is None:
+        raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
+    ticket: Ticket = json.loads(heard[1])
+    if "error" in ticket:
+        raise WeightsError(f"the learner refused version {version}: {ticket['error']}")
+    done = keys.key("pull", pull.pull_id, "done")
+    outcome = "failed"
+    try:
+        yield ticket
+        outcome = "ok"
+    finally:
+        with _asking():
+            redis.rpush(done, outcome)
+            redis.expire(done, FORGOTTEN_AFTER_S)

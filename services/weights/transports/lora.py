@@ -1,0 +1,112 @@
+"""Versions that hold an adapter alone: low-rank tensors beside a base that was published once.
+
+A manifest names the base as the anchor of its bytes, so every replica, a late one too, needs two files: the base, unless it
+holds it, and one adapter.
+
+Invariants: what a replica gets is an adapter and the base that it was trained on, digests checked; a base stays while a
+version that is kept names it.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Anchor, Manifest
+from offbeat.services.weights.transports.base import (
+    ADAPTER,
+    AdapterSettings,
+    FileTransport,
+    Stored,
+    StoredFile,
+    write_safetensors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "base_model.model."
+"""What PEFT puts in front of the names of an adapter's tensors."""
+SETTINGS = "adapter_config.json"
+FILES = ("adapter_model.safetensors", "model.safetensors")
+"""PEFT's names of an adapter and its base."""
+
+
+class AdapterTransport:
+    """`Transport` around one that stores files: each base once, and adapters."""
+
+    def __init__(self, inner: FileTransport, settings: AdapterSettings) -> None:
+        """settings: of what is published here; empty where nothing is."""
+        self.name = inner.name
+        self._inner = inner
+        self._settings = settings
+        self._base: Anchor | None = None
+        self._held = ""
+
+    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
+        """See `Transport.copies`. The base is passed over while its bytes lie there."""
+        there = self._base is not None and self._base.location in {file.location for file in self._inner.stored()}
+        return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
+
+    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
+        """See `Transport.stage`."""
+        adapter = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        if len(adapter) < len(tensors):
+            base = {name: tensor for name, tensor in tensors.items() if name not in adapter}
+            stored = self._inner.stage(version, epoch, base)
+            self._base = Anchor(stored.location, stored.digest, stored.num_bytes)
+        if self._base is None or not adapter:
+            raise WeightsError(f"version {version} has no adapter, or no base: publish both")
+        settings = {SETTINGS: json.dumps(self._settings)}
+        stored = self._inner.store(version, epoch, ADAPTER, lambda path: write_safetensors(path, adapter, settings))
+        return replace(stored, anchor=self._base)
+
+    @contextmanager
+    def fetch(self, manifest: Manifest) -> Iterator[Path]:
+        """See `Transport.fetch`: a folder as PEFT writes it, with the base in it unless a fetch before this one had it and
+        went well."""
+        base = manifest.anchor
+        if base is None:
+            raise WeightsError(f"version {manifest.version} is no adapter: its learner publishes merged weights")
+        with ExitStack() as stack:
+            found = [stack.enter_context(self._inner.fetch(replace(manifest, anchor=None)))]
+            if base.digest != self._held:
+                found.append(stack.enter_context(self._inner.fetch(_base_manifest(manifest, base))))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-adapter-")))
+            for path, name in zip(found, FILES, strict=False):
+                (folder / name).symlink_to(path)
+            (folder / SETTINGS).write_text(_settings_of(found[0]))
+            yield folder
+        self._held = base.digest
+
+    def readable(self, manifest: Manifest) -> bool:
+        """See `Transport.readable`."""
+        base = manifest.anchor
+        return base is not None and all(self._inner.readable(m) for m in (manifest, _base_manifest(manifest, base)))
+
+    def delete(self, location: str) -> None:
+        """See `Transport.delete`. A base that no version names any more is left to the broker."""
+        self._inner.delete(location)
+
+    def stored(self) -> list[StoredFile]:
+        """See `Transport.stored`."""
+        return self._inner.stored()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._inner.close()
+
+
+def _base_manifest(manifest: Manifest, base: Anchor) -> Manifest:
+    return replace(manifest, location=base.location, digest=base.digest, num_bytes=base.num_bytes, anchor=None)
+
+
+def _settings_of(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        return file.metadata()[SETTINGS]

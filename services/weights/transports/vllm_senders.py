@@ -1,0 +1,127 @@
+"""The learner's end of vLLM's `ipc` and `nccl` transfers (GPUs only).
+
+vLLM's trainer engines drive the inference side through a client with four calls. Here the replica drives itself, so the
+client only hands it the ticket and waits until it is done.
+"""
+
+# pyright: basic
+import socket
+from base64 import b64encode
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, WeightTransferUpdatePayload
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.weights.transports.gpu_pulls import Pull, PullDesk
+
+
+class HeldSource(WeightSource):
+    """A held version as vLLM wants to see it."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self._held = held
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._held.items()
+
+
+class DeskClient:
+    """A `VLLMWeightSyncClient` whose other end is a replica that pulls."""
+
+    def __init__(self, pull: Pull, desk: PullDesk, source: HeldSource, *, rendezvous: bool) -> None:
+        self._pull = pull
+        self._desk = desk
+        self._source = source
+        self._rendezvous = rendezvous
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Where both ends meet first (NCCL), the ticket must be out before the trainer opens its end."""
+        self._init = init_info
+        if self._rendezvous:
+            meta = self._source.metadata()
+            update = {
+                "names": [m.name for m in meta],
+                "dtype_names": [str(m.dtype).removeprefix("torch.") for m in meta],
+                "shapes": [list(m.shape) for m in meta],
+            }
+            self._desk.answer(self._pull, {"init": init_info, "update": update})
+
+    def start_weight_update(self) -> None:
+        """The replica starts by itself."""
+
+    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+        """Hand the ticket out, unless the replica has it, and wait until it has loaded."""
+        if not self._rendezvous:
+            self._desk.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
+        self._desk.wait_done(self._pull)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The replica finishes by itself."""
+
+
+def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
+    """An IPC update without what JSON can't carry: the arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes,
+    whose classes and dtype go without saying."""
+    handles = update_info["ipc_handles"]
+    plain = {}
+    for gpu, arguments in handles.items():
+        _, size, stride, offset, _, _, device, handle, num_bytes, start, _, counter, counter_at, event, sync = arguments
+        plain[gpu] = {
+            "size": list(size),
+            "stride": list(stride),
+            "offset": offset,
+            "device": device,
+            "handle": b64encode(handle).decode(),
+            "num_bytes": num_bytes,
+            "start": start,
+            "counter": b64encode(counter).decode(),
+            "counter_at": counter_at,
+            "event": b64encode(event).decode(),
+            "event_sync": sync,
+        }
+    kept = ("names", "dtype_names", "shapes", "tensor_sizes")
+    return {name: update_info[name] for name in kept} | {"handles": plain}
+
+
+def send_ipc(held: dict[str, torch.Tensor], pull: Pull, desk: PullDesk) -> None:
+    """Let a replica on this GPU map the weights, in one piece."""
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise WeightsError("transport `ipc` needs a learner of one process; use `nccl`")
+    source = HeldSource(held)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
+    client = DeskClient(pull, desk, source, rendezvous=False)
+    with torch.cuda.device(next(iter(held.values())).device):
+        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        try:
+            engine.send_weights()
+        finally:
+            engine.shutdown()
+
+
+def send_nccl(held: dict[str, torch.Tensor], pull: Pull, desk: PullDesk) -> None:
+    """Broadcast the weights to a replica's workers."""
+    source = HeldSource(held)
+    address = socket.gethostbyname(socket.gethostname())
+    info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=_free_port(), world_size=1 + pull.workers)
+    client = DeskClient(pull, desk, source, rendezvous=True)
+    with torch.cuda.device(next(iter(held.values())).device):
+        engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+        try:
+            engine.send_weights()
+        finally:
+            engine.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,209 @@
+"""Chaos: its plan is fixed by the seed, it does what it names, and it passes only where nothing is wrong."""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+from typer.testing import CliRunner
+
+from offbeat.benchmarks.chaos import proxy
+from offbeat.benchmarks.chaos.faults import (
+    FAULTS,
+    PROCESSES,
+    Act,
+    Fault,
+    plan,
+    processes_of,
+    strike,
+)
+from offbeat.benchmarks.chaos.options import write_report
+from offbeat.benchmarks.chaos.report import ChaosReport, Struck
+from offbeat.deploy.cli.app import app
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.redis.server import EmbeddedRedis, server_binary
+from tests.paths import ROOT
+from tests.waiting import wait_until_sync
+
+
+def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
+    assert plan(40, 3) == plan(40, 3) != plan(40, 4)
+    counts = Counter(fault.name for fault in plan(2 * len(FAULTS) + 5, 1))
+    assert set(counts.values()) == {2, 3}
+    assert len(plan(7, 1)) == 7
+
+
+def test_every_kind_of_process_is_killed_and_stopped():
+    for act in (Act.KILL, Act.STOP):
+        assert {fault.what for fault in FAULTS if fault.act is act} == set(PROCESSES.values())
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "victim-of-chaos"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_victim_is_found_by_its_command_line_and_killed(child: subprocess.Popen[bytes]):
+    (victim,) = processes_of([psutil.Process()], "victim-of-chaos")
+    assert victim.pid == child.pid
+    assert strike(Fault("kill", Act.KILL, "victim-of-chaos"), victim, random.Random(1)) == 0.0
+    assert child.wait(30) == -9
+    assert processes_of([psutil.Process()], "victim-of-chaos") == []
+
+
+def test_a_stopped_victim_goes_on_afterwards(child: subprocess.Popen[bytes]):
+    seen: list[str] = []
+    victim = psutil.Process(child.pid)
+
+    def sleep(_: float) -> None:
+        wait_until_sync(lambda: victim.status() == psutil.STATUS_STOPPED)
+        seen.append(victim.status())
+
+    assert 2 <= strike(Fault("stop", Act.STOP, "victim"), victim, random.Random(1), sleep) <= 8
+    wait_until_sync(lambda: victim.status() != psutil.STATUS_STOPPED)
+    assert seen == [psutil.STATUS_STOPPED]
+
+
+def test_a_report_passes_only_where_nothing_is_wrong():
+    good = ChaosReport(1, [Struck("a", 0.0, 3, next_step_s=2.0)], exit_code=0, audit={"proven": True})
+    assert good.passed
+    assert good.as_tree()["by_kind"] == {"a": {"count": 1, "back_s": None, "two_steps_s": {"median": 2.0, "max": 2.0}}}
+    for wrong in (
+        {"exit_code": 1},
+        {"exit_code": None},
+        {"audit": {"proven": False}},
+        {"leftovers": ["process 7"]},
+        {"complaints": ["no"]},
+    ):
+        assert not ChaosReport(**{"seed": 1, "exit_code": 0, "audit": {"proven": True}, **wrong}).passed
+
+
+def order(orders: Path, what: str, seconds: float) -> Path:
+    (orders / "aside").write_text(str(seconds))
+    return (orders / "aside").rename(orders / f"redis-{what}")
+
+
+def test_connections_through_the_proxy_are_delayed_silenced_torn_and_cut_and_the_server_is_real(tmp_path: Path):
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    program = proxy.script(orders / "server", server_binary(None), orders)
+    with (
+        EmbeddedRedis(tmp_path / "redis", RedisConfig(server=program)) as server,
+        Redis.from_url(server.url, socket_timeout=0.5, retry=Retry(NoBackoff(), 0)) as client,
+    ):
+        assert client.set("key", "x" * 100_000)
+        assert "redis-server" in psutil.Process(server.pid).name()
+        slow = order(orders, "delayed", 0.7)
+        with pytest.raises(RedisTimeoutError):
+            wait_until_sync(lambda: not client.ping())
+        slow.unlink()
+        wait_until_sync(lambda: answers(client))
+        order(orders, "silent", 1.0)
+        with pytest.raises(RedisTimeoutError):
+            wait_until_sync(lambda: not client.ping())
+        wait_until_sync(lambda: answers(client))
+        order(orders, "torn", 0.2)
+        with pytest.raises(RedisConnectionError):
+            wait_until_sync(lambda: not client.get("key"))
+        wait_until_sync(lambda: answers(client))
+        connection = client.client_id()
+        order(orders, "cut", 0.0)
+        wait_until_sync(lambda: answers(client) and client.client_id() != connection)
+        assert client.get("key") == b"x" * 100_000
+        (first,) = psutil.Process(server.pid).children()
+        server.restart()
+        assert client.get("key") == b"x" * 100_000
+        wait_until_sync(lambda: has_ended(first))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def answers(client: Redis) -> bool:
+    try:
+        return bool(client.ping() and client.client_id())
+    except (RedisConnectionError, RedisTimeoutError):
+        return False
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from offbeat.benchmarks.chaos.disk import SmallDisk
+run = Path(sys.argv[1])
+disk = SmallDisk(run)
+if disk.refusal:
+    sys.exit(disk.refusal)
+run.mkdir()
+disk.attach()
+disk.fill()
+try:
+    (run / "checkpoints" / "a").write_bytes(bytes(2**20))
+except OSError as error:
+    print(os.strerror(error.errno))
+disk.free()
+(run / "checkpoints" / "b").write_bytes(bytes(2**20))
+disk.keep()
+"""
+
+
+def test_the_disk_of_the_checkpoints_can_be_full_and_what_lies_on_it_is_kept(tmp_path: Path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    if "no disk of its own" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout == "No space left on device\n", done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "b").stat().st_size == 2**20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+WATCHER = """
+import sys
+from pathlib import Path
+from offbeat.benchmarks.chaos.session import CONFIG
+from offbeat.benchmarks.chaos.run_monitor import RunUnderChaos
+run = RunUnderChaos(CONFIG, Path(sys.argv[1]), "orphan", [], {})
+print(run.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_does_not_outlive_who_watches_it(tmp_path: Path):
+    command = [sys.executable, "-c", WATCHER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as watcher:
+        assert watcher.stdout is not None
+        pid = int(watcher.stdout.readline())
+        watcher.kill()
+    wait_until_sync(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_report_is_written_into_a_folder_that_is_made(tmp_path: Path):
+    write_report(tmp_path / "deep" / "report.json", {"passed": True})
+    assert (tmp_path / "deep" / "report.json").read_text() == '{\n  "passed": true\n}\n'
+
+
+@pytest.mark.parametrize("command", ["chaos", "soak"])
+@pytest.mark.parametrize("override", ["output_dir=/elsewhere", "+exp_name=other"])
+def test_the_folder_and_the_name_of_the_run_are_the_commands(command: str, override: str):
+    outcome = CliRunner().invoke(app, [command, "num_env_groups=2", override], env={"COLUMNS": "200"})
+    assert outcome.exit_code == 2
+    assert f"{override}: where the run lies is said with --out" in outcome.output

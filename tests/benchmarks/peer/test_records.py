@@ -1,0 +1,210 @@
+"""Reading what both sides wrote, and comparing it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.benchmarks.peer.comparison import common_target, compare
+from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter, kind_of
+from offbeat.benchmarks.peer.options import Options, PeerError, parse
+from offbeat.benchmarks.peer.records import (
+    SideRun,
+    Snapshot,
+    Step,
+    read_offbeat,
+    read_trl,
+)
+from offbeat.benchmarks.peer.settings import (
+    SETTINGS,
+    adjusted,
+    offbeat_config,
+    play_rules,
+    train_job,
+)
+from offbeat.benchmarks.peer.trl_worker import job as jobs
+from offbeat.benchmarks.peer.venv import TRL_VENV
+from offbeat.deploy.config.errors import ConfigError
+from tests.waiting import wait_until_sync
+
+
+def write_lines(path: Path, records: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(json.dumps(each) for each in records) + "\n", encoding="utf-8")
+
+
+def side(step_s: float, successes: list[float]) -> SideRun:
+    """A run of 20 steps with a snapshot each 5."""
+    steps = tuple(Step(n, n * step_s, 0.5) for n in range(1, 21))
+    snapshots = tuple(Snapshot(5 * i, 5 * i * step_s, Path(f"{i}")) for i in range(5))
+    return SideRun(3.0, steps, snapshots).rated(successes)
+
+
+def test_a_success_between_two_snapshots_is_reached_in_between() -> None:
+    run = side(2.0, [0.1, 0.3, 0.5, 0.9, 0.95])
+    assert run.seconds_to(0.4) == pytest.approx(15.0)
+    assert run.seconds_to(0.1) == 0.0
+    assert run.seconds_to(0.96) is None
+
+
+def test_rates_leave_out_the_first_steps() -> None:
+    steps = (*(Step(n, 100.0 * n, 0.0) for n in range(1, 7)), *(Step(6 + n, 600.0 + 0.5 * n, 0.0) for n in range(1, 9)))
+    run = SideRun(0.0, steps, ())
+    assert run.rate(64) == pytest.approx(64 / 0.5)
+    assert run.step_s() == pytest.approx(0.5)
+
+
+def test_the_sides_are_compared_at_the_highest_success_that_all_reach() -> None:
+    ours, theirs = side(1.0, [0.1, 0.4, 0.8, 0.96, 0.97]), side(4.0, [0.1, 0.4, 0.8, 0.92, 0.91])
+    assert common_target([ours, theirs]) == 0.9
+    found = compare({"offbeat": {1: ours}, "trl": {1: theirs}}, 64)
+    assert found["rate_ratio"] == pytest.approx(4.0)
+    assert found["speedup_to_target"] == pytest.approx((40 + 20 * (0.9 - 0.8) / 0.12) / (10 + 5 * (0.9 - 0.8) / 0.16))
+
+
+def test_each_seed_is_compared_at_what_it_reaches() -> None:
+    ours = {1: side(1.0, [0.1, 0.5, 0.9, 0.9, 0.9]), 2: side(1.0, [0.1, 0.2, 0.2, 0.2, 0.2]), 3: side(1.0, [0.0] * 5)}
+    theirs = {1: side(3.0, [0.1, 0.5, 0.9, 0.9, 0.9]), 2: side(5.0, [0.1, 0.2, 0.3, 0.3, 0.3]), 3: side(5.0, [0.9] * 5)}
+    found = compare({"offbeat": ours, "trl": theirs}, 64)
+    assert [run["target_success"] for run in found["sides"]["trl"]["runs"]] == [0.9, 0.2, None]
+    assert found["speedup_to_target"] == pytest.approx((3 + 5) / 2)
+
+
+def test_no_common_success_is_said_to_be_none() -> None:
+    assert common_target([side(1.0, [0.0] * 5), side(1.0, [0.9] * 5)]) is None
+    assert "speedup_to_target" not in compare(
+        {"offbeat": {1: side(1.0, [0.0] * 5)}, "trl": {1: side(1.0, [0.9] * 5)}}, 8
+    )
+
+
+def test_offbeats_time_counts_from_the_report_of_its_first_weights(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [
+        {"time": 100.0, "source": "command", "step": None, "values": {}},
+        {"time": 120.0, "source": "generation", "step": None, "values": {"weight_updates": 0.0}},
+        {"time": 131.0, "source": "generation", "step": None, "values": {"weight_updates": 1.0}},
+        {"time": 132.5, "source": "learner", "step": 1, "values": {"success": 0.25}},
+        {"time": 133.0, "source": "learner", "step": None, "values": {}},
+        {"time": 134.0, "source": "learner", "step": 2, "values": {"success": 0.5}},
+    ]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    run = read_offbeat(tmp_path, Path("start"))
+    assert run.startup_s == 30.0
+    assert [(each.step, each.seconds, each.success) for each in run.steps] == [(1, 2.5, 0.25), (2, 4.0, 0.5)]
+    assert [(each.step, each.seconds) for each in run.snapshots] == [(0, 0.0), (2, 4.0)]
+
+
+def test_trls_snapshots_stand_at_their_steps_time(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [
+        {"startup_s": 9.0},
+        {"step": 1, "time": 61.5, "seconds": 1.5, "success": 0.1},
+        {"step": 2, "time": 62.5, "seconds": 2.5, "success": 0.2},
+    ]
+    write_lines(tmp_path / "steps.jsonl", records)
+    for step in (0, 2):
+        (tmp_path / "snapshots" / f"step-{step:06d}").mkdir(parents=True)
+    run = read_trl(tmp_path)
+    assert [(each.step, each.seconds) for each in run.snapshots] == [(0, 0.0), (2, 2.5)]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_trls_job_is_offbeats_configuration(name: str, folder: Path, tmp_path: Path) -> None:
+    setting = SETTINGS[name]
+    config = offbeat_config(setting, 7, 10, folder, tmp_path / "run")
+    job = train_job(setting, config, tmp_path, threads=2, max_seconds=9.0, together=False)
+    assert len(job.task_seeds) == 10 * config.rollout_batch_size // config.train_env_manager.group_size
+    assert len(set(job.task_seeds)) == len(job.task_seeds)
+    assert job.learning_rate == config.actor_train.training_args.learning_rate
+    assert job.groups_per_step * job.group_size == config.rollout_batch_size
+    assert job.play.env_config == config.custom_envs["FrozenLake"].env_config
+    jobs.write(tmp_path / "job.json", job)
+    assert jobs.read(tmp_path / "job.json") == job
+
+
+def test_neither_side_evaluates_or_warms_up_within_its_time(folder: Path, tmp_path: Path) -> None:
+    config = offbeat_config(SETTINGS["b"], 1, 10, folder, tmp_path / "run")
+    assert config.eval_steps == 0
+    assert config.warm_start is None
+    assert play_rules(config, 4).max_turns == config.custom_envs["FrozenLake"].max_steps
+
+
+def test_what_is_set_on_the_command_line_holds_over_the_setting(folder: Path, tmp_path: Path) -> None:
+    setting = adjusted(SETTINGS["b"], ["max_staleness=1", "rollout.coalesce_s=0.02"])
+    config = offbeat_config(setting, 1, 10, folder, tmp_path / "run")
+    assert (config.max_staleness, config.rollout.coalesce_s, config.rollout.num_threads) == (1, 0.02, 256)
+    with pytest.raises(ConfigError, match="max_staleness"):
+        offbeat_config(adjusted(SETTINGS["b"], ["max_stalenes=1"]), 1, 10, folder, tmp_path / "run")
+
+
+def test_options_name_what_is_wrong() -> None:
+    words = {"settings": "a,c", "seeds": "1, 5", "sides": "trl", "venv": None}
+    assert parse(**words) == Options(settings=("a", "c"), seeds=(1, 5), sides=("trl",), venv=parse(**words).venv)
+    with pytest.raises(PeerError, match="there is no 'd', there is a, b, c"):
+        parse(**{**words, "settings": "a,d"})
+    with pytest.raises(PeerError, match="'x' is no whole number"):
+        parse(**{**words, "seeds": "1,x"})
+
+
+def test_a_venv_counts_once_its_pins_are_written_down(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    assert TRL_VENV.python_of(tmp_path) is None
+    (tmp_path / TRL_VENV.marker).write_text("trl==0.1\n", encoding="utf-8")
+    assert TRL_VENV.python_of(tmp_path) is None
+    (tmp_path / TRL_VENV.marker).write_text("\n".join(TRL_VENV.pins), encoding="utf-8")
+    assert TRL_VENV.python_of(tmp_path) == tmp_path / "bin" / "python"
+
+
+def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:
+    steps = tuple(Step(n, float(n), 0.0, 100.0 + n) for n in range(1, 17))
+    used = tuple((100.0 + t, 7.0 + 1.5 * t) for t in range(0, 40, 3))
+    assert SideRun(0.0, steps, (), used).step_cpu_s() == pytest.approx(1.5)
+    assert SideRun(0.0, steps, ()).step_cpu_s() is None
+    by_kind = {
+        "cheap": tuple(0.5 * c for _, c in used),
+        "dear": tuple(2.0 * c for _, c in used),
+        "idle": (1.0,) * len(used),
+    }
+    assert list(SideRun(0.0, steps, (), used, by_kind).step_cpu_s_by_kind().items()) == [
+        ("dear", pytest.approx(3.0)), ("cheap", pytest.approx(0.75)),
+    ]  # fmt: skip
+
+
+def test_the_meter_counts_what_children_compute(tmp_path: Path) -> None:
+    # 0.6 for 0.5: the kernel tells hundredths, rounded down
+    work = "import time\nwhile time.process_time() < 0.6: pass\ntime.sleep(60)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', sys.argv[1]])"
+    process = subprocess.Popen([sys.executable, "-S", "-c", parent, work], start_new_session=True)
+    try:
+        meter = CpuMeter(process.pid, tmp_path / CPU)
+        wait_until_sync(lambda: last_cpu(tmp_path / CPU) >= 0.5, timeout_s=60)
+        meter.stop()
+        assert last_cpu(tmp_path / CPU) < 2.0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_cpu(path: Path) -> float:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return json.loads(lines[-1])["cpu_s"] if lines else 0.0
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (["ray::ServeReplica:generation-peer-b-1:generation", "", ""], "ray::ServeReplica:generation"),
+        (["ray::EnvWorkerActor.run"], "ray::EnvWorkerActor"),
+        (["VLLM::EngineCore", ""], "VLLM::EngineCore"),
+        (["/venv/bin/redis-server 127.0.0.1:6379", "", ""], "redis-server"),
+        (["/usr/bin/python", "-B", "-m", "offbeat.trainer.cli", "peer-b-1"], "offbeat.trainer.cli"),
+        (["/usr/bin/python", "/venv/ray/dashboard/agent.py", "--port=1"], "agent.py"),
+        ([], "other"),
+    ],
+)
+def test_a_process_is_known_by_its_command_line(command: list[str], kind: str) -> None:
+    assert kind_of(command) == kind

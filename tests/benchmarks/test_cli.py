@@ -1,0 +1,59 @@
+"""The benchmarks that need no engine, run as a user runs them, in seconds."""
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offbeat.deploy.cli.app import app
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def result_of(folder: Path, *arguments: str) -> dict[str, Any]:
+    file = folder / "result.json"
+    outcome = CliRunner().invoke(app, ["bench", *arguments, "--quick", "--json", str(file)], catch_exceptions=False)
+    assert outcome.exit_code == 0, outcome.output
+    assert not multiprocessing.active_children()
+    return json.loads(file.read_text())
+
+
+def test_async_compares_both_ways_of_working_with_the_ideal(tmp_path: Path) -> None:
+    (found,) = result_of(tmp_path, "async")["distributions"]
+    sync, late = found["settings"]
+    assert (sync["max_staleness"], sync["ratio"], sync["staleness_max"]) == (0.0, 1.0, 0.0)
+    assert late["max_staleness"] == 1.0
+    assert late["staleness_max"] <= 1.0
+    assert late["ratio"] == late["trajectories_per_s"] / sync["trajectories_per_s"]
+    assert found["ideal"] == min(found["rollout_alone"], found["training_alone"]) > 0
+    assert len(sync["curve"]) == len(late["curve"]) == 4
+
+
+def test_redundancy_collects_the_same_batch_with_and_without_spare_episodes(tmp_path: Path) -> None:
+    found = result_of(tmp_path, "redundancy")["distributions"]
+    plain, redundant = found["lognormal"]
+    assert (plain["groups"], plain["members"]) == (4, 2)
+    assert (redundant["groups"], redundant["members"]) == (5, 3)
+    assert plain["cancelled"] == 0
+    assert min(plain["batch_s"]["median"], redundant["batch_s"]["median"]) > 0
+
+
+def test_scale_tells_what_an_episode_costs(tmp_path: Path) -> None:
+    found = result_of(tmp_path, "scale")
+    assert [row["concurrency"] for row in found["settings"]] == [16, 64]
+    for row in found["settings"]:
+        assert row["cpu_ms"]["median"] >= row["worker_cpu_ms"]["median"] > 0
+        assert row["trajectories_per_s"]["median"] > 0
+
+
+def test_buffer_moves_the_same_groups_through_ours_and_through_plain_redis(tmp_path: Path) -> None:
+    found = result_of(tmp_path, "buffer")
+    (row,) = found["loads"]
+    assert set(row["sides"]) == {"offbeat", "raw", "raw_codec", "raw_pipelined"}
+    assert found["reverb_left_out"]
+    for name in ("raw", "raw_codec", "raw_pipelined"):
+        for part in ("into", "out", "both"):
+            assert row["ratios"][name][part]["median"] > 0

@@ -1,0 +1,69 @@
+"""The learner's benchmark compares like with like: one batch, one loss, one budget."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from offbeat.benchmarks import learner
+from offbeat.benchmarks.learner_backends import (
+    CLIP,
+    MAX_NORM,
+    RATE,
+    Task,
+    _bare_loss,
+    _groups,
+    data_of,
+    passes,
+)
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from tests.trainer.plain_engine import PlainEngine
+
+SMALL = learner.Options(sequences=8, longest=64, vocabulary=64)
+
+
+def task(model: str = "", lengths: tuple[int, ...] = (20, 64, 33, 40, 64, 18, 25, 50)) -> Task:
+    return Task(model, list(lengths), 16, 128, 1, 1, "cpu")
+
+
+def test_a_pass_holds_its_budget_with_its_padding_and_every_sequence_is_in_one() -> None:
+    for each in (task(), task(lengths=(64,) * 8), task(lengths=(200, 30, 30, 30))):
+        bins = passes(each)
+        assert sorted(i for rows in bins for i in rows) == list(range(len(each.lengths)))
+        for rows in bins:
+            assert len(rows) == 1 or len(rows) * max(each.lengths[i] for i in rows) <= each.budget
+
+
+def test_ragged_lengths_span_the_range() -> None:
+    lengths = learner._ragged(learner.Options(sequences=32, longest=256))
+    assert (min(lengths), max(lengths), len(lengths)) == (learner.SHORTEST, 256, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"sequences": 6}, "groups of 4"), ({"longest": 8}, "at least 32"), ({}, "")]
+)
+def test_what_can_not_be_measured_is_said(options: dict[str, int], says: str) -> None:
+    found = learner.check(learner.Options(**options))
+    assert says in found
+    assert bool(found) == bool(says)
+
+
+def test_the_bare_loop_and_ours_have_one_loss_and_one_gradient(tmp_path: Path) -> None:
+    told = task(learner._make_model(tmp_path / "model", SMALL))
+    policy = load_policy(Path(told.model), ModelArgs(), seed=1)
+    engine = PlainEngine(policy)
+    args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": told.budget}
+    config = LearnerConfig.model_validate({"pg_clip": CLIP, "actor_train": {"training_args": args}})
+    data = data_of(told, policy.model.config.get_text_config().vocab_size)
+    gauges = BatchTrainer(config, Models(engine), Ranks(0, 0, 1, torch.device("cpu"))).train(_groups(told, data), 0)
+    twin = AutoModelForCausalLM.from_pretrained(told.model, dtype=torch.float32)
+    sampled = sum(n - told.prompt for n in told.lengths)
+    loss = torch.stack([_bare_loss(twin, told, data, rows).sum() / sampled for rows in passes(told)]).sum()
+    assert gauges["actor/total_loss"].value == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM)
+    assert gauges["actor/grad_norm"].value == pytest.approx(float(norm), rel=1e-4)

@@ -1,0 +1,206 @@
+"""The audit says in words what does not hold, and nothing of what does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offbeat.deploy.audit.audit import Evidence, audit
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.cli.audit import examine
+from offbeat.deploy.config.loader import dump_yaml, load_run
+from offbeat.services.buffer.api import Counters
+from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
+from offbeat.trainer.learner.group_intake import Taken
+from offbeat.trainer.learner.step_ledger import (
+    ResumedLine,
+    StepJournal,
+    StepLine,
+    TrainedGroup,
+)
+from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from tests.fakes import make_group
+from tests.paths import QUICKSTART
+
+
+def life(*rows: tuple[int, str, str]) -> list[LifeEvent]:
+    return [LifeEvent(f"{1000 + i}-0", i + 1, number, event, detail) for i, (number, event, detail) in enumerate(rows)]
+
+
+def step(number: int, *groups: int, epoch: int = 1, version: int | None = None) -> StepLine:
+    oldest = number - 1 if version is None else version
+    return StepLine(number, epoch, tuple(TrainedGroup(n, oldest, True) for n in groups), 1.0, False)
+
+
+EVENTS = life(
+    (0, "admitted", "0"),
+    (1, "admitted", "0"),
+    (2, "admitted", "0"),
+    (0, "submitted", "0"),
+    (2, "submitted", "0"),
+    (1, "failed", "step_timeout"),
+    (3, "admitted", "1"),
+    (3, "submitted", "1"),
+    (4, "admitted", "1"),
+    (4, "submitted", "1"),
+    (4, "dropped", "stale"),
+    (5, "admitted", "1"),
+    (0, "trained", "2"),
+    (2, "trained", "2"),
+    (5, "submitted", "1"),
+)
+JOURNAL = [ResumedLine(0, 1, 0), step(1, 0), step(2, 2), step(3, 3)]
+GOOD = Evidence(EVENTS, JOURNAL, {2: ""}, Counters(6, 5, 2, {"stale": 1}, {"step_timeout": 1}, 2), 1, 9)
+
+
+def test_a_run_in_order_is_proven_and_each_group_has_its_life():
+    found = audit(GOOD)
+    assert found.proven, found.findings
+    states = {n: (group.state, group.detail, group.step) for n, group in found.groups.items()}
+    assert states == {
+        0: ("trained", "2", 1),
+        1: ("failed", "step_timeout", None),
+        2: ("trained", "2", 2),
+        3: ("in the stream", "", 3),
+        4: ("dropped", "stale", None),
+        5: ("in the stream", "", None),
+    }
+    assert found.staleness == {0: 3}
+
+
+def without(number: int, event: str) -> list[LifeEvent]:
+    kept = [each for each in EVENTS if (each.number, each.event) != (number, event)]
+    return [replace(each, ordinal=i + 1) for i, each in enumerate(kept)]
+
+
+def more(*rows: tuple[int, str, str]) -> list[LifeEvent]:
+    return life(*((each.number, each.event, each.detail) for each in EVENTS), *rows)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"events": EVENTS[:4] + EVENTS[5:]}, "event 5 before 1005-0 are missing"),
+        ({"events": more((1, "dropped", "stale"))}, "group 1 was dropped at 1015-0 after it had been failed"),
+        ({"events": more((0, "trained", "3"))}, "group 0 was trained at 1015-0 after it had been trained (2)"),
+        ({"events": more((2, "submitted", "0"))}, "group 2 was submitted at 1015-0 after it had been trained"),
+        ({"events": more((5, "admitted", "0"))}, "group 5 was admitted twice"),
+        ({"events": more((9, "admitted", "0"))}, "groups 6, 7, 8 were never admitted, though group 9 was"),
+        ({"events": without(0, "submitted")}, "group 0 was trained, though it never entered the stream"),
+        ({"events": without(2, "trained")}, "Redis counts 2 groups as trained, the ledger lists 1"),
+        ({"events": more((5, "trained", "2"))}, "group 5 was acknowledged as trained, though no step"),
+        ({"events": more((3, "trained", "2"))}, "group 3 of step 3 was acknowledged by the checkpoint of step 2 before"),
+        ({"events": more((3, "dropped", "stale"))}, "group 3 was trained at step 3, and dropped (stale)"),
+        ({"journal": [*JOURNAL, step(4, 0)]}, "group 0 was trained twice: at step 1 and at step 4"),
+        ({"journal": [*JOURNAL, step(5, 5)]}, "step 5 follows step 3"),
+        ({"journal": [*JOURNAL, step(4, 5, 7)]}, "step 4 consumed 2 groups instead of 1"),
+        ({"journal": [*JOURNAL, step(4, 5, version=1)]}, "group 5 was trained at step 4 with a lag of 2, above 1"),
+        ({"journal": [*JOURNAL, step(4, 5, version=4)]}, "group 5 of step 4 holds tokens of the later version 4"),
+        ({"journal": [*JOURNAL, ResumedLine(2, 2, 0), step(3, 5, epoch=2)]}, "step 3 was repeated on groups [5]"),
+        ({"journal": [*JOURNAL, ResumedLine(7, 2, 0)]}, "went on from step 7, though the journal ends at step 3"),
+        ({"checkpoints": {2: "model.safetensors is damaged"}}, "step-000002 can't be used: model.safetensors is damaged"),
+        ({"checkpoints": {1: ""}}, "acknowledged for step 2, but the newest whole checkpoint is of step 1"),
+        ({"max_steps": 2}, "all 2 steps are trained and saved, but groups 3, 5 are still open"),
+    ],
+)  # fmt: skip
+def test_what_does_not_hold_is_said(change: dict, says: str):
+    found = audit(replace(GOOD, **change))
+    assert any(says in finding for finding in found.findings), found.findings
+
+
+def test_a_learner_that_repeats_steps_after_a_death_is_in_order():
+    again = [*JOURNAL, ResumedLine(2, 2, 0), step(3, 3, epoch=1), step(3, 3, epoch=2)]
+    found = audit(replace(GOOD, journal=again))
+    assert found.proven, found.findings
+    assert (found.lineage.repeated, found.lineage.learners) == (1, 2)
+    assert any("had been replaced" in note for note in found.notes)
+
+
+def test_a_redis_that_came_back_without_its_newest_events_is_told_and_in_order():
+    lost = [
+        *EVENTS[:12],
+        LifeEvent("2000-0", 11, 4, "dropped", "stale"),
+        *(replace(each, id=f"{2001 + i}-0", ordinal=12 + i) for i, each in enumerate(EVENTS[11:])),
+    ]
+    found = audit(replace(GOOD, events=lost))
+    assert found.proven, found.findings
+    assert any("without its newest 2 events" in note for note in found.notes)
+
+
+def test_a_redis_that_lost_everything_counts_by_the_checkpoint():
+    journal = [*JOURNAL, ResumedLine(2, 2, 2), step(3, 2 + 1, epoch=2)]
+    events = [LifeEvent("9000-0", 1, 3, "admitted", "2"), LifeEvent("9001-0", 2, 3, "submitted", "2")]
+    counters = Counters(3, 3, 2, {}, {}, 1)
+    found = audit(replace(GOOD, events=[*EVENTS, *events], journal=journal, counters=counters))
+    assert found.proven, found.findings
+    assert [found.groups[n].step for n in (0, 2)] == [1, 2]
+
+
+def test_checkpoints_that_are_gone_leave_their_groups_dropped_as_rewound():
+    journal = [*JOURNAL, ResumedLine(1, 2, -1), step(2, 5, epoch=2)]
+    counters = Counters(6, 5, 1, {"stale": 1, "rewound": 1}, {"step_timeout": 1}, 2)
+    found = audit(replace(GOOD, journal=journal, checkpoints={1: ""}, counters=counters))
+    assert found.groups[2].detail == "rewound"
+    assert found.findings == []
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """What a finished run leaves, but for its Redis."""
+    small = ["rollout_batch_size=8", "train_env_manager.group_size=8", "train_env_manager.num_env_groups=1"]
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=2", *small])
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    ledger, journal = LedgerFile(tmp_path), StepJournal(tmp_path, 1)
+    journal.resumed(0)
+    for n in range(2):
+        taken = Taken(groups=[make_group(n, version=n)])
+        journal.trained(n + 1, taken, max_staleness=1.0, skipped=False)
+    rows = [(n, event, str(n)) for n in range(2) for event in ("admitted", "submitted")]
+    ledger.append(life(*rows, (0, "trained", "2"), (1, "trained", "2")))
+    CheckpointStore(tmp_path / "checkpoints", 2).save(LearnerState(2, "now"), lambda _: None).result()
+    return tmp_path
+
+
+def test_the_command_proves_a_run_from_its_folder_alone(run_folder: Path):
+    answer = CliRunner().invoke(app, ["audit", str(run_folder)])
+    assert answer.exit_code == 0, answer.output
+    assert "PROVEN" in answer.output
+    assert "its Redis is gone" in answer.output
+    tree = json.loads(CliRunner().invoke(app, ["audit", str(run_folder), "--json"]).output)
+    assert (tree["proven"], tree["admitted"], tree["trained"], tree["steps"]) == (True, 2, 2, 2)
+    assert [group["step"] for group in tree["groups"]] == [1, 2]
+    told = CliRunner().invoke(app, ["audit", str(run_folder), "--group", "1"]).output
+    assert "group 1: admitted at version 1, submitted, consumed by step 2" in told
+
+
+def test_a_run_is_audited_on_a_machine_that_could_not_train_it(run_folder: Path):
+    file = run_folder / "config.yaml"
+    file.write_text(
+        file.read_text().replace("device: cpu", "device: cuda").replace("pretrain: tiny", "pretrain: /gone")
+    )
+    assert examine(run_folder)[0].proven
+
+
+def test_a_redis_that_does_not_know_the_run_is_said(run_folder: Path, redis_url: str):
+    answer = CliRunner().invoke(app, ["audit", str(run_folder), "--redis", redis_url])
+    assert answer.exit_code == 0, answer.output
+    assert "its Redis tells no counters of run" in answer.output
+
+
+def test_the_command_fails_where_a_checkpoint_was_damaged(run_folder: Path):
+    (run_folder / "checkpoints/step-000002/learner.json").write_text("{}")
+    answer = CliRunner().invoke(app, ["audit", str(run_folder)])
+    assert answer.exit_code == 1
+    assert "checkpoints/step-000002 can't be used: learner.json is damaged" in answer.output
+    assert examine(run_folder)[0].findings
+
+
+@pytest.mark.parametrize(("run", "says"), [("nowhere", "there is no run in nowhere"), (".", "has no ledger/")])
+def test_where_there_is_nothing_to_audit_it_says_so(tmp_path: Path, monkeypatch, run: str, says: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(dump_yaml(load_run(QUICKSTART)))
+    answer = CliRunner().invoke(app, ["audit", run])
+    assert answer.exit_code == 2
+    assert says in answer.output

@@ -1,0 +1,95 @@
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.paths import ROOT
+
+QUICKSTART = "deploy/configs/quickstart.yaml"
+HEAVY = ("torch", "ray", "transformers", "vllm", "deepspeed", "matplotlib", "fastapi", "hydra", "pydantic", "redis")
+
+
+def offbeat(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_answers_in_under_a_second():
+    """Of computing: how long a busy machine lets it wait says nothing about it."""
+
+    def once() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert offbeat("--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(once() for _ in range(3)) < 1.0
+
+
+def test_help_imports_nothing_heavy():
+    code = f"import sys, offbeat.deploy.cli.app; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_validate_says_valid():
+    done = offbeat("config", "validate", QUICKSTART, "seed=2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "valid\n", "")
+
+
+@pytest.mark.parametrize("command", [("config", "validate"), ("config", "show"), ("train",)])
+def test_a_refused_configuration_lists_every_problem_and_exits_with_2(command: tuple[str, ...]):
+    done = offbeat(*command, QUICKSTART, "max_stepz=3", "seed=x")
+    assert done.returncode == 2
+    assert "max_stepz: unknown key; did you mean `max_steps`?" in done.stderr
+    assert "seed: expected an integer, got 'x' (a string)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_impossible_combination_starts_nothing(tmp_path: Path):
+    done = offbeat("train", QUICKSTART, "rollout_batch_size=60", f"output_dir={tmp_path}/run")
+    assert done.returncode == 2
+    assert "take 56 or 64" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_file_is_named():
+    done = offbeat("config", "validate", "nowhere.yaml")
+    assert done.returncode == 2
+    assert "no such file: nowhere.yaml" in done.stderr
+
+
+def test_show_prints_every_key_as_yaml():
+    shown = yaml.safe_load(offbeat("config", "show", QUICKSTART, "seed=9").stdout)
+    assert shown["seed"] == 9
+    assert shown["buffer"]["stale_policy"] == "drop"
+
+
+def test_a_report_of_a_folder_without_a_run_is_refused_in_words(tmp_path: Path):
+    done = offbeat("report", str(tmp_path))
+    assert done.returncode == 1
+    assert "no such file" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_users_own_env_in_the_current_folder_is_found(tmp_path: Path):
+    (tmp_path / "my_env.py").write_text(
+        "import gymnasium\n"
+        "class Echo(gymnasium.Env):\n"
+        "    words = ('say', 'it')\n"
+        "    def __init__(self, loud: bool = False): self.loud = loud\n"
+        "    def reset(self, *, seed=None, options=None): return 'say it', {}\n"
+        "    def step(self, action): return 'say it', 1.0, True, False, {}\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "custom_envs: {Echo: {env_type: 'my_env:Echo', env_config: {loud: true}}}\ntrain_env_manager: {num_env_groups: 8}\n"
+    )
+    script = str(ROOT / ".venv/bin/offbeat")
+    for override, code in ((), 0), (("custom_envs.Echo.env_config.laud=true",), 2):
+        command = [script, "config", "validate", "run.yaml", *override]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr

@@ -1,0 +1,184 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.play.parquet import read_parquet
+from offbeat.deploy.play.rollouts import pass_at_k
+from offbeat.services.messages.codec import encode_trajectories
+from offbeat.services.messages.types import (
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+
+
+def offbeat(*arguments: object, typed: str = "") -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=typed)
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> Path:
+    out = folder / "r.parquet"
+    done = offbeat(
+        "rollout", folder / "run.yaml", "--agent", folder / "policy", "--episodes", 12, "--group-size", 4, "--out", out
+    )
+    assert done.exit_code == 0, done.output
+    assert "mean of 12 episodes" in done.output
+    assert "pass@1 " in done.output
+    assert "pass@4 " in done.output
+    return out
+
+
+def test_a_person_plays_and_sees_observation_reward_and_why_it_ended():
+    done = offbeat("play", "frozen_lake", "--seed", 1, typed="Right\nSideways\nDown\nDown\n")
+    assert done.exit_code == 0, done.output
+    assert "P _ _ _\nO _ _ O\nO O _ _\n_ O _ G\n0 0 Left # Down O Right _ Up #" in done.output
+    assert "action_is_valid 0" in done.output
+    assert "terminated  reward -0.1" in done.output
+    assert "<|im_start|>" not in done.output
+
+
+def test_a_person_is_offered_functions_and_calls_one(tmp_path: Path):
+    (tmp_path / "c.txt").write_text("red tea is in the first house\nmilk is in the second house\n")
+    tools = f"tools=[{{tool_id: search, corpus: {tmp_path / 'c.txt'}, top_k: 1}}]"
+    call = '<tool_call> {"name": "search", "arguments": {"query": "milk"}} </tool_call>'
+    done = offbeat(
+        "play", "tools", "env_type=frozen_lake", "function_calling=template", tools, typed=f"{call}\nRight\n"
+    )
+    assert done.exit_code == 0, done.output
+    assert "<tool_response>\n[1] milk is in the second house\n</tool_response>" in done.output
+    assert 'function   {"name": "search", ' in done.output
+    assert "tool_use_counter 1  tool_success_counter 1" in done.output
+
+
+def test_whoever_leaves_early_is_let_go():
+    done = offbeat("play", "frozen_lake", "--seed", 1, typed="Right\n")
+    assert (done.exit_code, "left before the end" in done.output) == (0, True)
+
+
+def test_a_random_agent_does_the_same_for_the_same_seed_and_is_drawn(tmp_path: Path):
+    play = ("play", "sokoban", "dim_room=[5, 5]", "--agent", "random", "--max-steps", 4, "--seed", 3)
+    first = offbeat(*play, "--render", tmp_path / "x.gif")
+    assert first.exit_code == 0, first.output
+    assert offbeat(*play, "--render", tmp_path / "x.html").output == first.output.replace(".gif", ".html")
+    assert (tmp_path / "x.gif").read_bytes()[:4] == b"GIF8"
+    assert "data:image/png" in (tmp_path / "x.html").read_text()
+
+
+def test_a_policy_shows_the_exact_tokens_of_prompt_and_completion(folder: Path):
+    done = offbeat("play", folder / "run.yaml", "--agent", folder / "policy", "--seed", 5)
+    assert done.exit_code == 0, done.output
+    assert "2:'<|im_start|>' 4:'system' 7:'Push' 8:'X' 9:'to' 10:'O' 11:'.' 3:'<|im_end|>'" in done.output
+    assert done.output.count("completion ") == 3
+    assert "max_steps  reward" in done.output
+    assert (
+        offbeat("play", folder / "run.yaml", "--agent", "policy", folder / "policy", "--seed", 5).output == done.output
+    )
+
+
+def test_recorded_logprobs_are_those_of_the_model_for_the_recorded_tokens(folder: Path, recorded: Path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy").eval()
+    for episode in read_parquet(recorded)[:6]:
+        tokens = torch.tensor([episode.tokens])
+        with torch.inference_mode():
+            logprobs = model(tokens).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(-1, tokens[0, 1:, None]).squeeze(-1)
+        mask = torch.tensor(episode.loss_mask)[1:]
+        assert mask.sum() > 0
+        torch.testing.assert_close(torch.tensor(episode.logprobs)[1:][mask], expected[mask], atol=1e-4, rtol=1e-4)
+        assert not torch.tensor(episode.logprobs)[1:][~mask].any()
+
+
+def test_a_group_shares_its_task_and_groups_do_not(recorded: Path):
+    episodes = read_parquet(recorded)
+    assert [(episode.group, episode.member) for episode in episodes] == [(g, m) for g in range(3) for m in range(4)]
+    assert len({episode.seed for episode in episodes}) == 3
+    assert len({tuple(episode.messages[:2]) for episode in episodes}) == 3
+
+
+def test_training_tasks_are_others_than_those_of_evaluation(folder: Path, recorded: Path, tmp_path: Path):
+    out = tmp_path / "train.parquet"
+    command = ("rollout", folder / "run.yaml", "--agent", "random", "--episodes", 8, "--split", "train", "--out", out)
+    done = offbeat(*command)
+    assert done.exit_code == 0, done.output
+    train = {tuple(episode.messages[:2]) for episode in read_parquet(out)}
+    assert not train & {tuple(episode.messages[:2]) for episode in read_parquet(recorded)}
+    assert all(episode.stop_reason in ("max_steps", "terminated") for episode in read_parquet(out))
+
+
+@pytest.mark.parametrize(("color", "says"), [("logprob", "red"), ("version", "versions 0"), ("mask", "green")])
+def test_inspect_shows_tokens_in_the_colour_that_is_asked_for(recorded: Path, color: str, says: str):
+    done = offbeat("inspect", recorded, "--color", color, "--episode", 2)
+    assert done.exit_code == 0, done.output
+    assert says in done.output
+    assert "<|im_start|> user # # # # #" in done.output
+    assert "== episode 2: Boxes" in done.output
+    assert "episode 1" not in done.output
+
+
+def test_inspect_shows_a_runs_evaluation_token_by_token(folder: Path, tmp_path: Path):
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "policy").symlink_to(folder / "policy")
+    tokens = np.array([2, 4, 7, 3, 9], dtype=np.int32)
+    mask = np.array([False, False, False, False, True])
+    segment = Segment(tokens, mask, np.where(mask, -0.5, 0).astype(np.float32), (VersionSpan(4, 5, 8),))
+    trajectory = Trajectory(
+        "after-sampled-8", 0, 0, "Boxes", 3, (segment,), (Turn(0, 4, 5, 1.0),), StopReason.TERMINATED, {"success": 1.0}
+    )
+    file = tmp_path / "evaluations" / "after-sampled-8.trajectories"
+    file.write_bytes(encode_trajectories([trajectory, trajectory]))
+    done = offbeat("inspect", tmp_path, "--color", "version", "--limit", 1)
+    assert done.exit_code == 0, done.output
+    assert "evaluations/after-sampled-8.trajectories" in done.output
+    assert "2 episodes; colour: versions 8" in done.output
+    assert "<|im_start|> system Push <|im_end|> to" in done.output
+    assert "5 tokens, 1 sampled; rewards 1" in done.output
+    file.write_bytes(b"broken")
+    assert "not a trajectories message" in offbeat("inspect", tmp_path).output
+
+
+def test_inspect_shows_the_evaluations_of_a_run(tmp_path: Path):
+    (tmp_path / "evaluations").mkdir()
+    row = '{"tag": "T", "seed": 1, "reward": 1.0, "metrics": {"success": 1.0}, "text": ["sys", "see", "do"]}'
+    (tmp_path / "evaluations" / "after-sampled-5.jsonl").write_text(row)
+    done = offbeat("inspect", tmp_path)
+    assert "== episode 0: T, seed 1: reward 1, success ==\nsys\nsee\ndo" in done.output
+
+
+def test_mistakes_are_told_in_a_line_and_end_with_2(folder: Path, recorded: Path, tmp_path: Path):
+    (tmp_path / "x.parquet").write_text("no")
+    for arguments, says in (
+        (("play", "frozenlake"), "did you mean frozen_lake?"),
+        (("play", "sokoban", "num_boxs=1"), "did you mean env_config.num_boxes?"),
+        (("play", "sokoban", "--agent", tmp_path), "is no model folder"),
+        (("play", "sokoban", "--agent", "policy"), "--agent policy needs a path"),
+        (("rollout", folder / "run.yaml", "--agent", "policy", tmp_path), "is no model folder"),
+        (("play", "sokoban", "--render", "x.png"), "write .gif or .html"),
+        (("play", "sokoban", "--render", "nowhere/x.gif"), "there is no folder nowhere"),
+        (("play", folder / "run.yaml", "--tag", "Box"), "no tag 'Box'; there is Boxes"),
+        (("play", "nowhere.yaml"), "no such file: nowhere.yaml"),
+        (("rollout", folder / "run.yaml"), "holds no checkpoints yet"),
+        (("rollout", folder / "run.yaml", "--episodes", 5, "--group-size", 2), "no whole number of groups"),
+        (("inspect", tmp_path / "x.parquet"), "is no parquet file"),
+        (("inspect", tmp_path), "holds no evaluations"),
+        (("inspect", recorded, "--episode", 12), "holds episodes 0 to 11, not 12"),
+    ):
+        done = offbeat(*arguments)
+        assert (done.exit_code, says in done.output) == (2, True), done.output
+        assert "Traceback" not in done.output
+
+
+def test_pass_at_k_is_the_chance_that_one_of_k_drawn_succeeds():
+    assert pass_at_k([[True, False, False, False]], 1) == pytest.approx(1 / 4)
+    assert pass_at_k([[True, False, False, False]], 2) == pytest.approx(1 / 2)
+    assert pass_at_k([[True, False, False, False], [False] * 4], 4) == pytest.approx(1 / 2)
+    assert pass_at_k([[True] * 3], 2) == 1
+    with pytest.raises(ValueError, match="groups of 3"):
+        pass_at_k([[True, False]], 3)

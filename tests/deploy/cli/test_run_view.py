@@ -1,0 +1,128 @@
+from rich.console import Console
+
+from offbeat.deploy.cli.run_view import (
+    LineView,
+    TerminalView,
+    describe_state,
+    eta_s,
+    open_view,
+    render,
+    summary,
+)
+from offbeat.deploy.report.history import RunHistory
+from offbeat.services.control.interfaces import Health
+from offbeat.services.control.run import RunState, Wanted
+from offbeat.services.control.schemas import (
+    ComponentView,
+    CountersView,
+    PlacesView,
+    RunView,
+    SettingsView,
+)
+from offbeat.services.telemetry import MetricRecord, Partial, mean
+
+
+def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, phase: str = "training") -> RunView:
+    counters = CountersView(
+        admitted=30, submitted=20, trained=16, dropped={"stale": 2}, failed={"timeout": 1}, in_flight=11
+    )
+    return RunView(
+        id="lake",
+        state=state,
+        wanted=Wanted.RUNNING,
+        phase=phase,
+        error="",
+        log="",
+        step=2,
+        version=2,
+        max_steps=10,
+        attempt=1,
+        created_at=0.0,
+        started_at=0.0,
+        running_at=0.0,
+        ended_at=0.0,
+        components={"learner": ComponentView(health=learner, detail="", restarts=1)},
+        counters=counters,
+        settings=SettingsView(
+            num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=8
+        ),
+        places=PlacesView(output_dir="", logs="", checkpoints="", tensorboard=""),
+    )
+
+
+def history() -> RunHistory:
+    made = RunHistory()
+    values = {
+        "success": mean([0.5]),
+        "reward": mean([0.4]),
+        "staleness": mean([1.0]),
+        "staleness_max": Partial("max", 1.0),
+    }
+    records = [
+        MetricRecord("eval", {"success": mean([0.125])}, 0, {"when": "before", "sampling": "sampled"}, 1.0),
+        MetricRecord("learner", values, 1, time=2.0),
+        MetricRecord("learner", values, 2, time=4.0),
+        MetricRecord("eval", {"success": mean([0.5])}, 2, {"when": "during", "sampling": "sampled"}, 5.0),
+        MetricRecord("generation", {"weight_updates": Partial("sum", 3.0), "pause_s": mean([0.04])}, time=6.0),
+    ]
+    made.add((f"{i}-0", record) for i, record in enumerate(records))
+    return made
+
+
+def text_of(picture: object) -> str:
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(picture)
+    return console.export_text()
+
+
+def test_the_live_view_shows_what_matters():
+    shown = text_of(render(view(), history(), 65.0))
+    for part in ("step 2/10", "1:05", "rollouts 0.50", "evaluation 0.50 (step 2)", "at first 0.12", "mean 1.00, max 1"):
+        assert part in shown, part
+    for part in ("16 trained", "dropped stale 2", "timeout 1", "restarted 1x", "pause 40 ms"):
+        assert part in shown, part
+
+
+def test_the_time_left_follows_the_pace():
+    assert eta_s(view(), history()) == 16.0
+    assert eta_s(view(), RunHistory()) is None
+
+
+def test_the_state_says_who_is_waited_for():
+    assert describe_state(view()) == "training"
+    assert (
+        describe_state(view(RunState.STARTING, Health.STARTING, "warming up 3/300"))
+        == "starting: learner (warming up 3/300)"
+    )
+    assert describe_state(view(RunState.DRAINING)) == "draining"
+
+
+def test_a_run_without_records_has_an_empty_summary():
+    assert summary(view(), RunHistory()) == {}
+
+
+def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    with open_view("lake", console) as shown:
+        assert isinstance(shown, LineView)
+        shown.starting(["redis"])
+        for _ in range(5):
+            shown.show(view(RunState.STARTING, Health.STARTING, ""), RunHistory())
+        for _ in range(5):
+            shown.show(view(), history())
+        shown.say("[not] markup")
+    lines = console.export_text().splitlines()
+    assert len(lines) == 3, lines
+    assert "starting: learner" in lines[0]
+    assert "step 2/10" in lines[1]
+    assert lines[2] == "[not] markup"
+
+
+def test_a_terminal_gets_one_panel_that_goes_away():
+    console = Console(force_terminal=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+    with open_view("lake", console) as shown:
+        assert isinstance(shown, TerminalView)
+        shown.starting(["redis"])
+        shown.show(view(), history())
+        shown.close()
+        shown.show(view(), history())

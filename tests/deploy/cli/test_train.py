@@ -1,0 +1,73 @@
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.cli.train import resume_command, stopped_at
+from offbeat.deploy.config.loader import load_run
+from tests.paths import QUICKSTART
+
+
+def test_the_command_that_goes_on_keeps_what_the_run_was_started_with():
+    said = resume_command(Path("my runs/a.yaml"), ["seed=2", "+x={a: 'b c'}"])
+    assert shlex.split(said) == [
+        *("offbeat", "train", "my runs/a.yaml"),
+        *("seed=2", "+x={a: 'b c'}", "resume_from_checkpoint=true"),
+    ]
+
+
+@pytest.mark.parametrize("given", ["resume_from_checkpoint=true", "++resume_from_checkpoint=/a/step-000005"])
+def test_the_command_that_goes_on_says_so_once(given: str):
+    assert (
+        resume_command(Path("a.yaml"), [given, "seed=2"]) == "offbeat train a.yaml seed=2 resume_from_checkpoint=true"
+    )
+
+
+def test_a_stopped_run_names_the_step_of_its_checkpoint_and_not_of_its_weights(tmp_path: Path):
+    config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=24"])
+    assert stopped_at(config, 2) == "Stopped before the first checkpoint."
+    for age, step in enumerate((7, 20)):  # step 20 is of an earlier attempt that was not gone on with
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        os.utime(folder, (1000 - age, 1000 - age))
+    (tmp_path / "checkpoints" / ".writing-step-000009").mkdir()
+    held = f"Stopped at step 7 of 24; {tmp_path}/checkpoints/step-000007 holds it."
+    assert stopped_at(config, 7) == held
+    assert stopped_at(config, 9) == f"{held} What came after it, up to step 9, is trained again."
+
+
+def test_a_folder_that_can_not_be_had_is_told_in_a_line():
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(QUICKSTART), "output_dir=/dev/null/run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("offbeat: output_dir /dev/null/run can't be used: ")
+
+
+TALKS = """
+import sys
+from pathlib import Path
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.cli.train import TrainCommand, _train
+
+async def talk(self):
+    self._mesh.kill = Path(sys.argv[3]).touch
+    while True:
+        self._view.say("on and on")
+
+TrainCommand.run = talk
+sys.exit(_train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", None))
+"""
+
+
+def test_a_run_whose_output_nobody_reads_any_more_leaves_nothing(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", TALKS, str(QUICKSTART), str(tmp_path / "run"), str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talking:
+        assert talking.stdout is not None
+        assert talking.stdout.readline() == "on and on\n"
+        talking.stdout.close()
+        assert talking.wait(60) == 1
+    assert (tmp_path / "killed").exists()

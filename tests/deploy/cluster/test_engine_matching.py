@@ -1,0 +1,94 @@
+from typing import Any
+
+import pytest
+
+from offbeat.deploy.cluster.engine_matching import architecture_of, choose_app
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.generation.config import GenerationConfig, app_name
+from offbeat.services.generation.tenancy import Offer
+from tests.paths import QUICKSTART
+
+
+def run_config(*overrides: str) -> RunConfig:
+    return validate_tree(compose_tree(QUICKSTART, overrides))
+
+
+def offer(run: RunConfig, **changes: Any) -> Offer:
+    values: dict[str, Any] = {
+        "architecture": architecture_of(run),
+        "sequence_length": run.sequence_length,
+        "config": run.actor_infer,
+        "transport": run.weights.transport,
+        "log_dir": "/logs",
+    }
+    return Offer(**{**values, **changes})
+
+
+def chosen(config: RunConfig, offers: dict[str, Offer], busy: tuple[str, ...] = ()) -> str | None:
+    app, problems = choose_app(config, offers, lambda app: app not in busy)
+    assert problems == []
+    return app
+
+
+def refusals(config: RunConfig, offers: dict[str, Offer]) -> str:
+    _, problems = choose_app(config, offers, lambda _: True)
+    assert {problem.path for problem in problems} == {"actor_infer.app"}
+    return " ".join(problem.message for problem in problems)
+
+
+def test_a_run_takes_a_free_application_that_is_what_it_would_have_deployed():
+    config = run_config()
+    there = {"a": offer(config), "b": offer(config)}
+    assert chosen(config, there) == "a"
+    assert chosen(config, there, busy=("a",)) == "b"
+    assert chosen(config, there, busy=("a", "b")) is None
+    assert chosen(config, {}) is None
+
+
+def test_a_run_that_samples_otherwise_or_waits_longer_still_takes_it():
+    config = run_config("actor_infer.generating_args.temperature=0.7", "actor_infer.request_timeout_s=9.0")
+    assert chosen(config, {"a": offer(run_config())}) == "a"
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["actor_infer.dtype=bfloat16", "actor_infer.num_replicas=2", "tiny.hidden_size=128", "sequence_length=1024"],
+)
+def test_a_run_that_asks_for_another_engine_gets_one_of_its_own(override: str):
+    assert chosen(run_config(override), {"a": offer(run_config())}) is None
+
+
+def test_a_run_that_names_its_own_application_gets_it():
+    config = run_config(f"actor_infer.app={app_name('quickstart')}")
+    assert chosen(config, {"a": offer(run_config())}) is None
+
+
+def test_a_named_application_is_taken_for_its_model_though_its_engine_is_another():
+    there = {"a": offer(run_config(), config=GenerationConfig(dtype="bfloat16", num_replicas=3))}
+    assert chosen(run_config("actor_infer.app=a"), there) == "a"
+
+
+def test_a_named_application_that_is_not_there_is_refused_with_those_that_are():
+    assert "there is a, b" in refusals(
+        run_config("actor_infer.app=c"), {"b": offer(run_config()), "a": offer(run_config())}
+    )
+    assert "there is none" in refusals(run_config("actor_infer.app=c"), {})
+
+
+def test_another_runs_own_application_is_left_to_the_claim_to_refuse():
+    assert chosen(run_config("actor_infer.app=generation-other"), {}, busy=("generation-other",)) == "generation-other"
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("tiny.hidden_size=128", "hidden_size of config.json differ"),
+        ("sequence_length=1024", "context of 512 tokens is below"),
+        ("actor_infer.on_weight_update=recompute", "on_weight_update is keep"),
+        ("actor_infer.max_lora_rank=8", "max_lora_rank is None, the run's is 8"),
+        ("weights.transport=nccl", "takes weights by shm, the run sends them by nccl"),
+    ],
+)
+def test_a_named_application_that_can_not_serve_the_run_is_refused_with_the_reason(override: str, reason: str):
+    assert reason in refusals(run_config("actor_infer.app=a", override), {"a": offer(run_config())})

@@ -1,0 +1,36 @@
+from pathlib import Path
+
+from offbeat.deploy.cluster.run_factory import claim_folder
+from offbeat.deploy.config.loader import compose_tree, load_run, validate_tree
+from offbeat.deploy.config.run import RunConfig
+from tests.paths import QUICKSTART
+
+
+def run_config(folder: Path, *overrides: str) -> RunConfig:
+    return validate_tree(compose_tree(QUICKSTART, [f"output_dir={folder}", *overrides]))
+
+
+def test_an_earlier_run_is_moved_aside_once(tmp_path: Path):
+    folder = tmp_path / "run"
+    claim_folder(run_config(folder), "first")
+    assert (folder / "config.yaml").stat().st_mode & 0o777 == 0o600, "the API's token and Redis' password stand in it"
+    (folder / "report.json").write_text("{}")
+    claim_folder(run_config(folder), "second")
+    (folder / "checkpoints").mkdir()
+    claim_folder(run_config(folder), "second")
+    assert (folder / "checkpoints").is_dir()
+    assert (tmp_path / "run.1" / "report.json").is_file()
+    assert not (tmp_path / "run.2").exists()
+
+
+def test_a_resumed_run_finds_its_folder_as_it_left_it(tmp_path: Path):
+    folder = tmp_path / "run"
+    claim_folder(run_config(folder), "first")
+    (folder / "checkpoints").mkdir()
+    claim_folder(run_config(folder, "resume_from_checkpoint=true"), "second")
+    assert (folder / "checkpoints").is_dir()
+
+
+def test_the_configuration_lies_in_the_folder(tmp_path: Path):
+    claim_folder(run_config(tmp_path / "run", "seed=7"), "first")
+    assert load_run(tmp_path / "run" / "config.yaml").seed == 7

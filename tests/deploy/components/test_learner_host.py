@@ -1,0 +1,313 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ray
+from redis import Redis
+
+from offbeat.deploy.components.learner import ManagedLearner
+from offbeat.deploy.components.learner_host import (
+    LOG,
+    LearnerHost,
+    LearnerStatus,
+    alive_key,
+    ask_to_stop,
+    learner_command,
+    learner_key,
+    read_status,
+)
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import load_run
+from offbeat.services.control.interfaces import Health
+from offbeat.services.keys import ENDING, RunKeys
+from offbeat.trainer.process.watchdog import HUNG
+from tests.paths import QUICKSTART
+from tests.waiting import wait_until_sync
+
+FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
+GRACEFUL = [
+    sys.executable,
+    "-u",
+    "-c",
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up'); time.sleep(1000)",
+]
+STUBBORN = [
+    sys.executable,
+    "-u",
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(1000)",
+]
+
+
+@pytest.fixture
+def redis(redis_url: str):
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+def is_up(folder: Path) -> bool:
+    log = folder / LOG
+    return log.exists() and "up" in log.read_text()
+
+
+def ended(redis: Redis) -> bool:
+    return read_status(redis, "r").exit_code is not None
+
+
+def test_nobody_has_started_a_learner_yet(redis: Redis):
+    assert read_status(redis, "r") == LearnerStatus(started=False, alive=False)
+    ask_to_stop(redis, "r", now=True)
+    assert not read_status(redis, "r").started
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(0, "exit code 0"), (3, "exit code 3"), (HUNG, "its main thread hung: logs/learner.log tells where")],
+)
+def test_how_a_learner_ended_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int, told: str):
+    may_end = tmp_path / "may end"
+    ending = f"import os, time\nwhile not os.path.exists({str(may_end)!r}): time.sleep(0.01)\nraise SystemExit({code})"
+    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", ending])
+    host.start()
+    assert read_status(redis, "r").alive
+    may_end.touch()
+    wait_until_sync(lambda: ended(redis))
+    status = read_status(redis, "r")
+    assert (status.alive, status.exit_code, status.stopping) == (False, code, False)
+    assert status.how_it_ended == told
+
+
+def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path) and redis.hexists(learner_key("r"), "pid"))
+    first = read_status(redis, "r")
+    os.kill(int(redis.hget(learner_key("r"), "pid")), signal.SIGKILL)
+    wait_until_sync(lambda: ended(redis))
+    assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
+    assert host.wait(30)
+    host.start()
+    second = read_status(redis, "r")
+    assert second.alive
+    assert second.incarnation != first.incarnation
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+
+
+def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=GRACEFUL)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    ask_to_stop(redis, "r", now=False)
+    wait_until_sync(lambda: ended(redis))
+    status = read_status(redis, "r")
+    assert (status.exit_code, status.stopping) == (0, True)
+
+
+@pytest.mark.parametrize(("command", "code"), [(GRACEFUL, 0), (STUBBORN, -signal.SIGKILL)])
+def test_a_host_ends_its_learner_in_order_and_one_that_does_not_listen_by_force(
+    redis: Redis, redis_url: str, tmp_path: Path, command: list[str], code: int
+):
+    host = LearnerHost("r", redis_url, tmp_path, command=command)
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    host.end(grace_s=0.5 if code else 30.0)
+    assert host.wait(0)
+    assert read_status(redis, "r").exit_code == code
+    host.end(grace_s=30.0)
+
+
+def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path: Path):
+    host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    host.start()
+    first = read_status(redis, "r").incarnation
+    host.start()
+    assert read_status(redis, "r").incarnation == first
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+
+
+def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_url: str, tmp_path: Path):
+    first = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    first.start()
+    second = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
+    second.start()
+    assert first.wait(30)
+    assert read_status(redis, "r").alive
+    ask_to_stop(redis, "r", now=True)
+    assert second.wait(30)
+
+
+def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis_url: str, tmp_path: Path):
+    code = f"""
+        import sys, time
+        from pathlib import Path
+        from offbeat.deploy.components.learner_host import LearnerHost
+        LearnerHost("r", {redis_url!r}, Path({str(tmp_path)!r}), command={FOREVER!r}).start()
+        time.sleep(1000)
+    """
+    host = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    wait_until_sync(lambda: is_up(tmp_path) and redis.hexists(learner_key("r"), "pid"))
+    pid = int(redis.hget(learner_key("r"), "pid"))
+    host.kill()
+    host.wait()
+
+    def gone() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+        except FileNotFoundError:
+            return True
+
+    wait_until_sync(gone)
+    redis.delete(alive_key("r"))  # what its expiry does in a few seconds
+    status = read_status(redis, "r")
+    assert (status.started, status.alive, status.how_it_ended) == (True, False, "its host is gone")
+
+
+WAITS_FOR_THE_LEASE = [
+    sys.executable,
+    "-u",
+    "-c",
+    """if True:
+    import os, time
+    from offbeat.services.redis.connection import connect
+    from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, owner_of
+    lease = LearnerLease(connect(os.environ["OFFBEAT_REDIS"]), "r", owner_of(os.getpid()), 600.0)
+    while True:
+        try:
+            lease.acquire(wait_s=1.0)
+            break
+        except LeaseHeldError:
+            print("stands by", os.getpid())
+    print("up", os.getpid())
+    time.sleep(1000)
+    """,
+]
+
+
+def told(folder: Path, what: str) -> list[int]:
+    """Processes that have said so, in their order."""
+    log = folder / LOG
+    lines = log.read_text().splitlines() if log.exists() else []
+    return list(dict.fromkeys(int(line.split()[-1]) for line in lines if line.startswith(what)))
+
+
+def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The lease of the dead one would last for ten minutes."""
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
+    host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
+    host.start()
+    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    assert told(tmp_path, "stands by") == [], "nobody stands by before there are weights"
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    wait_until_sync(lambda: told(tmp_path, "stands by") != [])
+    before, (first, second) = read_status(redis, "r"), (told(tmp_path, "up")[0], told(tmp_path, "stands by")[0])
+    os.kill(first, signal.SIGKILL)
+    wait_until_sync(lambda: told(tmp_path, "up") == [first, second])
+    wait_until_sync(lambda: len(told(tmp_path, "stands by")) == 2)
+    status = read_status(redis, "r")
+    assert (status.alive, status.died, status.died_how) == (True, before.incarnation, "killed by SIGKILL")
+    third = told(tmp_path, "stands by")[1]
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+    assert read_status(redis, "r").exit_code == -signal.SIGKILL
+    for pid in (second, third):
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_learner_whose_place_is_taken_while_redis_refuses_writes_is_told_of_once_it_takes_them(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
+    host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
+    host.start()
+    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    wait_until_sync(lambda: told(tmp_path, "stands by") != [])
+    before = read_status(redis, "r")
+    redis.config_set("min-replicas-to-write", 1)
+    try:
+        os.kill(told(tmp_path, "up")[0], signal.SIGKILL)
+        wait_until_sync(lambda: "can't tell Redis of the new learner: Redis refuses writes" in caplog.text)
+    finally:
+        redis.config_set("min-replicas-to-write", 0)
+    wait_until_sync(lambda: read_status(redis, "r").died == before.incarnation)
+    wait_until_sync(lambda: read_status(redis, "r").alive)
+    assert not host.wait(0)
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+
+
+def test_a_learner_that_can_not_be_started_beside_it_does_not_end_the_one_that_trains(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
+    host, tries = LearnerHost("r", redis_url, tmp_path, command=FOREVER, standby=True), list[int]()
+
+    def no_more_processes() -> subprocess.Popen[bytes]:
+        tries.append(1)
+        raise BlockingIOError("no more processes")
+
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    monkeypatch.setattr(host, "_spawn", no_more_processes)
+    redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
+    wait_until_sync(lambda: len(tries) > 1 or host.wait(0))
+    assert read_status(redis, "r").alive
+    assert not host.wait(0)
+    ask_to_stop(redis, "r", now=True)
+    assert host.wait(30)
+
+
+def test_a_standby_of_a_learner_that_people_attach_is_refused():
+    with pytest.raises(ConfigError, match="attach a second learner instead"):
+        load_run(QUICKSTART, ["control.standby_learner=true", "control.learner=external"])
+
+
+def test_a_learner_that_hangs_is_killed_once_its_lease_has_run_out(
+    redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.HUNG_S", 1.0)
+    command = [*WAITS_FOR_THE_LEASE[:-1], WAITS_FOR_THE_LEASE[-1].replace("600.0", "0.5")]
+    host = LearnerHost("r", redis_url, tmp_path, command=command)
+    host.start()
+    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    assert not host.wait(2.0), "one that renews its lease lives on"
+    os.kill(told(tmp_path, "up")[0], signal.SIGSTOP)
+    assert host.wait(20)
+    assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
+
+
+async def test_the_reconciler_is_told_once_of_a_learner_whose_place_was_taken(redis: Redis, redis_url: str):
+    config = load_run(QUICKSTART)
+    known = {"incarnation": "two", "pid": 1, "died": "one", "died_how": "killed by SIGKILL"}
+    redis.hset(learner_key(config.exp_name), mapping=known)
+    redis.set(alive_key(config.exp_name), "two")
+    learner = ManagedLearner(config, redis, redis_url)
+    seen = await learner.observe()
+    assert (seen.health, seen.incident) == (Health.DEAD, "one")
+    assert seen.detail == "killed by SIGKILL; the standby has taken over"
+    assert (await learner.observe()).health is Health.STARTING
+
+
+def test_the_password_of_redis_is_on_no_command_line(redis_url: str, tmp_path: Path):
+    tells = "import os, sys; print(os.environ['OFFBEAT_REDIS'] == sys.argv[1], 'up')"
+    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-u", "-c", tells, redis_url])
+    host.start()
+    wait_until_sync(lambda: is_up(tmp_path))
+    assert (tmp_path / LOG).read_text() == "True up\n"
+    assert learner_command("r")[1:] == ["-m", "offbeat.trainer.cli", "r"]
+
+
+async def test_no_learner_is_started_while_the_mesh_is_shut_down(redis: Redis, redis_url: str):
+    redis.set(ENDING, "1")
+    config = load_run(QUICKSTART)
+    await ManagedLearner(config, redis, redis_url).ensure()
+    assert not read_status(redis, config.exp_name).started
+    assert not ray.is_initialized(), "nobody has even looked for its host"

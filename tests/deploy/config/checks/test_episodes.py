@@ -1,0 +1,79 @@
+import pytest
+
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.deploy.play.target import load_config
+from tests.paths import CONFIGS
+
+TAG = "custom_envs.FrozenLake"
+
+
+def problems(config: str, *overrides: str) -> dict[str, str]:
+    checked = validate_tree(compose_tree(CONFIGS / config, overrides))
+    return {problem.path: problem.message for problem in check_run(checked, cores=2)}
+
+
+def test_a_tiny_policy_can_be_trained_on_pictures():
+    assert problems("frozen_lake_vision.yaml") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (["tiny.vision=null"], f"{TAG}.agent_template", "set tiny.vision to {}"),
+        ([f"{TAG}.env_config.render_mode=ansi"], f"{TAG}.env_type", "render_mode rgb_array"),
+        (["+actor_train.model_args.lora_target=q_proj"], "actor_train.model_args.lora_target", "text models"),
+        (["adv_estimator=gae"], "adv_estimator", "critic reads no pictures"),
+        (["+actor_train.num_processes=2"], "actor_train.num_processes", "one process"),
+        (["+actor_train.model_args.shared_prefix=true"], "actor_train.model_args.shared_prefix", "tokens alone"),
+        (
+            ["+actor_train.strategy_args.strategy_name=fsdp2_train"],
+            "actor_train.strategy_args.strategy_name",
+            "deepspeed_train alone",
+        ),
+        (["+actor_train.strategy_args.zero_stage=3"], "actor_train.strategy_args.zero_stage", "take 2"),
+        (["+actor_infer.tensor_parallel_size=2"], "actor_infer.tensor_parallel_size", "take 1"),
+        (["+use_kl_loss=true", "+kl_loss_coef=0.1", "+kl_loss_type=full"], "kl_loss_type", "take k3"),
+        (["warm_start.demos=offbeat.envs.frozen_lake.demos:blind_wandering"], "warm_start.demos", "careful_wandering"),
+        (
+            [f"+{TAG}.agent_runner.path=offbeat.deploy.agents.walker:play"],
+            f"{TAG}.agent_runner",
+            "text alone",
+        ),
+        (["sequence_length=12", "tiny.vision.patch_size=16"], "sequence_length", "the first prompt of FrozenLake"),
+    ],
+)
+def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str], path: str, says: str):
+    assert says in problems("frozen_lake_vision.yaml", *overrides).get(path, "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (
+            [
+                f"+{TAG}.env_manager_cls=StepConcatEnvManager",
+                f"+{TAG}.agent_runner.path=offbeat.deploy.agents.walker:play",
+                "warm_start=null",
+            ],
+            f"{TAG}.env_manager_cls",
+            "its own history",
+        ),
+        (
+            [f"+{TAG}.agent_runner={{path: 'offbeat.deploy.agents.walker:play', tool_call_parser: hermes}}"],
+            f"{TAG}.agent_runner.tool_call_parser",
+            "offers no tools",
+        ),
+    ],
+)
+def test_what_step_wise_episodes_and_agents_can_not_do_is_refused(overrides: list[str], path: str, says: str):
+    assert says in problems("quickstart.yaml", *overrides).get(path, "")
+
+
+def test_a_foreign_agent_is_shown_no_pictures_without_the_mesh_either():
+    assert load_config(CONFIGS / "frozen_lake_vision.yaml").custom_envs["FrozenLake"].shows_pictures
+    with pytest.raises(ConfigError, match="told text alone"):
+        load_config(
+            CONFIGS / "frozen_lake_vision.yaml", [f"+{TAG}.agent_runner={{path: 'offbeat.deploy.agents.walker:play'}}"]
+        )

@@ -1,0 +1,58 @@
+"""Publishing an adapter by itself, where the run around it makes that impossible."""
+
+import pytest
+
+from offbeat.deploy.cluster.apps import CONFIGS
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.trainer.run import LearnerRunConfig
+
+LORA = ["actor_infer.max_lora_rank=16"]
+TARGET = "actor_train.model_args.lora_target"
+
+
+def problems(overrides: list[str]) -> dict[str, str]:
+    config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", [*LORA, *overrides]))
+    return {problem.path: problem.message for problem in check_run(config, cores=2)}
+
+
+def test_the_recipe_may_publish_its_adapter() -> None:
+    assert problems([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (["actor_infer.max_lora_rank=8"], "actor_infer.max_lora_rank", "take 16"),
+        ([f"{TARGET}='q_proj,lm_head'"], TARGET, "lm_head"),
+        (["weights.transport=fs", "weights.anchor_every=4"], "weights.anchor_every", "leave it out"),
+        (["weights.transport=nccl"], "weights.transport", "shm"),
+    ],
+)
+def test_what_an_adapter_can_not_do_is_refused_with_what_would_be_right(
+    overrides: list[str], path: str, says: str
+) -> None:
+    found = problems(overrides)
+    assert says in found[path]
+    assert set(found) <= {path, "actor_infer.device"}
+
+
+def test_a_run_that_trains_all_weights_has_none_to_serve() -> None:
+    config = validate_tree(compose_tree(CONFIGS / "quickstart.yaml", LORA))
+    (found,) = check_run(config, cores=2)
+    assert (found.path, TARGET in found.message) == ("actor_infer.max_lora_rank", True)
+
+
+def test_the_learner_says_what_it_publishes_in_pefts_words() -> None:
+    config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", LORA))
+    read = LearnerRunConfig.model_validate_json(config.model_dump_json())
+    assert read.adapter_settings == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "r": 16,
+        "lora_alpha": 32,
+        "target_modules": "all-linear",
+    }
+    merged = read.model_copy(update={"actor_infer": read.actor_infer.model_copy(update={"max_lora_rank": None})})
+    assert merged.adapter_settings is None

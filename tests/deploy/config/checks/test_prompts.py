@@ -1,0 +1,88 @@
+"""A model that no conversation can be had with is refused before anything starts."""
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from offbeat.envs.frozen_lake import WORDS, FrozenLakeEnv
+from tests.paths import QUICKSTART
+from tests.pretrained import FORGETTING, write_llama
+from tests.services.gateway.templates import HERMES
+
+
+class Offering(FrozenLakeEnv):
+    """A lake with a map that can be looked at."""
+
+    words = WORDS
+    functions = ({"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},)
+
+
+def problems(folder: Path, *overrides: str) -> dict[str, str]:
+    config = validate_tree(compose_tree(QUICKSTART, [f"pretrain={folder}", *overrides]))
+    return {problem.path: problem.message for problem in check_run(config)}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+def test_any_local_model_with_an_append_only_template_is_accepted(llama: Path):
+    assert problems(llama) == {}
+
+
+def test_the_first_prompt_is_counted_with_the_templates_own_tokens(llama: Path):
+    from offbeat.envs.frozen_lake import FrozenLakeConfig, FrozenLakeEnv
+    from offbeat.services.chat.append_only import load_chat_format
+
+    env = FrozenLakeEnv(FrozenLakeConfig())
+    length = len(load_chat_format(llama).first_prompt(env.system_prompt, env.reset(seed=42)[0]))
+    assert problems(llama, f"sequence_length={length + 1}") == {}
+    assert f"has at least {length};" in problems(llama, f"sequence_length={length}")["sequence_length"]
+
+
+def test_a_template_that_rewrites_earlier_turns_can_be_trained_and_not_warmed_up(tmp_path: Path):
+    write_llama(tmp_path, FORGETTING)
+    assert "the chat template is not append-only" in problems(tmp_path)["warm_start"]
+    assert problems(tmp_path, "warm_start=null") == {}
+
+
+def with_tools(folder: Path | str, *overrides: str) -> dict[str, str]:
+    env = "{env_type: frozen_lake, tools: [{tool_id: search, corpus: c.txt}], function_calling: template}"
+    tag = f"+custom_envs.Tools={{env_type: tools, env_config: {env}}}"
+    tags = ("train_env_manager.tags=[Tools]", "val_env_manager.tags=[Tools]")
+    changes = ("~custom_envs.FrozenLake", tag, *tags, "warm_start=null", "sequence_length=900", *overrides)
+    return problems(Path(folder), *changes)
+
+
+def test_functions_that_the_template_can_not_offer_are_refused_before_a_start(llama: Path):
+    parser = "custom_envs.Tools.tool_call_parser"
+    assert "does not tell the policy of functions" in with_tools(llama)[parser]
+    tiny = problems(Path("tiny"), f"custom_envs.FrozenLake.env_type={__name__}:Offering", "warm_start=null")
+    assert "tells of no functions" in tiny["custom_envs.FrozenLake.tool_call_parser"]
+    without = problems(llama, "+custom_envs.FrozenLake.tool_call_parser=hermes")
+    assert "frozen_lake offers no functions" in without["custom_envs.FrozenLake.tool_call_parser"]
+
+
+def test_functions_that_the_template_offers_are_counted_and_can_not_be_combined_with_everything(tmp_path: Path):
+    write_llama(tmp_path, HERMES)
+    tag = "custom_envs.Tools"
+    assert with_tools(tmp_path) == {}
+    assert "leave no room" in with_tools(tmp_path, "sequence_length=100")["sequence_length"]
+    step_wise = with_tools(tmp_path, f"+{tag}.env_manager_cls=StepEnvManager")
+    assert "take TrajEnvManager" in step_wise[f"{tag}.env_manager_cls"]
+    agent = with_tools(tmp_path, f"+{tag}.agent_runner={{path: 'offbeat.deploy.agents.walker:play'}}")
+    assert "tools of its own" in agent[f"{tag}.agent_runner"]
+    other = with_tools(tmp_path, f"+{tag}.tool_call_parser=hermez")
+    assert "did you mean 'hermes'" in other[f"{tag}.tool_call_parser"]
+
+
+def test_a_model_without_a_template_is_refused(llama: Path, tmp_path: Path):
+    for path in llama.iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).symlink_to(path)
+    assert "without a chat template" in problems(tmp_path)["pretrain"]

@@ -1,0 +1,144 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.checks.run import check_run
+from offbeat.deploy.config.loader import compose_tree, validate_tree
+from tests.paths import QUICKSTART
+
+
+def problems(*overrides: str, cores: float = 2) -> dict[str, str]:
+    config = validate_tree(compose_tree(QUICKSTART, overrides))
+    return {problem.path: problem.message for problem in check_run(config, cores=cores)}
+
+
+def test_the_quickstart_can_run_on_two_cores():
+    assert problems() == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (["rollout_batch_size=60"], "rollout_batch_size", "take 56 or 64"),
+        (["rollout_batch_size=4"], "rollout_batch_size", "take 8"),
+        (["train_env_manager.num_env_groups=4"], "train_env_manager.num_env_groups", "take at least 8, or"),
+        (["rollout.max_env_num_per_worker=4"], "rollout.max_env_num_per_worker", "take at least 8"),
+        (["rollout.num_workers=9"], "rollout.num_workers", "take rollout.num_workers <= 2"),
+        (["actor_train.num_threads=3"], "actor_train.num_processes", "must not exceed 2"),
+        (["actor_infer.max_model_len=128"], "sequence_length", "take at most 128"),
+        (["sequence_length=1024"], "sequence_length", "take at most 512"),
+        (["custom_envs.FrozenLake.max_tokens_per_step=512"], "custom_envs.FrozenLake.max_tokens_per_step", "no room"),
+        (["train_env_manager.tags=[Lake]"], "train_env_manager.tags.0", "there is FrozenLake"),
+        (["val_env_manager.tags=[Lake]"], "val_env_manager.tags.0", "there is FrozenLake"),
+        (["warm_start.tag=Lake"], "warm_start.tag", "there is FrozenLake"),
+        (["warm_start.demos=nowhere:play"], "warm_start.demos", "'nowhere'"),
+        (["warm_start.demos=offbeat.envs.frozen_lake.demos:nobody"], "warm_start.demos", "careful_wandering"),
+        (["warm_start.demos=play"], "warm_start.demos", "module:function"),
+        (["custom_envs.FrozenLake.env_config.sise=4"], "custom_envs.FrozenLake.env_config.sise", "size"),
+        (["custom_envs.FrozenLake.env_config.p=2"], "custom_envs.FrozenLake.env_config.p", "less than or equal to 1"),
+        (["custom_envs.FrozenLake.env_type=frozen_lakes"], "custom_envs.FrozenLake.env_type", "frozen_lake"),
+        (["weights.transport=nccl"], "weights.transport", "take shm"),
+        (["weights.transport=ipc"], "weights.transport", "take shm"),
+        (["actor_infer.generating_args.temperature=0"], "actor_infer.generating_args.temperature", "positive"),
+        (["control.host=0.0.0.0"], "control.host", "control.token"),
+        (
+            ["+custom_envs.FrozenLake.agent_runner.path=offbeat.deploy.agents.walker:run"],
+            "custom_envs.FrozenLake.agent_runner.path",
+            "it has play",
+        ),
+        (
+            ["+custom_envs.FrozenLake.agent_runner.command=[no_such_program]"],
+            "custom_envs.FrozenLake.agent_runner.command",
+            "no program 'no_such_program'",
+        ),
+        (["pretrain=/nowhere"], "pretrain", "no such folder"),
+        (["redis.url=http://x"], "redis.url", "redis://"),
+        (["redis.server=/nowhere"], "redis.server", "no such file"),
+        (["resume_from_checkpoint=true", "output_dir=/nowhere"], "resume_from_checkpoint", "no run in /nowhere"),
+        (["resume_from_checkpoint=/nowhere"], "resume_from_checkpoint", "no such folder"),
+        (["adv_estimator=gae", "+value_targets=vtrace"], "value_targets", "old_logprobs=recompute"),
+        (["use_kl_loss=true"], "kl_loss_coef", "positive"),
+        (["add_token_level_kl=true"], "init_kl_coef", "positive"),
+        (["adv_estimator=gae", "critic_warmup=200"], "critic_warmup", "below max_steps"),
+    ],
+)
+def test_an_impossible_combination_is_refused_saying_what_would_be_right(overrides: list[str], path: str, says: str):
+    found = problems(*overrides)
+    assert path in found, found
+    assert says in found[path]
+
+
+def test_a_group_of_one_has_nothing_to_compare_with():
+    found = problems("train_env_manager.group_size=1", "train_env_manager.num_env_groups=64")
+    assert "at least 2" in found["train_env_manager.group_size"]
+
+
+def test_a_machine_without_a_gpu_is_told_to_take_the_cpu():
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has one")
+    assert problems("actor_train.device=cuda", "actor_infer.device=cuda").keys() >= {
+        "actor_train.device",
+        "actor_infer.device",
+    }
+
+
+def test_a_token_opens_the_door_to_other_interfaces():
+    assert problems("control.host=0.0.0.0", "control.token=secret") == {}
+
+
+def test_more_cores_allow_more_workers():
+    assert problems("rollout.num_workers=9", cores=6) == {}
+
+
+def test_several_problems_are_told_together():
+    assert len(problems("rollout_batch_size=60", "sequence_length=1024", "control.host=0.0.0.0")) == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "says"),
+    [
+        ({}, "pretrain", "no tokenizer"),
+        ({"tokenizer.json": "{}"}, "pretrain", "config.json"),
+        ({"tokenizer.json": "{}", "config.json": "["}, "pretrain", "config.json"),
+        ({"tokenizer.json": "{}", "config.json": "{}"}, "pretrain", "no tokenizer"),
+        (
+            {"tokenizer.json": "{}", "config.json": json.dumps({"max_position_embeddings": 256})},
+            "sequence_length",
+            "at most 256",
+        ),
+        (
+            {"tokenizer.json": "{}", "config.json": json.dumps({"hidden_size": 64, "num_attention_heads": 8})},
+            "pretrain",
+            "at least 32",
+        ),
+    ],
+)
+def test_a_model_folder_is_looked_into(tmp_path: Path, files: dict[str, str], path: str, says: str):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    config = validate_tree(compose_tree(QUICKSTART, [f"pretrain={tmp_path}"]))
+    found = [(problem.path, problem.message) for problem in check_run(config, cores=2)]
+    assert any(where == path and says in message for where, message in found), found
+
+
+def test_a_first_prompt_that_fills_the_context_is_refused():
+    found = problems("sequence_length=24", "custom_envs.FrozenLake.max_tokens_per_step=4")
+    assert "first prompt" in found["sequence_length"]
+
+
+def test_the_tiny_policy_needs_to_know_an_envs_words():
+    found = problems(
+        "custom_envs.FrozenLake.env_type=gymnasium.envs.classic_control:CartPoleEnv",
+        "~custom_envs.FrozenLake.env_config",
+    )
+    assert "words" in found["pretrain"]
+
+
+@pytest.mark.parametrize("text", ["def play(:\n", "raise RuntimeError('no licence')\n", "import nowhere\n"])
+def test_a_mistake_in_a_module_of_ones_own_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str):
+    (tmp_path / "broken_module.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    named = ("warm_start.demos", "custom_envs.FrozenLake.env_type", "group_filter_cls", "track_with")
+    found = problems(*(f"++{path}=broken_module:Mine" for path in named))
+    assert {path.removesuffix(".0") for path in found} >= set(named), found

@@ -1,0 +1,79 @@
+import pytest
+from pydantic import ValidationError
+
+from offbeat.deploy.config.errors import nearest_keys, problems_of
+from offbeat.deploy.config.run import RunConfig
+
+
+def problems(tree: dict[str, object]) -> dict[str, str]:
+    import json
+
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate_json(json.dumps(tree))
+    return {problem.path: problem.message for problem in problems_of(caught.value, RunConfig)}
+
+
+ENVS = {"Lake": {"env_type": "frozen_lake"}}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("max_stepz", "max_steps"),
+        ("actor_train.training_args.learning_rat", "actor_train.training_args.learning_rate"),
+        ("custom_envs.Lake.max_step", "custom_envs.Lake.max_steps"),
+        ("group_size", "train_env_manager.group_size"),
+        ("train_env_manager.num_env_group", "train_env_manager.num_env_groups"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_valid_one(written: str, meant: str):
+    assert nearest_keys(written, RunConfig)[0] == meant
+
+
+def test_a_key_that_stands_in_several_other_places_names_them():
+    assert set(nearest_keys("learning_rate", RunConfig)) == {
+        "warm_start.learning_rate",
+        "actor_train.training_args.learning_rate",
+        "critic.learning_rate",
+    }
+
+
+def test_all_problems_are_told_together_each_with_its_full_path():
+    found = problems(
+        {
+            "custom_envs": {"Lake": {"env_type": "frozen_lake", "max_step": 3, "max_steps": "x"}},
+            "seed": "five",
+            "actor_train": {"training_args": {"max_grad_norm": -1.0}},
+            "pg_variant": "dpo",
+            "nonsense": 1,
+        }
+    )
+    assert set(found) == {
+        "custom_envs.Lake.max_step",
+        "custom_envs.Lake.max_steps",
+        "seed",
+        "actor_train.training_args.max_grad_norm",
+        "pg_variant",
+        "nonsense",
+    }
+    assert "`custom_envs.Lake.max_steps`" in found["custom_envs.Lake.max_step"]
+    assert found["seed"] == "expected an integer, got 'five' (a string)"
+    assert found["actor_train.training_args.max_grad_norm"] == "expected greater than 0, got -1.0 (a number)"
+    assert found["pg_variant"].startswith("expected 'ppo', 'vanilla', 'tis', ")
+    assert found["pg_variant"].endswith(", got 'dpo' (a string)")
+
+
+def test_the_branches_of_a_union_count_as_one_problem():
+    found = problems({"custom_envs": ENVS, "resume_from_checkpoint": 7, "reward_clip": "x", "redis": {"url": 3}})
+    assert set(found) == {"resume_from_checkpoint", "reward_clip", "redis.url"}
+    assert found["resume_from_checkpoint"] == "expected a boolean or a path, got 7 (an integer)"
+    assert found["reward_clip"].startswith("expected a number")
+
+
+def test_a_missing_key_is_named():
+    assert problems({}) == {"custom_envs": "required, and missing"}
+
+
+def test_a_refused_combination_inside_a_part_names_the_part():
+    found = problems({"custom_envs": ENVS, "train_env_manager": {"tags": ["Lake"], "num_groups_partition": [3]}})
+    assert found["train_env_manager"].startswith("num_groups_partition sums to 3")

@@ -1,0 +1,148 @@
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import (
+    compose_tree,
+    dump_yaml,
+    load_document,
+    load_run,
+)
+from offbeat.deploy.config.run import RunConfig
+from tests.paths import CONFIGS
+
+QUICKSTART = CONFIGS / "quickstart.yaml"
+
+
+def refused(*overrides: str, path: Path = QUICKSTART) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, overrides)
+    return {problem.path: problem.message for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_of_the_project_can_run(path: Path):
+    pretrain = compose_tree(path).get("pretrain", "tiny")
+    unprepared = pretrain != "tiny" and not Path(pretrain).is_dir()
+    without = ["pretrain=tiny", "++tiny.max_position_embeddings=8192"] if unprepared else []
+    assert isinstance(load_run(path, without), RunConfig)
+
+
+def test_overrides_replace_what_the_file_says_in_the_types_of_yaml():
+    config = load_run(
+        QUICKSTART,
+        [
+            "seed=7",
+            "actor_train.training_args.learning_rate=1e-6",
+            "output_dir=/tmp/somewhere",
+            "whiten_advantages=true",
+            "custom_envs.FrozenLake.env_config.size=5",
+            "train_env_manager.num_groups_partition=[24]",
+            "redis.url=redis://127.0.0.1:1234/0",
+        ],
+    )
+    assert config.seed == 7
+    assert config.actor_train.training_args.learning_rate == 1e-6
+    assert config.output_dir == Path("/tmp/somewhere")
+    assert config.whiten_advantages is True
+    assert config.custom_envs["FrozenLake"].env_config["size"] == 5
+    assert config.train_env_manager.num_groups_partition == (24,)
+    assert config.redis.url == "redis://127.0.0.1:1234/0"
+
+
+def test_small_floats_in_a_file_are_numbers_and_interpolations_are_resolved(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "custom_envs: {L: {env_type: frozen_lake}}\n"
+        "actor_train: {training_args: {learning_rate: 1e-6}}\n"
+        "train_env_manager: {num_env_groups: 8}\n"
+        "max_steps: 10\nsave_steps: ${max_steps}\n"
+    )
+    config = load_run(path)
+    assert config.actor_train.training_args.learning_rate == 1e-6
+    assert config.save_steps == 10
+
+
+def test_a_file_may_build_on_another_one(tmp_path: Path):
+    (tmp_path / "base.yaml").write_text("custom_envs: {L: {env_type: frozen_lake}}\nmax_steps: 5\nseed: 1\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nseed: 2\n")
+    config = load_run(tmp_path / "mine.yaml", ["train_env_manager.num_env_groups=8"])
+    assert (config.max_steps, config.seed) == (5, 2)
+
+
+def test_a_url_with_options_is_an_override_like_any_other():
+    url = "rediss://:p%40ss@redis.example:6380/0?ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=false"
+    assert load_run(QUICKSTART, [f"redis.url={url}"]).redis.url == url
+    assert load_run(QUICKSTART, [f"redis.url='{url}'"]).redis.url == url
+
+
+def test_an_unknown_override_gets_our_words_with_path_and_nearest_key():
+    found = refused("max_stepz=3", "actor_train.training_args.learning_rat=1.0", "nothing.like.it=1")
+    assert found["max_stepz"] == "unknown key; did you mean `max_steps`?"
+    assert "`actor_train.training_args.learning_rate`" in found["actor_train.training_args.learning_rat"]
+    assert "nothing" in found
+
+
+def test_a_wrong_type_is_told_with_path_expectation_and_value():
+    assert refused("seed=soon") == {"seed": "expected an integer, got 'soon' (a string)"}
+    assert refused("max_steps=2.5") == {"max_steps": "expected an integer, got 2.5 (a number)"}
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed=[1", "custom_envs.FrozenLake.env_type.x=1"])
+def test_an_override_that_cannot_be_read_is_refused_in_words(override: str):
+    assert all(refused(override).values())
+
+
+def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path):
+    assert "no such file" in refused(path=tmp_path / "nothing.yaml")[""]
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    assert refused(path=tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    assert refused(path=tmp_path / "broken.yaml")
+
+
+def test_a_missing_value_of_an_interpolation_is_refused(tmp_path: Path):
+    (tmp_path / "x.yaml").write_text("seed: ${nowhere}\n")
+    assert "nowhere" in refused(path=tmp_path / "x.yaml")[""]
+
+
+def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
+    config = load_run(QUICKSTART, ["seed=9"])
+    path = tmp_path / "shown.yaml"
+    path.write_text(dump_yaml(config))
+    assert load_run(path) == config
+
+
+def test_a_document_over_the_wire_is_read_as_yaml_or_as_a_tree():
+    config = load_run(QUICKSTART)
+    assert load_document(dump_yaml(config)) == config
+    assert load_document(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    "text", ["seed: ${oc.env:HOME}", "- 1", "a: [", "x" * 1_000_001, "", "!!python/object:os.system {}"]
+)
+def test_a_hostile_or_broken_document_is_refused(text: str):
+    with pytest.raises(ConfigError):
+        load_document(text)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**64])
+def test_a_seed_that_numpy_or_torch_would_choke_on_is_refused(seed: int):
+    assert "seed" in refused(f"seed={seed}")
+
+
+@pytest.mark.parametrize("content", [b"1", b"true", b"- a", b"words", b"\xff\xfe\x01", b"a: [", b""])
+def test_a_file_that_is_no_mapping_is_refused_in_words(tmp_path: Path, content: bytes):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert all(problem.message for problem in caught.value.problems)
+
+
+def test_a_file_that_hydra_would_not_find_is_refused_by_its_name(tmp_path: Path):
+    path = tmp_path / "run.yml"
+    path.write_text("custom_envs: {L: {env_type: frozen_lake}}\n")
+    assert "named *.yaml: rename run.yml" in refused(path=path)[""]

@@ -1,0 +1,21 @@
+"""The configurations of envs are valid as they stand, and a report on Sokoban knows its baselines."""
+
+import pytest
+
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.report.baselines import run_baselines
+from tests.paths import CONFIGS
+
+
+@pytest.mark.parametrize("name", ["sokoban", "webshop"])
+def test_the_configuration_of_an_env_is_valid(name: str):
+    assert load_run(CONFIGS / f"{name}.yaml").exp_name == name
+
+
+def test_sokoban_is_compared_with_a_random_a_scripted_and_the_best_player():
+    found = run_baselines(load_run(CONFIGS / "sokoban.yaml", ["final_val_batch_size=6"]))
+    assert 0 < found["random"] < found["scripted"] <= found["optimal"] == 1
+
+
+def test_an_env_without_baselines_has_none():
+    assert run_baselines(load_run(CONFIGS / "webshop.yaml", ["final_val_batch_size=2"])) == {}

@@ -1,0 +1,50 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from offbeat.deploy.local.parent_guard import guarded
+from tests.waiting import wait_until_sync
+
+ORPHAN_MAKER = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)  # what it has started is an orphan in a session of its own
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+with open(sys.argv[1], "a") as out:
+    out.write(f"{os.getpid()}\\n")
+time.sleep(60)
+"""
+GUARDING_PARENT = """
+import subprocess, sys
+from offbeat.deploy.local.parent_guard import guarded
+subprocess.run(guarded(sys.argv[1:]))
+"""
+
+
+def test_nothing_that_a_guarded_command_started_outlives_a_parent_that_is_killed(tmp_path: Path):
+    pids = tmp_path / "pids"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", GUARDING_PARENT, sys.executable, "-c", ORPHAN_MAKER, str(pids)], start_new_session=True
+    )
+    wait_until_sync(lambda: pids.exists() and len(pids.read_text().splitlines()) == 2, timeout_s=30)
+    found = [psutil.Process(int(line)) for line in pids.read_text().splitlines()]
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(30)
+    assert psutil.wait_procs(found, timeout=30)[1] == []
+
+
+def test_a_guard_ends_as_its_command_does_and_not_by_a_signal_while_its_parent_lives(tmp_path: Path):
+    begun = tmp_path / "begun"
+    command = f"import pathlib, sys; pathlib.Path({str(begun)!r}).touch(); sys.stdin.read(); sys.exit(3)"
+    guard = subprocess.Popen(guarded([sys.executable, "-c", command]), stdin=subprocess.PIPE)
+    assert guard.stdin is not None
+    wait_until_sync(begun.exists, timeout_s=30)
+    guard.terminate()
+    guard.stdin.close()
+    assert guard.wait(30) == 3

@@ -1,0 +1,188 @@
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import wait_until_sync
+
+FAMILY = """
+    import subprocess, sys, time
+    from offbeat.deploy.local.processes import adopt_orphans, descendants, end_descendants
+
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); input()"
+    adopt_orphans()
+    spared = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    child = subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "up\\n"
+    child.stdin.close()
+    child.wait()
+    orphans = descendants(besides=[spared.pid])
+    assert len(orphans) == 1, orphans
+    assert end_descendants(0.3, besides=[spared.pid]) == 1
+    assert descendants(besides=[spared.pid]) == []
+    assert spared.poll() is None
+    assert end_descendants(5.0) == 0
+    assert spared.poll() is not None
+    print("done")
+"""
+
+
+def test_orphans_stay_descendants_and_who_ignores_the_request_is_killed():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAMILY)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+def test_a_strangers_process_is_never_touched():
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        code = "from offbeat.deploy.local.processes import end_descendants; end_descendants(0.1)"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        wait_until_sync(lambda: stranger.poll() is None)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+TRACKED = """
+    import os, subprocess, sys
+    from offbeat.deploy.local.processes import adopt_orphans, descendants, end_descendants
+
+    hold = (
+        "import time; from multiprocessing import shared_memory; "
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "memory = shared_memory.SharedMemory(create=True, size=64); print(memory.name, flush=True); time.sleep(100)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    name = child.stdout.readline().strip()
+    assert os.path.exists("/dev/shm/" + name)
+    starved = [each for each in descendants() if "resource_tracker" in str(each.cmdline())][:int(sys.argv[1])]
+    for tracker in starved:
+        adopt_orphans()  # or it would not be ours once its parent is gone
+        tracker.suspend()
+    assert end_descendants(0.2) == 1 + len(starved)
+    assert not os.path.exists("/dev/shm/" + name)
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("starved", [0, 1])
+def test_shared_memory_of_killed_processes_is_removed_by_their_tracker_or_without_it(starved: int):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRACKED), str(starved)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+UNTRACKED = """
+    import os, subprocess, sys
+    import psutil
+    from offbeat.deploy.local.processes import (
+        adopt_orphans, descendants, remove_left_behind, shared_memory_held, shared_memory_of_nobody
+    )
+
+    hold = (
+        "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
+        "print(lock._semlock.name, flush=True); time.sleep(100)"
+    )
+    adopt_orphans()
+    child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
+    held = shared_memory_held()
+    assert [str(path) for path in held] == [name]
+    assert held.isdisjoint(shared_memory_of_nobody())
+    killed = descendants()  # its resource tracker, too, which would have tidied up
+    for process in killed:
+        process.kill()
+    assert not psutil.wait_procs(killed, timeout=30)[1]
+    assert held <= shared_memory_of_nobody()
+    remove_left_behind(held)
+    assert not os.path.exists(name)
+    print("done")
+"""
+
+
+def test_semaphores_of_processes_that_were_killed_with_their_tracker_are_removed():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(UNTRACKED)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+DIED_EARLY = """
+    import asyncio, multiprocessing, os, subprocess, sys, time
+    from pathlib import Path
+    from offbeat.deploy.config.loader import load_run
+    from offbeat.deploy.local.processes import adopt_orphans, descendants
+    from offbeat.deploy.local.mesh import LocalMesh
+
+    async def watch(mesh, child, name):
+        watching = asyncio.create_task(mesh.watch_shared_memory())
+        while name not in map(str, mesh._held):
+            await asyncio.sleep(0.01)
+        for process in descendants():  # its resource tracker, too
+            process.kill()
+        child.wait()
+        watching.cancel()
+
+    hold = (
+        "import multiprocessing, time; lock = multiprocessing.get_context('spawn').Lock(); "
+        "print(lock._semlock.name, flush=True); time.sleep(100)"
+    )
+    adopt_orphans()
+    child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
+    config = load_run(Path("deploy/configs/quickstart.yaml")).model_copy(update={"output_dir": Path(sys.argv[1])})
+    mesh = LocalMesh(config, began=time.time())
+    asyncio.run(watch(mesh, child, name))
+    assert os.path.exists(name)
+    asyncio.run(mesh.stop())
+    assert not os.path.exists(name)
+    print("done")
+"""
+
+
+def test_semaphores_of_processes_that_died_long_before_the_end_are_removed_at_the_end(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(DIED_EARLY), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.endswith("done\n"), done.stderr
+
+
+ENDS_IN_ORDER = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("in order")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(100)
+"""
+MORTAL_PARENT = """
+import signal, subprocess, sys
+from offbeat.deploy.local.processes import dying_with_this_thread
+subprocess.run(dying_with_this_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
+"""
+
+
+def test_a_child_gets_the_signal_that_was_chosen_when_its_parent_is_killed(tmp_path: Path):
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", MORTAL_PARENT, "-c", ENDS_IN_ORDER, str(told)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        parent.kill()
+    wait_until_sync(lambda: told.exists() and told.read_text() == "in order", timeout_s=30)

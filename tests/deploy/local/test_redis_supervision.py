@@ -1,0 +1,39 @@
+"""The command that owns a Redis misses it when it dies or hangs."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from offbeat.deploy.config.loader import load_run
+from offbeat.deploy.local.mesh import LocalMesh
+from offbeat.services.redis.server import EmbeddedRedis
+from tests.paths import QUICKSTART
+from tests.waiting import wait_until
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_redis_that_died_or_hangs_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_PING_S", 0.1)
+    monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_HUNG_S", 0.5)
+    monkeypatch.setattr("offbeat.services.redis.server.STOP_TIMEOUT_S", 0.5)
+    config = load_run(QUICKSTART)
+    mesh = LocalMesh(config, began=time.time())
+    server = EmbeddedRedis(tmp_path / "redis", config.redis)
+    mesh._redis_thread.submit(server.start).result()
+    mesh._server = server
+    keeping = asyncio.create_task(mesh.keep_redis())
+    try:
+        before = server.pid
+        assert before is not None
+        os.kill(before, number)
+        await wait_until(lambda: server.pid not in (None, before) and server.answers(), timeout_s=30)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        server.stop()

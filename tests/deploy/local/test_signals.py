@@ -1,0 +1,32 @@
+"""What ends a command lets it end what it has started."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from offbeat.deploy.local.signals import ending_signals, interrupt_at_signals
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_of_them_interrupts(number: signal.Signals):
+    interrupt_at_signals()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+
+
+def test_a_terminal_that_goes_away_does_not_end_what_runs_under_nohup():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt_at_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert ending_signals() == (signal.SIGINT, signal.SIGTERM)

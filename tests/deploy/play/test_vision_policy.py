@@ -1,0 +1,158 @@
+"""`play`, `rollout` and `inspect` with an env that the policy sees."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.play.agents import chat_of
+from offbeat.deploy.play.openai_agent import conversation_of
+from offbeat.deploy.play.parquet import RecordedTokens, read_parquet
+from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
+from offbeat.services.chat.vision import encode_png
+from offbeat.services.messages.types import Picture
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+
+RUN = """
+exp_name: lake
+output_dir: {folder}/run
+custom_envs:
+  Lake:
+    env_type: frozen_lake
+    max_steps: 3
+    max_tokens_per_step: 2
+    execution: inline
+    agent_system_template: Walk to G .
+    agent_template: "{{image}} Left"
+    env_config: {{size: 3, render_mode: rgb_array}}
+train_env_manager: {{num_env_groups: 8, group_size: 4}}
+rollout_batch_size: 8
+pretrain: {folder}/sees
+sequence_length: 256
+"""
+
+
+def offbeat(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`sees`: an untrained policy that reads pictures; `run.yaml`: a run on FrozenLake as pictures."""
+    folder = tmp_path_factory.mktemp("seeing")
+    write_tiny_policy(
+        folder / "sees", TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), (*WORDS, "Walk", "to")
+    )
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder / "sees"))
+    model.save_pretrained(folder / "sees")
+    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recorded(seeing: Path) -> list[RecordedTokens]:
+    out = seeing / "r.parquet"
+    done = offbeat("rollout", seeing / "run.yaml", "--episodes", 6, "--group-size", 2, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "mean of 6 episodes" in done.output
+    assert "pass@2 " in done.output
+    assert "could not be played" not in done.output
+    return read_parquet(out)
+
+
+def test_logprobs_of_a_recorded_rollout_are_the_learners_with_the_pictures_where_the_file_says(
+    seeing: Path, recorded: list[RecordedTokens]
+):
+    learner = load_policy(seeing / "sees", ModelArgs(), seed=1)
+    for episode in recorded:
+        shown = zip(episode.picture_starts, episode.picture_tokens, episode.pictures, strict=True)
+        tokens, mask = torch.tensor(episode.tokens), torch.tensor(episode.loss_mask)
+        with torch.inference_mode():
+            said = learner(
+                PackedInput.of(
+                    tokens,
+                    torch.tensor([0, len(tokens)]),
+                    mask.nonzero()[:, 0],
+                    pictures=tuple(Picture(*each) for each in shown),
+                )
+            )
+        assert len(episode.pictures) == len(episode.turn_ends)
+        torch.testing.assert_close(torch.tensor(episode.logprobs)[mask], said.logprobs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_pictures_of_a_file_are_what_the_env_drew(recorded: list[RecordedTokens]):
+    for episode in recorded:
+        env = FrozenLakeEnv(FrozenLakeConfig(size=3, render_mode="rgb_array", split="held_out"))
+        env.reset(seed=episode.seed)
+        for png, answer in zip(episode.pictures, episode.messages[2::2], strict=True):
+            frame = env.render()
+            assert isinstance(frame, np.ndarray)
+            assert png == encode_png(frame)
+            env.step(answer)
+
+
+def test_inspect_shows_a_mark_for_each_picture(seeing: Path, recorded: list[RecordedTokens]):
+    done = offbeat("inspect", seeing / "r.parquet", "--episode", 0)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("[picture: 9 tokens, ") == len(recorded[0].pictures)
+    said = zip(recorded[0].token_texts, recorded[0].loss_mask, strict=True)
+    assert done.output.count("<|image_pad|>") == sum(text == "<|image_pad|>" and mask for text, mask in said)
+
+
+def test_a_policy_that_sees_plays_and_the_page_shows_what_it_saw(seeing: Path, tmp_path: Path):
+    page = tmp_path / "lake.html"
+    done = offbeat("play", seeing / "run.yaml", "--agent", "policy", seeing / "sees", "--render", page)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"<\|vision_start\|>' \[picture: 9 x \d+:'<\|image_pad\|>'\] \d+:'<\|vision_end", done.output)
+    assert done.output.count("completion ") == done.output.count("[picture: 9 x ")
+    assert page.read_text().count("data:image/png") == done.output.count("completion ") + 1
+
+
+def test_an_env_by_its_name_is_shown_by_a_template_of_ones_own(seeing: Path, tmp_path: Path):
+    common = ("play", "frozen_lake", "size=3", "--template", "{image} Left", "--max-steps", 2)
+    done = offbeat(*common, "--agent", "policy", seeing / "sees", "--render", tmp_path / "x.gif")
+    assert done.exit_code == 0, done.output
+    assert "[picture: 9 x " in done.output
+    assert (tmp_path / "x.gif").read_bytes()[:4] == b"GIF8"
+    random = offbeat(*common, "--agent", "random")
+    assert random.exit_code == 0, random.output
+    assert "bytes of PNG" in random.output
+
+
+def test_a_model_behind_an_endpoint_is_sent_the_pictures():
+    chat = chat_of(None)
+    mark, pngs = chat.sight.mark, (b"first", b"second")
+    first = chat.first_prompt("Walk.", f"see {mark} now")
+    ids, (shown,) = chat.sight.place(first, pngs[0], 1)
+    ids += (*chat.encode("Up"), chat.end_id)
+    behind, (again,) = chat.sight.place(chat.next_prompt(mark), pngs[1], 1)
+    pictures = (shown, Picture(len(ids) + again.start, again.count, pngs[1]))
+    system, user, answer, later = conversation_of(chat, ids + behind, pictures)
+    assert (system["content"], answer) == ("Walk.", {"role": "assistant", "content": "Up"})
+    assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
+    assert (user["content"][0]["text"], user["content"][2]["text"]) == ("see ", " now")
+    (alone,) = later["content"]
+    assert base64.b64decode(alone["image_url"]["url"].removeprefix("data:image/png;base64,")) == b"second"
+    assert json.dumps(system)
+
+
+def test_a_policy_that_reads_no_pictures_is_refused_in_a_line(folder: Path, seeing: Path):
+    for command in (
+        ("play", "frozen_lake", "--template", "{image}", "--agent", folder / "policy"),
+        ("rollout", seeing / "run.yaml", "--agent", folder / "policy"),
+    ):
+        done = offbeat(*command)
+        assert done.exit_code == 2, done.output
+        assert "writes no pictures" in done.output
+        assert "Traceback" not in done.output

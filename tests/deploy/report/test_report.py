@@ -1,0 +1,151 @@
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from offbeat.deploy.cli.report import remake_report
+from offbeat.deploy.config.loader import dump_yaml, load_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.report.history import RunHistory
+from offbeat.deploy.report.report import ReportMaker, build_report
+from offbeat.services.buffer.config import RedisConfig
+from offbeat.services.control.schemas import CountersView
+from offbeat.services.telemetry import MetricRecord, Partial, mean
+from tests.paths import QUICKSTART
+
+COUNTERS = CountersView(admitted=10, submitted=9, trained=8, dropped={"stale": 1}, failed={"timeout": 1}, in_flight=0)
+ISSUE_2 = {
+    "success_before",
+    "success_after",
+    "greedy_before",
+    "greedy_after",
+    "eval_episodes",
+    "wall_s",
+    "steps",
+    "trajectories",
+    "tokens_generated",
+    "tokens_trained",
+    "weight_updates",
+    "max_staleness_seen",
+    "groups_admitted",
+    "groups_trained",
+    "groups_dropped",
+    "groups_failed",
+    "mismatch_kl",
+    "baselines",
+    "seed",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_run(QUICKSTART, [f"output_dir={tmp_path}", "final_val_batch_size=32"])
+
+
+def records() -> list[MetricRecord]:
+    def evaluation(when: str, sampling: str, success: list[float], step: int, time: float) -> MetricRecord:
+        labels = {"when": when, "sampling": sampling}
+        return MetricRecord(
+            "eval", {"success": mean(success), "reward": mean(2 * x for x in success)}, step, labels, time
+        )
+
+    def step(number: int) -> MetricRecord:
+        values = {
+            "success": mean([number / 4]),
+            "staleness_max": Partial("max", float(number % 2)),
+            "mismatch_kl": Partial("mean", 0.1, 10.0),
+            "trajectories": Partial("sum", 64.0),
+            "tokens_trained": Partial("sum", 1000.0),
+        }
+        return MetricRecord("learner", values, number, time=130.0 + number)
+
+    generated = {"tokens": Partial("sum", 500.0), "weight_updates": Partial("sum", 3.0)}
+    return [
+        MetricRecord("command", {"began": Partial("last", 100.0)}, time=101.0),
+        evaluation("before", "sampled", [0.0, 0.0, 1.0, 0.0], 0, 130.0),
+        evaluation("before", "greedy", [0.0] * 4, 0, 130.0),
+        step(1),
+        step(2),
+        step(2),
+        MetricRecord("generation", generated, time=132.0),
+        evaluation("after", "sampled", [1.0, 1.0, 1.0, 0.0], 2, 140.0),
+    ]
+
+
+def history(found: list[MetricRecord]) -> RunHistory:
+    made = RunHistory()
+    made.add((f"{i}-0", record) for i, record in enumerate(found))
+    return made
+
+
+def test_the_report_says_what_the_records_say(config: RunConfig):
+    report = build_report(config, history(records()), COUNTERS, baselines={"random": 0.1}, startup_s={}, ended_at=150.0)
+    assert set(report) >= ISSUE_2
+    assert (report["success_before"], report["success_after"]) == (0.25, 0.75)
+    assert (report["greedy_before"], report["greedy_after"]) == (0.0, None)
+    assert (report["steps"], report["trajectories"], report["tokens_trained"]) == (2, 128, 2000)
+    assert (report["tokens_generated"], report["weight_updates"]) == (500, 3)
+    assert report["wall_s"] == 50.0
+    assert report["phases_s"] == {"before_training": 30.0, "training": 2.0, "after_training": 18.0}
+    assert report["max_staleness_seen"] == 1
+    assert report["groups_dropped"] == {"stale": 1}
+    assert report["mismatch_kl"] == pytest.approx(0.01)
+    assert report["eval_episodes"] == 4
+
+
+def test_a_run_that_hardly_began_has_a_report_too(config: RunConfig):
+    maker = ReportMaker(config, RunHistory())
+    maker.make_artifacts()
+    report = maker.write(None, ended_at=150.0)
+    assert set(report) >= ISSUE_2
+    assert report["success_after"] is None
+    maker.show(Console(quiet=True))
+
+
+def test_the_folder_holds_the_report_the_curve_and_rendered_episodes(config: RunConfig, tmp_path: Path):
+    rows = [
+        {"tag": "FrozenLake", "seed": 2**31 + i, "reward": 0.0, "metrics": {"success": 0.0}, "text": ["s", "o", "Down"]}
+        for i in range(3)
+    ]
+    (tmp_path / "evaluations").mkdir()
+    for name in ("before-sampled-0", "after-sampled-2"):
+        (tmp_path / "evaluations" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    maker = ReportMaker(config, history(records()))
+    maker.make_artifacts()
+    written = maker.write(COUNTERS, ended_at=150.0)
+    assert json.loads((tmp_path / "report.json").read_text()) == written
+    assert (
+        0 <= written["baselines"]["random"] < written["baselines"]["scripted"] <= written["baselines"]["optimal"] <= 1
+    )
+    for name in ("learning_curve.png", "episodes.gif", "episodes.html"):
+        assert (tmp_path / name).stat().st_size > 1000
+    console = Console(record=True, width=200)
+    maker.show(console)
+    shown = console.export_text()
+    measured = {cells[1].strip(): cells[2:4] for line in shown.splitlines() if len(cells := line.split("│")) == 5}
+    assert [float(cell) for cell in measured["success, sampled"]] == [0.25, 0.75]
+    assert [float(cell) for cell in measured["reward, sampled"]] == [0.5, 1.5]
+    assert measured["reward, greedy"][1].strip() == "-"
+    assert "learning_curve.png" in shown
+
+
+def test_what_was_not_measured_is_null_and_never_nan(config: RunConfig):
+    nan = MetricRecord("eval", {"reward": mean([1.0])}, 1, {"when": "during", "sampling": "sampled"}, 135.0)
+    report = build_report(config, history([*records(), nan]), None, baselines={}, startup_s={}, ended_at=150.0)
+    json.dumps(report, allow_nan=False)
+    assert [each["success"] for each in report["evaluations"]].count(None) == 1
+
+
+def test_a_run_whose_records_can_not_be_had_is_refused_in_a_line(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    assert remake_report(tmp_path) == 1
+    assert "holds no redis/" in capsys.readouterr().err
+    elsewhere = config.model_copy(update={"redis": RedisConfig(url="redis://127.0.0.1:1/0")})
+    (tmp_path / "config.yaml").write_text(dump_yaml(elsewhere))
+    assert remake_report(tmp_path) == 1
+    assert "refused" in capsys.readouterr().err
+    assert not (tmp_path / "report.json").exists()
+    assert not (tmp_path / "redis").exists()

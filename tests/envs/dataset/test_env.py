@@ -1,0 +1,189 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from offbeat.envs import registry
+from offbeat.envs.contract import check_contract
+from offbeat.envs.dataset.code import CodeConfig, read_tests
+from offbeat.envs.dataset.env import last_group
+from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
+from offbeat.services.rollout.tasks import EvalTasks
+from tests.envs.sandbox.needs import needs_sandbox
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(60)]
+    return write(tmp_path_factory.mktemp("math") / "sums.jsonl", rows)
+
+
+def make(env_type: str, **settings: Any) -> Any:
+    return registry.make(env_type, settings)
+
+
+def judged(env: Any, answer: str) -> tuple[float, bool, bool]:
+    _, reward, terminated, _, info = env.step(answer)
+    assert terminated
+    return reward, info["success"], info["action_is_valid"]
+
+
+def test_the_env_over_a_file_holds_the_contract(sums: str):
+    report = check_contract("math", {"dataset_name": sums})
+    assert report.findings == []
+    assert 0 < report.bytes_per_env < 16 * 1024, "a worker holds thousands over one file"
+
+
+def test_training_draws_rows_by_seed_and_never_a_held_out_one(sums: str):
+    env = make("math", dataset_name=sums)
+    asked = [env.reset(seed=seed)[0] for seed in range(200)]
+    other = make("math", dataset_name=sums)
+    assert asked == [other.reset(seed=seed)[0] for seed in range(200)]
+    held_out = make("math", dataset_name=sums, split="held_out")
+    kept = {held_out.reset(seed=seed)[0] for seed in range(200)}
+    assert len(kept) + len(set(asked)) <= 60
+    assert not kept & set(asked)
+
+
+class Tasks:
+    train_env_manager = EnvManagerConfig()
+    val_env_manager = EnvManagerConfig(group_size=1)
+
+    def __init__(self, env: CustomEnv) -> None:
+        self.custom_envs = {"Math": env}
+
+
+def test_evaluation_walks_through_the_validation_file_once_before_any_row_comes_again(sums: str, tmp_path: Path):
+    val = write(tmp_path / "val.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(10)])
+    settings = {"dataset_name": sums, "val_dataset_name": val}
+    tasks = EvalTasks(Tasks(CustomEnv(env_type="math", env_config=settings)), seed=3)
+    env = make("math", **settings, split="held_out")
+    asked = [env.reset(seed=tasks.task(number).seed)[0] for number in range(20)]
+    assert sorted(asked[:10]) == sorted(f"q{i}" for i in range(10))
+    assert asked[10:] == asked[:10]
+    assert make("math", **settings).reset(seed=0)[0].startswith("What is")
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("0.5", r"so it is \boxed{\frac{1}{2}}", True),
+        (r"\frac{1}{2}", r"\boxed{3} no, \boxed{0.5}", True),
+        ("x^2 + 2x + 1", r"\boxed{(x+1)^2}", True),
+        ("12", r"\boxed{13}", False),
+        ("12", r"\boxed{}", False),
+        (r"\boxed{7}", r"$a}$ then \boxed{7} and {so} on", True),
+    ],
+)
+def test_math_compares_expressions_and_the_last_boxed_one_counts(tmp_path: Path, gold: str, answer: str, right: bool):
+    path = write(tmp_path / "one.jsonl", [{"problem": "?", "solution": gold}])
+    env = make("math", dataset_name=path, question_key="problem", answer_key="solution", split="any")
+    env.reset(seed=0)
+    assert judged(env, answer) == (float(right), right, True)
+
+
+def test_an_answer_in_which_none_can_be_found_costs_the_penalty(sums: str):
+    env = make("math", dataset_name=sums, format_penalty=-0.2)
+    env.reset(seed=0)
+    assert judged(env, "it is 12") == (-0.2, False, False)
+
+
+def test_questions_and_answers_are_compared_as_squad_does(tmp_path: Path):
+    rows = [{"question": "Who?", "answer": ["The Beatles", "Beatles band"]}]
+    settings = {"dataset_name": write(tmp_path / "qa.jsonl", rows), "split": "any"}
+    env = make("qa", **settings)
+    env.reset(seed=0)
+    assert judged(env, "beatles!") == (1.0, True, True)
+    assert judged(env, "a band") == (0.0, False, True)
+    fuzzy = make("qa", **settings, metric="f1", answer_pattern="<answer>(.*?)</answer>")
+    fuzzy.reset(seed=0)
+    assert judged(fuzzy, "hm <answer>the band</answer>") == (pytest.approx(2 / 3), False, True)
+    assert judged(fuzzy, "the band")[2] is False
+
+
+CODE = "```python\ndef double(x):\n    return {}\n```"
+
+
+@needs_sandbox
+def test_programs_are_run_against_their_tests(tmp_path: Path):
+    rows = [{"question": "double", "tests": ["assert double(2) == 4", "assert double(0) == 0"]}]
+    settings = {"dataset_name": write(tmp_path / "code.jsonl", rows), "split": "any"}
+    env = make("code", **settings)
+    env.reset(seed=0)
+    assert judged(env, "so:\n" + CODE.format("2 * x")) == (1.0, True, True)
+    half, _, _, _, info = env.step(CODE.format("4 if x else 1"))
+    assert (half, info["pass_rate"]) == ("AssertionError", 0.5)
+    assert judged(env, "return 2 * x") == (0.0, False, False)
+    partial = make("code", **settings, reward="pass_rate")
+    partial.reset(seed=0)
+    assert judged(partial, CODE.format("x * x")) == (1.0, True, True)
+    assert judged(partial, CODE.format("x + 2")) == (0.5, False, True)
+
+
+@needs_sandbox
+def test_programs_may_read_stdin_and_print(tmp_path: Path):
+    tests = json.dumps({"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10"]})
+    path = write(tmp_path / "apps.jsonl", [{"question": "add", "tests": tests}])
+    env = make("code", dataset_name=path, split="any")
+    env.reset(seed=0)
+    assert judged(env, "```py\nprint(sum(map(int, input().split())))\n```")[0] == 1.0
+    feedback = env.step("```\nprint(3)\n```")[0]
+    assert feedback == "printed '3\\n', not '10'"
+
+
+def test_parquet_csv_and_saved_folders_are_read(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": ["1", "2"]})
+    table.to_parquet(tmp_path / "t.parquet")
+    table.to_csv(tmp_path / "t.csv", index=False)
+    table.save_to_disk(tmp_path / "saved")
+    for name in ("t.parquet", "t.csv", "saved"):
+        assert make("qa", dataset_name=str(tmp_path / name), split="any").reset(seed=1)[0] in ("a", "b")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ValueError, match=r"holds the splits train: name one"):
+        make("qa", dataset_name=str(tmp_path / "splits"))
+
+
+def test_what_can_not_be_read_is_told_with_what_would_be_right(sums: str, tmp_path: Path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{nope")
+    (tmp_path / "notes.md").write_text("x")
+    for settings, message in (
+        ({"dataset_name": "/nowhere.jsonl"}, "no such file: /nowhere.jsonl"),
+        ({"dataset_name": sums, "question_key": "problem"}, "no column 'problem'; it has question, answer"),
+        ({"dataset_name": str(tmp_path / "notes.md")}, "is none of .jsonl"),
+        ({"dataset_name": str(broken)}, "can't be read"),
+        ({"dataset_name": sums, "prompt": "hello"}, "has no {question} in it"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make("math", **settings)
+
+
+def test_a_row_is_drawn_from_all_of_them(sums: str):
+    env = make("math", dataset_name=sums, split="any")
+    counts = np.bincount([int(env.task_id(seed).rpartition(":")[2]) for seed in range(1200)], minlength=60)
+    assert counts.min() > 4
+
+
+def test_a_pattern_whose_group_has_no_part_in_the_match_gives_an_empty_answer():
+    assert last_group(r"<answer>(.*?)</answer>|I give up", "well, I give up") == ""
+
+
+@pytest.mark.parametrize("tests", [[], {"inputs": [], "outputs": []}])
+def test_a_task_without_tests_is_told(tests: object):
+    with pytest.raises(ValueError, match="a task without tests"):
+        read_tests(tests)
+
+
+def test_a_program_is_judged_by_one_test_at_least():
+    with pytest.raises(ValidationError, match="max_tests"):
+        CodeConfig.model_validate({"dataset_name": "tasks.jsonl", "max_tests": 0})

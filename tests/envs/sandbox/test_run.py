@@ -1,0 +1,95 @@
+import time
+from pathlib import Path
+
+import pytest
+
+from offbeat.envs.sandbox import (
+    IsolationError,
+    Limits,
+    check_isolation,
+    lacking,
+    platform_isolation,
+    run_python,
+)
+from tests.envs.sandbox.needs import needs_sandbox
+
+pytestmark = needs_sandbox
+SHORT = Limits(timeout_s=1.0)
+
+
+def test_a_program_reads_writes_and_ends():
+    outcome = run_python("print(int(input()) * 2)", stdin="21")
+    assert (outcome.stdout, outcome.stderr, outcome.ok, outcome.error) == ("42\n", "", True, "")
+    assert run_python("import sys; sys.exit(3)").exit_code == 3
+
+
+def test_what_a_program_raises_is_told_with_its_own_lines_alone():
+    outcome = run_python("def f():\n    return 1 / 0\nf()")
+    assert outcome.exit_code == 1
+    assert outcome.error == "ZeroDivisionError: division by zero"
+    assert "child.py" not in outcome.stderr
+    assert run_python("def").error.startswith("SyntaxError")
+
+
+def test_endless_loops_and_sleeps_end_with_their_time():
+    for code in ("while True: pass", "import time; time.sleep(60)"):
+        began = time.monotonic()
+        outcome = run_python(code, limits=SHORT)
+        assert (outcome.timed_out, outcome.ok, outcome.error) == (True, False, "out of time")
+        assert time.monotonic() - began < 20
+
+
+def test_memory_files_and_output_are_limited():
+    assert run_python("x = bytearray(10**9)", limits=Limits(memory_mib=128)).error == "MemoryError"
+    written = run_python("open('big', 'wb').write(b'x' * 10**7)", limits=Limits(file_mib=1))
+    assert not written.ok
+    noisy = run_python("print('a' * 50_000)", limits=Limits(max_output_chars=1000))
+    assert len(noisy.stdout) < 1100
+    assert "characters left out" in noisy.stdout
+
+
+def test_a_program_sees_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OFFBEAT_SECRET", "x")
+    assert run_python("import os; print('OFFBEAT_SECRET' in os.environ, os.listdir())").stdout == "False []\n"
+
+
+def test_more_than_one_process_is_a_setting():
+    code = (
+        "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(1)'], capture_output=True).stdout)"
+    )
+    assert run_python(code).error == "PermissionError: [Errno 1] Operation not permitted"
+    if "namespaces" in platform_isolation():
+        assert run_python(code, limits=Limits(max_processes=4, memory_mib=1024)).stdout == "b'1\\n'\n"
+
+
+def test_a_program_that_the_kernel_can_not_hold_in_is_not_run(tmp_path: Path):
+    made = tmp_path / "made"
+    code = f"open({str(made)!r}, 'w')"
+    with pytest.raises(IsolationError, match="files that are not theirs"):
+        run_python(code, layers=("namespaces",))
+    with pytest.raises(IsolationError, match="max_processes: 2 needs user namespaces"):
+        run_python(code, layers=("landlock", "seccomp"), limits=Limits(max_processes=2))
+    assert not made.exists()
+
+
+def test_told_to_warn_it_runs_programs_behind_pythons_hooks_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    limits = Limits(isolation="warn")
+    code = f"import os\nopen({str(tmp_path / 'made')!r}, 'w')\nos.system('true')"
+    for _ in range(2):
+        outcome = run_python(code, layers=(), limits=limits)
+        assert outcome.error == "PermissionError: os.system is not allowed here"
+    assert (tmp_path / "made").exists()
+    assert [record.message.count("the network") for record in caplog.records] == [1]
+
+
+def test_what_a_machine_lacks_is_said_by_promise():
+    check_isolation(Limits(), ("namespaces", "mounts"))
+    check_isolation(Limits(), ("landlock", "seccomp"))
+    with pytest.raises(IsolationError, match=r"the network.*other processes.*Landlock.*`isolation: warn`"):
+        check_isolation(Limits(), ())
+    with pytest.raises(IsolationError, match="max_processes: 2 needs user namespaces"):
+        check_isolation(Limits(max_processes=2), ("landlock", "seccomp"))
+    assert lacking(("landlock", "seccomp")) == ["filling the disk with many files (mounts in a user namespace)"]
+    assert lacking(("namespaces", "mounts")) == []

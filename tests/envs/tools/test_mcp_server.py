@@ -1,0 +1,143 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.envs import registry
+from offbeat.envs.tools.functions import Call, read_results, write_calls
+from tests.waiting import wait_until_sync
+
+pytest.importorskip("mcp")
+SERVER = str(Path(__file__).with_name("mcp_shop.py"))
+STDIO = {"tool_id": "mcp", "command": [sys.executable, SERVER]}
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"Let me see. <tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def env_with(*tools: dict[str, Any], **settings: Any) -> Any:
+    env = registry.make("tools", {"env_type": "frozen_lake", "tools": list(tools), **settings})
+    env.reset(seed=1)
+    return env
+
+
+def said(env: Any, answer: str) -> str:
+    return env.step(answer)[0].removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Any]:
+    env = env_with(STDIO, tool_success_reward=0.5, max_tool_uses=100)
+    yield env
+    env.close()
+
+
+def test_functions_are_told_and_called_as_chat_templates_do(shop: Any):
+    assert (
+        '{"type": "function", "function": {"name": "price", "description": "What so many cost."' in shop.system_prompt
+    )
+    assert shop.system_prompt.startswith("Walk P to G")
+    observation, reward, terminated, _, info = shop.step(call("price", item="tea", count=2))
+    assert (observation, reward, terminated) == ("<tool_response>\n2 tea: 6\n</tool_response>", 0.5, False)
+    assert (info["tool_use_counter"], info["tool_success_counter"]) == (1, 1)
+
+
+def test_a_servers_functions_are_offered_for_the_template_to_tell_and_call(shop: Any):
+    env = env_with(STDIO, function_calling="template", tool_success_reward=0.5)
+    try:
+        price = next(each["function"] for each in env.functions if each["function"]["name"] == "price")
+        assert price["parameters"]["properties"]["count"]["type"] == "integer"
+        assert "<tools>" in shop.system_prompt
+        assert "<tools>" not in env.system_prompt
+        calls = [Call("price", {"item": "tea", "count": 2}), Call("broken", {}), Call("steal", {})]
+        observation, reward, terminated, _, info = env.step(write_calls("Let me see.", calls))
+        bought, broken, stolen = read_results(observation, 3)
+        assert (bought, reward, terminated) == ("2 tea: 6", 0.5, False)
+        assert "executing tool broken" in broken
+        assert stolen.startswith("there is no function 'steal'; there is price, broken")
+        assert (info["tool_use_counter"], info["tool_success_counter"]) == (3, 1)
+        assert env.step(call("price", item="tea", count=2).replace("\n", " "))[4]["tool_use_counter"] == 0
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (call("broken"), "executing tool broken"),
+        (call("price"), "item"),
+        (call("steal"), "no function 'steal'; there is price, broken"),
+        ("<tool_call>price</tool_call>", "not of the form"),
+        ('<tool_call>{"name": "price", "arguments": 3}</tool_call>', "must be"),
+    ],
+)
+def test_a_call_that_fails_says_why(shop: Any, answer: str, message: str):
+    observation, reward, _, _, info = shop.step(answer)
+    assert message in observation
+    assert (reward, info["tool_success_counter"]) == (0.0, 0)
+
+
+def test_envs_share_a_server_and_the_last_one_ends_it(shop: Any):
+    other = env_with(STDIO)
+    pid = int(said(other, call("who")))
+    assert int(said(shop, call("who"))) == pid
+    other.close()
+    assert int(said(shop, call("who"))) == pid
+    alone = env_with({**STDIO, "timeout_s": 31.0})
+    own = int(said(alone, call("who")))
+    assert own != pid
+    alone.close()
+    wait_until_sync(lambda: not Path(f"/proc/{own}").exists())
+
+
+def test_a_server_that_died_is_started_again(shop: Any):
+    pid = int(said(shop, call("who")))
+    os.kill(pid, signal.SIGKILL)
+    wait_until_sync(lambda: not Path(f"/proc/{pid}").exists())
+    shop.step(call("who"))  # may be the one that finds out
+    assert int(said(shop, call("who"))) != pid
+
+
+def test_a_call_that_hangs_is_given_up():
+    env = env_with({**STDIO, "timeout_s": 2.0, "functions": ["sleeps", "price"]})
+    assert "price" in env.system_prompt
+    assert "broken" not in env.system_prompt
+    assert "gave no answer in 2 s" in env.step(call("sleeps"))[0]
+    assert said(env, call("price", item="tea")) == "1 tea: 3"
+    env.close()
+
+
+def test_a_server_is_spoken_to_over_http():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, SERVER, str(port)])
+    try:
+        wait_until_sync(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, timeout_s=30)
+        env = env_with({"tool_id": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "functions": ["who"]}, STDIO)
+        assert int(said(env, call("who"))) == server.pid
+        assert said(env, call("price", item="tea")) == "1 tea: 3", "the call goes to the server that has the function"
+        env.close()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_server_that_is_not_there_is_told():
+    for tool, message in (
+        ({"tool_id": "mcp", "command": ["no-such-server"]}, "no-such-server failed"),
+        ({"tool_id": "mcp", "url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp failed"),
+        ({**STDIO, "functions": ["steal"]}, "no 'steal'; it has price"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            env_with(tool)
+    assert "one of both" in "; ".join(
+        registry.check_env_config("tools", {"env_type": "frozen_lake", "tools": [{"tool_id": "mcp"}]})
+    )

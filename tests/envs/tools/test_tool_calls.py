@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.envs import registry
+from tests.envs.sandbox.needs import needs_sandbox
+
+pytestmark = needs_sandbox
+
+
+def lake(**settings: Any) -> Any:
+    tools = settings.pop("tools", [{"tool_id": "python_code"}])
+    env = registry.make("tools", {"env_type": "frozen_lake", "tools": tools, **settings})
+    env.reset(seed=1)
+    return env
+
+
+def test_a_program_is_run_and_the_env_underneath_hears_nothing_of_it():
+    env = lake(tool_reward=-0.1, tool_success_reward=0.3)
+    observation, reward, terminated, _, info = env.step("let me see\n```python\nprint(6 * 7)\n```")
+    assert (observation, reward, terminated) == ("42", pytest.approx(0.2), False)
+    assert (info["tool_use_counter"], info["tool_success_counter"]) == (1, 1)
+    assert env.step("Right")[0] == "0 1 Left _ Down _ Right _ Up #"
+
+
+def test_a_program_that_fails_says_why():
+    observation, reward, _, _, info = lake(tool_success_reward=1.0).step("```python\nprint('a')\n1 / 0\n```")
+    assert observation == "a\nZeroDivisionError: division by zero"
+    assert (reward, info["tool_use_counter"], info["tool_success_counter"]) == (0.0, 1, 0)
+
+
+def test_tools_are_used_up_and_fresh_in_the_next_episode():
+    env = lake(max_tool_uses=1)
+    call = "```python\nprint(1)\n```"
+    assert env.step(call)[0] == "1"
+    observation, _, _, _, info = env.step(call)
+    assert "give the answer" in observation
+    assert info["tool_use_counter"] == 0
+    env.reset(seed=2)
+    assert env.step(call)[0] == "1"
+
+
+def test_a_corpus_is_searched(tmp_path: Path):
+    corpus = tmp_path / "corpus.jsonl"
+    passages = ["Paris is the capital of France.", "Rome is the capital of Italy.", "Whales are mammals."]
+    corpus.write_text("\n".join(json.dumps({"text": text}) for text in passages))
+    env = lake(tools=[{"tool_id": "search", "corpus": str(corpus), "top_k": 2}])
+    assert env.step("<search>capital of Italy</search>")[0] == f"[1] {passages[1]}\n[2] {passages[0]}"
+    assert env.step("<search>quantum</search>")[0] == "nothing was found"
+    assert env.step("<search> </search>")[4]["tool_success_counter"] == 0
+    assert "<search>words</search>" in env.system_prompt
+    assert env.system_prompt.startswith("Walk P to G")
+
+
+def test_evaluation_hands_its_split_down():
+    settings = {"env_type": "frozen_lake", "tools": [{"tool_id": "python_code"}]}
+    held_out = registry.make("tools", registry.held_out_config("tools", settings))
+    own = registry.make("frozen_lake", {"split": "held_out"})
+    assert held_out.reset(seed=3)[0] == own.reset(seed=3)[0]
+    assert held_out.task_id(3) == own.task_id(3)
+
+
+def test_settings_that_can_not_be_are_refused():
+    for settings, message in (
+        ({"env_type": "frozen_lake", "tools": []}, "at least 1 item"),
+        ({"env_type": "frozen_lake", "tools": [{"tool_id": "hammer"}]}, "'hammer'"),
+        ({"env_type": "frozen_lake", "tools": [{"tool_id": "python_code", "pattern": "x"}]}, "has 0 groups"),
+    ):
+        assert message in "; ".join(registry.check_env_config("tools", settings))
+    with pytest.raises(ValueError, match="did you mean frozen_lake"):
+        registry.make("tools", {"env_type": "frozen_lak", "tools": [{"tool_id": "python_code"}]})

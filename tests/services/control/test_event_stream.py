@@ -1,0 +1,248 @@
+"""Server-sent events over a real server: in order, until the run is over, and taken up where they broke."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from offbeat.services.control.client import ControlClient, ControlRefusedError, Message, messages
+from offbeat.services.control.events import Position
+from offbeat.services.control.routes import MAX_WATCHERS
+from offbeat.services.control.run import RunState, Wanted
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
+from tests.services.control.api_world import ApiWorld, api_world, code
+from tests.waiting import wait_until
+
+LAST_EVENT_ID = "Last-Event-ID"
+
+
+@pytest.fixture
+async def api(redis_url: str) -> AsyncIterator[ApiWorld]:
+    async with api_world(redis_url) as made:
+        yield made
+
+
+@asynccontextmanager
+async def served(api: ApiWorld) -> AsyncIterator[str]:
+    """The URL of a server: the transport of the other tests hands over whole bodies only."""
+    server = uvicorn.Server(uvicorn.Config(api.api, port=0, log_level="error", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    await wait_until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def step(api: ApiWorld, number: int) -> None:
+    await AsyncRedisMetrics(api.redis, "a").append(MetricRecord("learner", {"loss": mean([number])}, step=number))
+
+
+async def life(api: ApiWorld, number: int, event: str) -> None:
+    redis: Any = api.redis
+    await redis.xadd(RunKeys("a").key("buffer", "life"), {"n": number, "e": event, "d": "0"})
+
+
+class Watcher:
+    """Reads a stream in the background."""
+
+    def __init__(self) -> None:
+        self.seen: list[Message] = []
+
+    async def read(self, stream: AsyncIterator[Message]) -> None:
+        async for message in stream:
+            self.seen.append(message)
+
+    def of(self, event: str) -> list[Any]:
+        return [json.loads(message.data) for message in self.seen if message.event == event]
+
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self.of("metrics")]
+
+
+async def test_a_watcher_sees_what_happens_until_the_run_is_over(api: ApiWorld):
+    await api.start("a")
+    await step(api, 0)
+    async with served(api) as url, ControlClient(url) as client:
+        watcher = Watcher()
+        watching = asyncio.create_task(watcher.read(client.events("a")))
+        await wait_until(lambda: bool(watcher.of("run")))
+        await step(api, 1)
+        await life(api, 4, "admitted")
+        await api.client.pause("a")
+        await wait_until(lambda: watcher.of("run")[-1]["wanted"] == "paused")
+        await api.store.update("a", state=RunState.STOPPED)
+        await asyncio.wait_for(watching, 60)
+    assert watcher.steps() == [1], "from now on, unless it asks for the start"
+    assert watcher.of("life") == [{"group": 4, "event": "admitted", "detail": "0"}]
+    assert [each["event"] for each in watcher.of("history")] == ["wanted", "state"]
+    assert watcher.of("run")[-1]["state"] == "stopped"
+
+
+async def test_from_the_start_everything_that_is_kept_is_told(api: ApiWorld):
+    await api.start("a")
+    for number in range(600):
+        await step(api, number)
+    await api.store.update("a", state=RunState.FINISHED)
+    watcher = Watcher()
+    await watcher.read(api.client.events("a", kinds=["metrics"], from_start=True))
+    assert watcher.steps() == list(range(600))
+    assert {message.event for message in watcher.seen} == {"metrics"}
+
+
+async def test_a_watcher_that_comes_back_misses_nothing_and_sees_nothing_twice(api: ApiWorld):
+    await api.start("a")
+    async with served(api) as url, httpx.AsyncClient(base_url=url) as http:
+        seen: list[Message] = []
+
+        async def read_on(count: int) -> None:
+            headers = {LAST_EVENT_ID: seen[-1].id} if seen else {}
+            params = {"kind": ["metrics", "history"], "from_start": "true"}
+            async with http.stream("GET", "/runs/a/events", params=params, headers=headers) as response:
+                async for message in messages(response.aiter_lines()):
+                    seen.append(message)
+                    if len(seen) == count:
+                        return
+
+        for i in range(6):
+            await step(api, i)
+            await read_on(len(seen) + 2 if i == 0 else len(seen) + 1)
+            if i == 3:
+                await api.store.want("a", Wanted.PAUSED)
+                await read_on(len(seen) + 1)
+    assert [json.loads(m.data)["step"] for m in seen if m.event == "metrics"] == list(range(6))
+    assert len({m.id for m in seen}) == len(seen)
+
+
+async def test_the_client_takes_up_a_stream_that_breaks(api: ApiWorld):
+    await api.start("a")
+    async with served(api) as url:
+        cut = asyncio.Event()
+        async with ControlClient(url, transport=Cutting(cut)) as client:
+            watcher = Watcher()
+            watching = asyncio.create_task(watcher.read(client.events("a", kinds=["metrics"], from_start=True)))
+            for number in range(20):
+                await step(api, number)
+                if number in (5, 12):
+                    await wait_until(lambda number=number: bool(watcher.steps()) and watcher.steps()[-1] == number)
+                    cut.set()
+            await wait_until(lambda: bool(watcher.steps()) and watcher.steps()[-1] == 19)
+            await api.store.update("a", state=RunState.FINISHED)
+            await asyncio.wait_for(watching, 60)
+    assert watcher.steps() == list(range(20))
+
+
+async def test_a_service_that_goes_with_a_run_that_was_ending_is_not_waited_for(api: ApiWorld):
+    await api.start("a")
+    watcher, cut = Watcher(), asyncio.Event()
+    async with AsyncExitStack() as stack:
+        async with served(api) as url:
+            client = await stack.enter_async_context(ControlClient(url, transport=Cutting(cut)))
+            events = client.events("a", kinds=["run", "metrics"], patience_s=600, parting_s=0.1)
+            watching = asyncio.create_task(watcher.read(events))
+            await api.store.update("a", state=RunState.DRAINING)
+            await wait_until(lambda: any(run["state"] == "draining" for run in watcher.of("run")))
+        cut.set()  # a server that stops lets its streams run on: this one breaks at its next word
+        await step(api, 0)
+        await asyncio.wait_for(watching, 60)
+
+
+class Cutting(httpx.AsyncHTTPTransport):
+    """Breaks a stream when it is told to."""
+
+    def __init__(self, cut: asyncio.Event) -> None:
+        super().__init__()
+        self._cut = cut
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await super().handle_async_request(request)
+        stream: Any = response.stream
+        response.stream = _CutStream(stream, self._cut)
+        return response
+
+
+class _CutStream(httpx.AsyncByteStream):
+    def __init__(self, inner: httpx.AsyncByteStream, cut: asyncio.Event) -> None:
+        self._inner, self._cut = inner, cut
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._inner:
+            if self._cut.is_set():
+                self._cut.clear()
+                raise httpx.ReadError("cut")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+async def test_a_watcher_that_has_seen_the_end_is_told_not_to_come_back(api: ApiWorld):
+    await api.start("a", RunState.FINISHED)
+    watcher = Watcher()
+    await watcher.read(api.client.events("a", from_start=True))
+    again = await api.http.get("/runs/a/events", headers={LAST_EVENT_ID: watcher.seen[-1].id})
+    assert (again.status_code, again.content) == (204, b"")
+
+
+@pytest.mark.parametrize(
+    "position", ["x", "1-1", "1-1,1-1", "1-1,1-1,1-1,1-1", "-1-1,0-0,0-0", f"{2**64}-0,0-0,0-0", "0-0,0-0,0-0\n", ""]
+)
+async def test_an_id_that_no_event_carried_is_refused(api: ApiWorld, position: str):
+    await api.start("a")
+    refused = await api.http.get("/runs/a/events", headers={LAST_EVENT_ID: position})
+    assert (refused.status_code, code(refused)) == (422, "invalid_request")
+
+
+async def test_too_many_watchers_are_refused_and_those_that_leave_make_room(api: ApiWorld):
+    await api.start("a")
+    async with served(api) as url, httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None)) as http:
+
+        async def watch(opened: Callable[[], Awaitable[None]]) -> None:
+            async with http.stream("GET", "/runs/a/events") as response:
+                async for _ in response.aiter_lines():
+                    await opened()
+                    await asyncio.Event().wait()
+
+        count = 0
+
+        async def opened() -> None:
+            nonlocal count
+            count += 1
+
+        watching = [asyncio.create_task(watch(opened)) for _ in range(MAX_WATCHERS)]
+        await wait_until(lambda: count == MAX_WATCHERS, timeout_s=30)
+        refused = await http.get("/runs/a/events")
+        assert (refused.status_code, code(refused)) == (429, "too_many_watchers")
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+
+        async def room() -> bool:
+            async with http.stream("GET", "/runs/a/events") as response:
+                return response.status_code == httpx.codes.OK
+
+        await wait_until(room)
+
+
+async def test_a_run_that_is_deleted_ends_its_streams(api: ApiWorld):
+    await api.start("a")
+    async with served(api) as url, ControlClient(url) as client:
+        watcher = Watcher()
+        watching = asyncio.create_task(watcher.read(client.events("a")))
+        await wait_until(lambda: bool(watcher.of("run")))
+        redis: Any = api.redis
+        await redis.delete(RunKeys("a").record)
+        with pytest.raises(ControlRefusedError, match="there is no run 'a'"):
+            await asyncio.wait_for(watching, 60)
+
+
+def test_a_position_comes_back_as_it_was_written():
+    position = Position("1-2", "3-4", f"{2**64 - 1}-0")
+    assert Position.parse(str(position)) == position

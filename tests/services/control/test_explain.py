@@ -1,0 +1,310 @@
+"""The chain that `why` tells, in every state that a run can be in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from offbeat.services.buffer.api import (
+    Admission,
+    Counters,
+    GroupProgress,
+    Snapshot,
+    WorkerState,
+)
+from offbeat.services.control.explain import (
+    Link,
+    Picture,
+    chain,
+    sentence,
+)
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.run import LearnerReport, RunRecord, RunState
+from offbeat.services.weights.replica_reports import Fetching, ReplicaLoad, ReplicaReport
+from tests.services.control.control_fakes import SETTINGS
+
+NOW = 1000.0
+READY = {name: Observation(Health.READY) for name in ("learner", "env-workers", "generation")}
+BUFFER = Snapshot(
+    counters=Counters(9, 3, 3, {}, {}, 6),
+    playing=2,
+    ready=0,
+    consumed=1,
+    queued_train=0,
+    queued_eval=0,
+    quarantined=0,
+    step=11,
+    epoch=1,
+    admission=Admission.OPEN,
+    workers=(WorkerState("w0", 0.1, 6), WorkerState("w1", 0.1, 2)),
+)
+GROUPS = (GroupProgress(40, 8, 2, 0, 6, 0, 11), GroupProgress(41, 8, 5, 0, 3, 0, 11))
+
+
+def report(groups: Mapping[str, Any], at: float = NOW - 0.2, **evaluations: Any) -> dict[str, Any]:
+    return {"at": at, "groups": groups, "evaluations": evaluations}
+
+
+def picture(state: RunState = RunState.RUNNING, **changes: Any) -> Picture:
+    """A learner that waits for groups of step 13, with two groups being played and one replica that samples."""
+    values: dict[str, Any] = {
+        "now": NOW,
+        "record": RunRecord("lake", "{}", "/x", 100, SETTINGS, state=state, draining_at=NOW - 2),
+        "observations": READY,
+        "learner": LearnerReport("training", {"stage": "taking", "step": 12, "since": NOW - 1.5, "groups": 2}),
+        "buffer": BUFFER,
+        "groups": GROUPS,
+        "workers": {
+            "w0": report({"41": {"generation": [3, NOW - 0.5]}}),
+            "w1": report({"40": {"env": [1, NOW - 0.1]}}),
+        },
+        "replicas": {"r0": ReplicaReport(12, NOW - 0.3, ReplicaLoad(running=9))},
+        "version": 12,
+    }
+    return Picture(**(values | changes))
+
+
+def told(links: Sequence[Link]) -> list[tuple[str, str, str | None]]:
+    return [(link.who, link.state, link.waits_for) for link in links]
+
+
+def test_the_learner_waits_for_a_group_whose_episodes_wait_for_a_replica_that_loads():
+    loading = ReplicaReport(11, NOW - 0.3, ReplicaLoad(9, 9, loading=12, loading_since=NOW - 0.4))
+    links = chain(picture(replicas={"r0": loading}))
+    assert told(links) == [
+        ("learner", "waits", "group 41"),
+        ("group 41", "playing", "episodes"),
+        ("episodes", "waits", "generation"),
+        ("generation", "loads", None),
+    ]
+    assert sentence(links) == (
+        "The learner waits for group 41 since 1.5 s; 3 of its 8 episodes are still playing; they wait for generation; "
+        "whose replica is loading version 12 since 0.4 s."
+    )
+
+
+def test_each_link_waits_for_the_next():
+    for replicas in ({}, {"r0": ReplicaReport(12, NOW)}, {"r0": ReplicaReport(11, NOW, ReplicaLoad(3, 3))}):
+        links = chain(picture(replicas=replicas))
+        for link, following in pairwise(links):
+            assert link.waits_for == following.who
+        assert links[-1].waits_for is None
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ends"),
+    [
+        ({"r0": ReplicaReport(12, NOW, ReplicaLoad(7))}, "which samples 7 request(s) under version 12."),
+        ({"r0": ReplicaReport(11, NOW, ReplicaLoad(7, 7))}, "which serves version 11 and fetches version 12."),
+        ({"r0": ReplicaReport(12, NOW - 60)}, "no replica of which answers (starting, a replica is being replaced)."),
+        ({}, "no replica of which answers (starting, a replica is being replaced)."),
+    ],
+)
+def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends: str):
+    seen = READY | {"generation": Observation(Health.STARTING, "a replica is being replaced")}
+    assert sentence(chain(picture(replicas=replicas, observations=seen))).endswith(ends)
+
+
+@pytest.mark.parametrize(("version", "serves"), [(11, "version 11"), (-1, "nothing yet")])
+def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(version: int, serves: str):
+    hangs = ReplicaReport(version, NOW - 0.3, ReplicaLoad(7), fetching=Fetching(12, NOW - 95.0, "fs:/nfs/weights"))
+    told_of = f"; but replica r0 serves {serves} and has been fetching version 12 for 95 s from fs:/nfs/weights: "
+    told_of += "the share may hang"
+    assert sentence(chain(picture(replicas={"r0": hangs}))).endswith(f"{told_of}.")
+    missing = {"generation": Observation(Health.STARTING)}
+    starting = picture(RunState.STARTING, replicas={"r0": hangs}, observations=missing)
+    assert sentence(chain(starting)).endswith(f"{told_of}.")
+
+
+@pytest.mark.parametrize(
+    "calm",
+    [
+        ReplicaReport(11, NOW - 0.3, fetching=Fetching(12, NOW - 3.0, "fs:/nfs/weights")),
+        ReplicaReport(11, NOW - 60, fetching=Fetching(12, NOW - 95.0, "fs:/nfs/weights")),
+    ],
+    ids=["it has only begun", "it has been silent since"],
+)
+def test_a_fetch_is_not_said_to_hang_before_it_does(calm: ReplicaReport):
+    assert "may hang" not in sentence(chain(picture(replicas={"r0": calm})))
+
+
+def test_episodes_wait_for_what_the_longest_of_them_waits_for():
+    links = chain(picture(workers={"w0": report({"41": {"env": [1, NOW - 9.0], "generation": [2, NOW - 0.1]}})}))
+    assert links[-1].says == "1 of them waits for their env to answer since 9.0 s"
+    assert links[-1].detail == {"env": 1, "generation": 2}
+
+
+def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
+    groups = (GroupProgress(41, 8, 7, 0, 1, 0, 11),)
+    said = sentence(chain(picture(groups=groups)))
+    assert "1 of its 8 episodes is still playing; it waits for generation" in said
+    said = sentence(chain(picture(workers={"w0": report({"41": {"env": [5, NOW - 2.0]}})})))
+    assert "3 of its 8 episodes are still playing; they wait for their env to answer since 2.0 s" in said
+
+
+def test_an_agent_that_thinks_is_told_apart_from_its_env():
+    links = chain(picture(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
+    assert links[-1].waits_for == "agent"
+    assert "3 of its 8 episodes are still playing; they wait for their agent to go on since 4.0 s" in sentence(links)
+
+
+def test_a_worker_that_is_silent_is_not_believed():
+    silent = replace(BUFFER, workers=(WorkerState("w0", 12.0, 8),))
+    links = chain(picture(buffer=silent, workers={"w0": report({"41": {"env": [3, NOW - 20]}}, at=NOW - 12)}))
+    assert links[-1].says == "their env worker has been silent for 12 s"
+
+
+def test_queued_episodes_wait_for_the_workers():
+    groups = (GroupProgress(41, 8, 5, 0, 0, 3, 11),)
+    assert [link.says for link in chain(picture(groups=groups))][1:] == [
+        "3 of its 8 episodes are played by nobody yet",
+        "2 env worker(s) play 8 episodes and take more as places get free",
+    ]
+    gone = chain(picture(groups=groups, buffer=replace(BUFFER, workers=())))
+    assert gone[-1].says == "no env worker is there (ready)"
+
+
+@pytest.mark.parametrize(
+    ("doing", "says"),
+    [
+        ({"stage": "train", "step": 12, "since": NOW - 0.7}, "the learner trains step 13 since 0.7 s"),
+        ({"stage": "publish", "step": 12, "since": NOW}, "the learner copies version 12 out"),
+        (
+            {"stage": "checkpoint", "step": 12, "since": NOW - 3},
+            "the learner saves a checkpoint of step 12 since 3.0 s",
+        ),
+    ],
+)
+def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dict[str, Any], says: str):
+    learner = LearnerReport("training", doing)
+    assert [link.says for link in chain(picture(learner=learner))] == [says]
+    idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(WorkerState("w0", 0.1, 0),))
+    links = chain(picture(learner=learner, buffer=idle))
+    assert told(links)[0] == ("env workers", "waits", "learner")
+    assert links[1].says == says
+
+
+def test_a_run_without_a_learner_says_how_to_attach_one():
+    absent = READY | {"learner": Observation(Health.ABSENT, "waits for `offbeat learner attach lake`")}
+    idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(), ready=4)
+    assert sentence(chain(picture(observations=absent, buffer=idle))) == (
+        "The env workers wait for the learner: they are as far ahead as max_staleness allows; no learner trains it "
+        "(waits for `offbeat learner attach lake`), and 5 complete groups wait for one."
+    )
+
+
+def test_a_dead_learner_is_being_replaced():
+    dead = READY | {"learner": Observation(Health.DEAD, "killed by SIGKILL")}
+    assert (
+        sentence(chain(picture(observations=dead))) == "The learner is dead (killed by SIGKILL) and is being replaced."
+    )
+
+
+def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
+    learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 30})
+    assert chain(picture(learner=learner, leased=False))[-1].state == "starting"
+
+
+@pytest.mark.parametrize(
+    ("admission", "says"),
+    [
+        (Admission.NO_WEIGHTS, "none is played: no weights are published yet"),
+        (Admission.ALL_ADMITTED, "none is played: all groups of the run have been played"),
+        (
+            Admission.STALENESS_BOUND,
+            "none is played: the staleness bound admits none before the next version is published",
+        ),
+        (Admission.OPEN, "none is played yet: 2 env worker(s) play 8 episodes and take more as places get free"),
+    ],
+)
+def test_no_group_is_played_for_a_reason(admission: Admission, says: str):
+    links = chain(picture(groups=(), buffer=replace(BUFFER, admission=admission)))
+    assert [link.says for link in links] == ["The learner waits for groups of step 13 since 1.5 s", says]
+
+
+def test_groups_that_are_ready_are_waited_for_by_nobody():
+    (link,) = chain(picture(buffer=replace(BUFFER, ready=2)))
+    assert (link.state, link.waits_for) == ("takes", None)
+
+
+def test_an_evaluation_is_waited_for():
+    learner = LearnerReport("evaluating the result", {"stage": "checkpoint", "step": 100, "since": NOW})
+    waits = {"w0": report({}, **{"after-greedy-100": {"generation": [5, NOW - 0.5]}})}
+    done = chain(picture(learner=replace(learner, doing={"stage": "evaluating"}), workers=waits, groups=()))
+    assert told(done)[:2] == [("learner", "waits", "evaluation"), ("evaluation", "playing", "episodes")]
+    assert "5 of its episodes are playing" in sentence(done)
+
+
+def test_a_run_that_starts_waits_for_its_parts():
+    seen = READY | {
+        "learner": Observation(Health.STARTING, "prepares version 0"),
+        "generation": Observation(Health.STARTING, "deploying"),
+    }
+    starting = picture(RunState.STARTING, observations=seen, learner=LearnerReport("warming up 3/300"))
+    assert sentence(chain(starting)) == (
+        "The run starts and waits for generation and the learner; the learner is starting (warming up 3/300); "
+        "generation is starting (deploying)."
+    )
+
+
+@pytest.mark.parametrize("state", list(RunState))
+@pytest.mark.parametrize("learner", [LearnerReport(), LearnerReport("training", {"stage": "train"})])
+def test_every_state_has_a_chain_even_before_any_part_has_said_a_word(state: RunState, learner: LearnerReport):
+    nothing = replace(BUFFER, workers=(), step=None, admission=Admission.NOT_CONFIGURED)
+    bare = picture(
+        state, observations={}, learner=learner, buffer=nothing, groups=(), workers={}, replicas={}, version=-1
+    )
+    links = chain(bare)
+    assert links
+    assert sentence(links).endswith(".")
+
+
+def test_a_paused_run_says_how_it_goes_on():
+    said = sentence(chain(picture(RunState.PAUSED)))
+    assert said == "The run is paused: `offbeat runs resume lake` lets it go on; 8 episodes are played to their end."
+
+
+def test_a_run_that_is_over_keeps_nobody_waiting():
+    over = picture(RunState.FAILED)
+    said = sentence(chain(replace(over, record=replace(over.record, error="the disk is full"))))
+    assert said == "Nobody waits: the run is failed: the disk is full."
+
+
+def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
+    trouble = (
+        "the checkpoint of step 8 could not be written (No space left on device); the newest whole one is of step 6"
+    )
+    learner = LearnerReport("training", {"stage": "train", "step": 12, "since": NOW - 0.01}, trouble=trouble)
+    record = replace(picture().record, beat=NOW - 40.0)
+    links = chain(picture(learner=learner, record=record))
+    assert sentence(links) == (
+        f"The learner trains step 13; but {trouble}; it is tried again every few seconds; and nobody has looked after the "
+        "run for 40 s: the control service hangs, or is being replaced."
+    )
+    over = replace(record, state=RunState.FINISHED)
+    assert told(chain(picture(record=over))) == [("run", "finished", None)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [
+        ("settle", "the learner waits until its checkpoint of step 12 is on the disk since 3.0 s"),
+        ("no_room", "the learner waits for room on the disk: too much is unsaved to go on after step 12 since 3.0 s"),
+    ],
+)
+def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
+    learner = LearnerReport("training", {"stage": stage, "step": 12, "since": NOW - 3.0})
+    assert chain(picture(learner=learner))[-1].says == says
+
+
+def test_a_redis_that_takes_nothing_comes_first_and_nobody_is_accused_of_the_silence_that_follows():
+    refusal = "Redis refuses writes: OOM command not allowed (raise its maxmemory)"
+    silent = replace(picture().record, beat=NOW - 500)
+    links = chain(picture(redis_trouble=refusal, record=silent))
+    assert told(links)[0] == ("redis", "refuses", None)
+    assert sentence(links).startswith(f"{refusal}: all wait for it")
+    assert "control" not in [link.who for link in links]
+    over = replace(silent, state=RunState.FINISHED)
+    assert told(chain(picture(redis_trouble=refusal, record=over))) == [("run", "finished", None)]

@@ -1,0 +1,173 @@
+"""Whatever is sent to the API, with the project's own validation behind it, is answered by a success or a 4xx in words."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from offbeat.deploy.cluster.run_factory import Wiring
+from offbeat.services.control.api import create_api
+from offbeat.services.control.service import ControlService
+from offbeat.services.control.store import RunStore
+from tests.paths import QUICKSTART
+
+QUICKSTART: dict[str, Any] = yaml.safe_load((QUICKSTART).read_text().replace("4.0e-3", "0.004"))
+QUICKSTART["actor_train"]["training_args"]["learning_rate"] = 8e-4
+YAML, JSON = {"Content-Type": "application/yaml"}, {"Content-Type": "application/json"}
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+characters = st.characters(codec=None)  # lone surrogates too
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(characters, max_size=12)
+trees = st.recursive(
+    plain,
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(characters, max_size=8), each, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture
+def http(redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TestClient]:
+    monkeypatch.chdir(tmp_path)
+    redis = Redis.from_url(redis_url)
+    service = ControlService(RunStore(redis), Wiring(redis, redis_url, tmp_path), wake=lambda: None)
+    with TestClient(create_api(service), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        yield client
+        client.portal.call(redis.aclose)  # type: ignore[union-attr]
+
+
+def paths(tree: dict[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Of every key."""
+    for key, value in tree.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*before, key))
+
+
+def in_words(answer: httpx.Response) -> None:
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        error = answer.json()["error"]
+        assert error["code"]
+        assert error["message"]
+        assert "Traceback" not in answer.text
+
+
+@FEW
+@given(path=st.sampled_from(sorted(paths(QUICKSTART))), value=trees)
+def test_a_configuration_with_any_value_in_any_place(http: TestClient, path: tuple[str, ...], value: object):
+    tree = copy.deepcopy(QUICKSTART)
+    node = tree
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    in_words(http.post("/runs?dry_run=true", content=json.dumps(tree), headers=JSON))
+
+
+@FEW
+@given(path=st.sampled_from(sorted(paths(QUICKSTART))), name=st.text(characters, max_size=12))
+def test_a_configuration_with_any_key_renamed(http: TestClient, path: tuple[str, ...], name: str):
+    tree = copy.deepcopy(QUICKSTART)
+    node = tree
+    for key in path[:-1]:
+        node = node[key]
+    node[name] = node.pop(path[-1])
+    in_words(http.post("/runs?dry_run=true", content=json.dumps(tree), headers=JSON))
+
+
+@FEW
+@given(
+    body=st.binary(max_size=60) | trees.map(lambda tree: json.dumps(tree).encode()),
+    headers=st.sampled_from([YAML, JSON]),
+)
+def test_any_body(http: TestClient, body: bytes, headers: dict[str, str]):
+    in_words(http.post("/runs?dry_run=true", content=body, headers=headers))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
+        + "".join(
+            f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
+            for before, name in zip("bcdefgh", "cdefghi", strict=True)
+        ),
+        "[" * 5000,
+        "a: " * 3000,
+        "- " * 5000 + "x",
+        "exp_name: !!python/object/apply:os.system ['true']",
+        "exp_name: ${oc.env:HOME}",
+        "exp_name: '???'",
+        "? {a: 1}\n: 2",
+        "a: 2026-99-99",
+        "\x00",
+        "%YAML 9.9\n---\na: 1",
+        "a: 1\n---\nb: 2",
+    ],
+    ids=[
+        "bomb",
+        "brackets",
+        "colons",
+        "dashes",
+        "object",
+        "environment",
+        "missing",
+        "key",
+        "date",
+        "nul",
+        "version",
+        "two",
+    ],
+)
+def test_yaml_that_is_meant_to_harm(http: TestClient, text: str):
+    in_words(http.post("/runs?dry_run=true", content=text.encode(), headers=YAML))
+
+
+def test_a_misspelt_key_deep_inside_is_named_with_the_nearest(http: TestClient):
+    tree = copy.deepcopy(QUICKSTART)
+    tree["actor_train"]["training_args"]["learning_rat"] = 0.1
+    refused = http.post("/runs?dry_run=true", json=tree)
+    assert refused.status_code == 422
+    (problem,) = refused.json()["error"]["problems"]
+    assert problem["path"] == "actor_train.training_args.learning_rat"
+    assert problem["suggestion"] == "actor_train.training_args.learning_rate"
+
+
+@FEW
+@given(
+    body=st.dictionaries(
+        st.sampled_from(["num_workers", "learning_rate", "temperature", "x"]) | st.text(characters), trees, max_size=3
+    )
+)
+def test_any_change_of_settings(http: TestClient, body: dict[str, Any]):
+    http.post("/runs", json=QUICKSTART)
+    in_words(http.patch("/runs/quickstart", content=json.dumps(body), headers=JSON))
+
+
+def test_more_workers_than_the_machine_has_cpus_for_are_refused_saying_how_many_fit(http: TestClient):
+    assert http.post("/runs", json=QUICKSTART).status_code == 201
+    refused = http.patch("/runs/quickstart", json={"num_workers": 4000})
+    assert refused.status_code == 422
+    (problem,) = refused.json()["error"]["problems"]
+    assert problem["path"] == "rollout.num_workers"
+    assert "take rollout.num_workers <=" in problem["message"]
+    assert http.patch("/runs/quickstart", json={"max_staleness": 3.0}).status_code == 200
+
+
+@FEW
+@given(query=st.text(characters, max_size=30), header=st.binary(max_size=30))
+def test_any_query_and_header(http: TestClient, query: str, header: bytes):
+    for path in ("/runs", "/runs/quickstart", "/runs/quickstart/events", "/runs/quickstart/metrics"):
+        for name in ("after", "limit", "state", "name", "kind"):
+            in_words(http.get(path, params={name: query.encode("utf-8", "replace").decode()}))
+        clean = header.replace(b"\r", b"").replace(b"\n", b"").replace(b"\x00", b"")
+        for name in ("Last-Event-ID", "Authorization", "Host", "Origin"):
+            in_words(http.get(path, headers={name: clean.decode("latin-1").encode("latin-1")}))  # type: ignore[dict-item]

@@ -1,0 +1,253 @@
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from offbeat.services.control.interfaces import Health, Observation
+from offbeat.services.control.run import (
+    BusyError,
+    ForeignRecordError,
+    RunExistsError,
+    RunRecord,
+    RunSpec,
+    RunState,
+    RunStateError,
+    UnknownRunError,
+    Wanted,
+)
+from offbeat.services.control.store import EPOCH_KEPT_S, ORPHANED_AFTER_S, RunStore
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import MetricRecord, Partial, encode_record
+from tests.services.control.control_fakes import SETTINGS, FakeClock
+
+SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
+OTHER = replace(SPEC, config='{"max_steps": 4}', max_steps=4)
+
+
+@pytest.fixture
+async def store(redis_url: str) -> AsyncIterator[RunStore]:
+    async with Redis.from_url(redis_url) as client:
+        yield RunStore(client, FakeClock())
+
+
+def clock_of(store: RunStore) -> FakeClock:
+    assert isinstance(store.clock, FakeClock)
+    return store.clock
+
+
+async def test_a_record_comes_back_as_it_was_written(store: RunStore):
+    created, new = await store.create(SPEC)
+    assert new
+    assert await store.load("lake") == created
+    assert await store.run_ids() == ["lake"]
+
+
+def test_every_field_survives_redis():
+    record = RunRecord(
+        "r",
+        "{}",
+        "/x",
+        7,
+        SETTINGS,
+        Wanted.KILLED,
+        RunState.DRAINING,
+        RunState.FAILED,
+        "why",
+        "log",
+        3,
+        1.5,
+        2.5,
+        3.5,
+        4.5,
+        5.5,
+        6.5,
+    )
+    assert RunRecord.decode({k.encode(): v.encode() for k, v in record.encode().items()}) == record
+
+
+async def test_a_record_of_another_version_is_refused_with_what_helps(store: RunStore):
+    await store.create(SPEC)
+    await store.redis.hdel(RunKeys("lake").record, "settings")  # pyright: ignore[reportGeneralTypeIssues]
+    with pytest.raises(ForeignRecordError, match=r"no settings\): move /tmp/lake/redis aside"):
+        await store.load("lake")
+
+
+async def test_creating_the_same_run_again_changes_nothing(store: RunStore):
+    first, _ = await store.create(SPEC)
+    again, new = await store.create(SPEC)
+    assert (again, new) == (first, False)
+
+
+async def test_a_run_that_goes_on_is_not_replaced_by_another_of_its_name(store: RunStore):
+    await store.create(SPEC)
+    with pytest.raises(RunExistsError, match="'lake' is preparing"):
+        await store.create(OTHER)
+
+
+async def test_a_run_that_nobody_looks_after_any_more_is_replaced(store: RunStore):
+    await store.create(SPEC)
+    clock_of(store).now += ORPHANED_AFTER_S + 1
+    record, new = await store.create(OTHER)
+    assert new
+    assert record.config == OTHER.config
+
+
+async def test_a_run_that_is_looked_after_is_not_taken_for_an_orphan(store: RunStore):
+    await store.create(SPEC)
+    clock_of(store).now += ORPHANED_AFTER_S + 1
+    await store.set_observations("lake", {"learner": Observation(Health.READY)})
+    with pytest.raises(RunExistsError):
+        await store.create(OTHER)
+    _, new = await store.create(OTHER, takeover=True)
+    assert new
+
+
+async def test_who_looks_after_all_runs_takes_none_for_an_orphan_however_long_it_was_away(store: RunStore):
+    await store.create(replace(SPEC, claims={"app": "generation-local"}))
+    clock_of(store).now += 100 * ORPHANED_AFTER_S
+    control = replace(store, orphaned_after_s=math.inf)
+    with pytest.raises(BusyError, match="'generation-local' is in use by run 'lake'"):
+        await control.create(replace(OTHER, run_id="other", claims={"app": "generation-local"}))
+    with pytest.raises(RunExistsError):
+        await control.create(OTHER)
+    assert await control.create(replace(SPEC, claims={"app": "generation-local"})) == (await store.load("lake"), False)
+
+
+async def test_a_run_that_is_over_is_forgotten_by_the_next_of_its_name_but_for_its_epoch(store: RunStore):
+    await store.create(SPEC)
+    await store.update("lake", state=RunState.FINISHED)
+    for run_id in ("lake", "lake2"):
+        await store.redis.set(RunKeys(run_id).epoch, 5)
+        await store.redis.set(RunKeys(run_id).lease, "somebody")
+    record, _ = await store.create(OTHER)
+    assert record.attempt == 1
+    assert await store.redis.get(RunKeys("lake").lease) is None
+    assert await store.redis.get(RunKeys("lake").epoch) == b"6", "who held it is fenced at once"
+    assert await store.redis.mget(RunKeys("lake2").lease, RunKeys("lake2").epoch) == [b"somebody", b"5"]
+
+
+async def test_a_resumed_run_keeps_what_it_left_in_redis(store: RunStore):
+    first, _ = await store.create(SPEC)
+    await store.update("lake", state=RunState.STOPPED, error="why", wanted=Wanted.KILLED)
+    await store.redis.set(RunKeys("lake").epoch, 5)
+    clock_of(store).now += 5
+    record, _ = await store.create(replace(OTHER, resume=True))
+    assert await store.redis.get(RunKeys("lake").epoch) == b"5"
+    assert (record.attempt, record.state, record.wanted, record.error) == (2, RunState.PREPARING, Wanted.RUNNING, "")
+    assert record.created_at == first.created_at
+    assert await store.load("lake") == record
+
+
+async def test_a_run_that_is_over_stays_as_it_was_wanted(store: RunStore):
+    await store.create(SPEC)
+    await store.update("lake", state=RunState.FINISHED)
+    await store.want("lake", Wanted.KILLED)
+    assert (await store.load("lake")).wanted is Wanted.RUNNING
+
+
+async def test_an_unknown_run_is_named(store: RunStore):
+    with pytest.raises(UnknownRunError, match="'nobody'"):
+        await store.load("nobody")
+
+
+async def test_a_deleted_run_leaves_no_key_but_its_epoch_for_a_while(store: RunStore):
+    await store.create(SPEC)
+    await store.set_observations("lake", {"learner": Observation(Health.READY)})
+    with pytest.raises(RunStateError, match="stop it first"):
+        await store.delete("lake")
+    await store.update("lake", state=RunState.FAILED)
+    await store.redis.set(RunKeys("lake").epoch, 5)
+    await store.delete("lake")
+    assert await store.redis.keys("*") == [RunKeys("lake").epoch.encode()]
+    assert await store.redis.ttl(RunKeys("lake").epoch) > EPOCH_KEPT_S - 600
+
+
+@pytest.mark.parametrize("resume", [False, True])
+async def test_the_epoch_of_a_deleted_run_expires_no_more_once_one_of_its_name_is_there(store: RunStore, resume: bool):
+    await store.create(SPEC)
+    await store.redis.set(RunKeys("lake").epoch, 5)
+    await store.update("lake", state=RunState.FAILED)
+    await store.delete("lake")
+    await store.create(replace(SPEC, resume=resume))
+    assert await store.redis.ttl(RunKeys("lake").epoch) == -1
+    assert int(await store.redis.get(RunKeys("lake").epoch) or 0) > 5
+
+
+async def test_what_a_run_claims_no_other_may_use_until_it_is_over(store: RunStore):
+    claims = {"folder": "/x", "app": "generation"}
+    await store.create(replace(SPEC, claims=claims))
+    other = replace(SPEC, run_id="other", claims={"app": "generation"})
+    with pytest.raises(BusyError, match="app 'generation' is in use by run 'lake', which is preparing"):
+        await store.create(other)
+    await store.create(replace(SPEC, run_id="third", claims={"app": "another"}))
+    await store.update("lake", state=RunState.FINISHED)
+    await store.create(other)
+    with pytest.raises(BusyError, match="'other'"):
+        await store.create(replace(OTHER, claims=claims))
+
+
+async def test_of_two_runs_that_claim_the_same_at_once_one_gets_it(store: RunStore):
+    specs = [replace(SPEC, run_id=f"run{i}", claims={"folder": "/x"}) for i in range(8)]
+    results = await asyncio.gather(*(store.create(spec) for spec in specs), return_exceptions=True)
+    assert sum(isinstance(result, tuple) for result in results) == 1
+    assert all(isinstance(result, tuple | BusyError) for result in results)
+
+
+async def test_a_run_that_ends_or_is_over_neither_pauses_nor_goes_on_nor_changes(store: RunStore):
+    await store.create(SPEC)
+    await store.want("lake", Wanted.PAUSED)
+    assert (await store.want("lake", Wanted.RUNNING)).wanted is Wanted.RUNNING
+    await store.want("lake", Wanted.STOPPED)
+    for wanted in (Wanted.PAUSED, Wanted.RUNNING):
+        with pytest.raises(RunStateError, match="'lake' is ending"):
+            await store.want("lake", wanted)
+    with pytest.raises(RunStateError, match="'lake' is ending"):
+        await store.change("lake", {"temperature": 0.5})
+    await store.want("lake", Wanted.KILLED)
+    assert (await store.want("lake", Wanted.STOPPED)).wanted is Wanted.KILLED
+    await store.update("lake", state=RunState.STOPPED)
+    with pytest.raises(RunStateError, match="'lake' is stopped: it can't pause"):
+        await store.want("lake", Wanted.PAUSED)
+
+
+async def test_a_resumed_run_keeps_changed_settings_but_for_those_that_its_configuration_now_has_otherwise(
+    store: RunStore,
+):
+    await store.create(SPEC)
+    await store.change("lake", {"num_workers": 4})
+    await store.change("lake", {"num_replicas": 3})
+    await store.update("lake", state=RunState.STOPPED)
+    settings = replace(SETTINGS, num_replicas=2)
+    record, _ = await store.create(replace(OTHER, settings=settings, resume=True))
+    assert await store.settings(record) == replace(SETTINGS, num_workers=4, num_replicas=2)
+    record, _ = await store.create(replace(OTHER, settings=settings), takeover=True)
+    assert await store.settings(record) == settings
+
+
+async def test_history_tells_what_was_commanded_and_what_became_of_it(store: RunStore):
+    await store.create(SPEC)
+    await store.want("lake", Wanted.PAUSED)
+    await store.want("lake", Wanted.PAUSED)
+    await store.update("lake", state=RunState.PAUSED)
+    await store.change("lake", {"temperature": 0.5})
+    entries = await store.redis.xrange(RunKeys("lake").history)
+    assert [fields[b"e"] for _, fields in entries] == [b"created", b"wanted", b"state", b"asked"]
+
+
+async def test_observations_come_back(store: RunStore):
+    await store.create(SPEC)
+    seen = {"learner": Observation(Health.DEAD, "exit code 1", "logs/learner.out", "x")}
+    await store.set_observations("lake", seen)
+    assert await store.observations("lake") == seen
+
+
+async def test_all_metrics_of_a_stretch_count_however_many_workers_tell_some(store: RunStore):
+    played = encode_record(MetricRecord("rollout", {"episodes": Partial("sum", 1.0)}))
+    async with store.redis.pipeline(transaction=False) as pipe:
+        for _ in range(6_000):
+            pipe.xadd(RunKeys("lake").metrics, {"r": played})
+        await pipe.execute()
+    assert len(await store.metrics_since("lake", 1.0)) == 6_000

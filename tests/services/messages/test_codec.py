@@ -1,0 +1,267 @@
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.services.errors import CodecError
+from offbeat.services.messages import codec
+from offbeat.services.messages.types import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Manifest,
+    Sampling,
+    Segment,
+    StopReason,
+    TensorSpec,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+
+
+def trajectory(length: int = 11) -> Trajectory:
+    mask = np.zeros(length, dtype=np.bool_)
+    mask[2:5] = True
+    mask[7:9] = True
+    logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
+    spans = (VersionSpan(2, 4, 3), VersionSpan(4, 5, 4), VersionSpan(7, 9, 5))
+    segment = Segment(np.arange(length, dtype=np.int32), mask, logprobs, spans)
+    turns = (Turn(0, 2, 5, 0.0, "a"), Turn(0, 7, 9, 1.0, "b"))
+    return Trajectory(
+        "g7", 1, 0, "lake", 5, (segment,), turns, StopReason.TERMINATED, {"success": 1.0}, "w", 0.25, ("x",)
+    )
+
+
+def test_a_trajectory_comes_back_bit_for_bit():
+    sent = trajectory()
+    got = codec.decode_trajectory(codec.encode_trajectory(sent))
+    assert np.array_equal(got.segments[0].tokens, sent.segments[0].tokens)
+    assert np.array_equal(got.segments[0].loss_mask, sent.segments[0].loss_mask)
+    assert np.array_equal(got.segments[0].logprobs, sent.segments[0].logprobs)
+    assert got.segments[0].versions == sent.segments[0].versions
+    assert (got.turns, got.metrics, got.text, got.stop_reason) == (
+        sent.turns,
+        sent.metrics,
+        sent.text,
+        sent.stop_reason,
+    )
+    assert got.version_range() == (3, 5)
+    assert got.reward == 1.0
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_with_a_codec_error(blob: bytes):
+    for decode in (codec.decode_trajectory, codec.decode_requests, codec.decode_completions, codec.decode_manifest):
+        with pytest.raises(CodecError):
+            decode(blob)
+
+
+@given(st.integers(min_value=0), st.integers(0, 255))
+def test_a_damaged_trajectory_is_refused_or_still_keeps_its_invariants(position: int, byte: int):
+    blob = bytearray(codec.encode_trajectory(trajectory()))
+    blob[position % len(blob)] = byte
+    try:
+        got = codec.decode_trajectory(bytes(blob))
+    except CodecError:
+        return
+    segment = got.segments[0]
+    assert len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs)
+    assert np.array_equal(segment.token_versions() >= 0, segment.loss_mask)
+    assert np.isfinite(segment.logprobs).all()
+
+
+def test_a_truncated_trajectory_is_refused():
+    blob = codec.encode_trajectory(trajectory())
+    for cut in range(len(blob)):
+        with pytest.raises(CodecError):
+            codec.decode_trajectory(blob[:cut])
+
+
+def test_a_mask_that_differs_from_the_version_spans_is_refused():
+    broken = trajectory()
+    mask = broken.segments[0].loss_mask.copy()
+    mask[0] = True
+    segment = Segment(broken.segments[0].tokens, mask, broken.segments[0].logprobs, broken.segments[0].versions)
+    with pytest.raises(CodecError, match="differ"):
+        codec.encode_trajectory(Trajectory("g", 0, 0, "t", 0, (segment,), (), StopReason.TERMINATED))
+
+
+def test_a_logprob_of_a_token_that_nobody_sampled_is_refused_before_it_is_lost():
+    sent = trajectory()
+    logprobs = sent.segments[0].logprobs.copy()
+    logprobs[0] = -1.0
+    with pytest.raises(CodecError, match="did not sample"):
+        codec.encode_trajectory(replace(sent, segments=(replace(sent.segments[0], logprobs=logprobs),)))
+
+
+@pytest.mark.parametrize("largest", [10, 65_535, 65_536, 2**31 - 1])
+@pytest.mark.parametrize("step", [1, 2])
+def test_token_ids_of_any_size_come_back_from_as_few_bytes_as_hold_them(largest: int, step: int):
+    sent = trajectory()
+    tokens = np.full(11 * step, largest, dtype=np.int32)[::step]
+    sent = replace(sent, segments=(replace(sent.segments[0], tokens=tokens),))
+    blob = codec.encode_trajectory(sent)
+    assert codec.decode_trajectory(blob).segments[0].tokens.tolist() == [largest] * 11
+    assert len(blob) == len(codec.encode_trajectory(trajectory())) + (0 if largest < 2**16 else 2 * 11)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (1, b"\0" * 21, "bytes of tokens"),
+        (1, b"\0" * 33, "bytes of tokens"),
+        (2, b"\0" * 16, "sampled tokens and 4 logprobs"),
+        (2, b"\0" * 24, "sampled tokens and 6 logprobs"),
+        (3, [[2, 4, 3], [4, 5, 4]], "3 sampled tokens"),
+        (0, 12, "bytes of tokens"),
+    ],
+)
+def test_parts_of_a_segment_that_do_not_fit_each_other_are_refused(place: int, value: Any, why: str):
+    import msgpack
+
+    tree = msgpack.unpackb(codec.encode_trajectory(trajectory()))
+    tree[2][5][0][place] = value
+    with pytest.raises(CodecError, match=why):
+        codec.decode_trajectory(cast(bytes, msgpack.packb(tree)))
+
+
+def test_another_schema_version_is_refused_by_name():
+    import msgpack
+
+    with pytest.raises(CodecError, match="schema version 99"):
+        codec.decode_trajectory(cast(bytes, msgpack.packb(["trajectory", 99, []])))
+
+
+def test_a_prompt_travels_as_the_same_bytes_whether_it_is_a_tuple_or_an_array():
+    prompts: list[Sequence[int]] = [(1, 2, 151_000), (), *(array("i", each) for each in [(1, 2, 151_000), ()])]
+    blobs = [codec.encode_requests([GenerateRequest("r", prompt, Sampling())]) for prompt in prompts]
+    assert blobs[:2] == blobs[2:]
+    assert [codec.decode_requests(blob)[0].prompt for blob in blobs[2:]] == [(1, 2, 151_000), ()]
+
+
+def test_requests_completions_and_manifests_come_back():
+    requests = [GenerateRequest("r", (1, 2), Sampling(0.0, 0.9, 5, 3, (7,)), min_version=4)]
+    assert codec.decode_requests(codec.encode_requests(requests)) == requests
+    completions = [
+        Completion("r", (5, 7), (-0.5, -0.25), (VersionSpan(0, 2, 4),), FinishReason.STOP),
+        Completion("s", error="too long"),
+    ]
+    assert codec.decode_completions(codec.encode_completions(completions)) == completions
+    manifest = Manifest("run", 3, 3, 1, "shm", "/dev/shm/x", "d", 10, (TensorSpec("w", "float32", (2, 3)),), 1.5)
+    assert codec.decode_manifest(codec.encode_manifest(manifest)) == manifest
+
+
+PLACES = {"index": 1, "attempt": 2, "segments": 5, "turns": 6, "metrics": 8, "duration_s": 10}
+"""In a trajectory's message."""
+
+
+def decodes(name: str, value: Any) -> bool:
+    """Whether a message that says so, whoever wrote it, is read."""
+    import msgpack
+
+    tree = msgpack.unpackb(codec.encode_trajectory(trajectory()))
+    tree[2][PLACES[name]] = value
+    try:
+        codec.decode_trajectory(cast(bytes, msgpack.packb(tree)))
+    except CodecError:
+        return False
+    return True
+
+
+def encodes(broken: Trajectory) -> bool:
+    try:
+        codec.encode_trajectory(broken)
+    except CodecError:
+        return False
+    return True
+
+
+SEGMENT_VALUES: dict[str, list[Any]] = {
+    "tokens": [np.full(11, -1, np.int32), np.arange(10, dtype=np.int32), np.arange(11, dtype=np.int32)[::-1]],
+    "loss_mask": [np.ones(11, np.bool_), np.zeros(10, np.bool_), np.zeros(11, np.bool_)],
+    "logprobs": [
+        np.full(11, math.nan, np.float32),
+        np.full(11, -math.inf, np.float32),
+        np.full(11, 3e38, np.float32),
+        np.zeros(12, np.float32),
+        np.zeros(22, np.float32)[::2],
+    ],
+    "versions": [
+        (),
+        (VersionSpan(2, 5, 0), VersionSpan(4, 9, 0)),
+        (VersionSpan(2, 5, -1), VersionSpan(7, 9, 0)),
+        (VersionSpan(2, 5, 1 << 63), VersionSpan(7, 9, 0)),
+        (VersionSpan(2, 5, 1.0), VersionSpan(7, 9, 0)),  # type: ignore[arg-type]
+        (VersionSpan(2, 5, 1), VersionSpan(7, 12, 0)),
+        (VersionSpan(2, 5, 9), VersionSpan(7, 9, 9)),
+    ],
+}
+VALUES: dict[str, list[Any]] = {
+    "index": [-1, 0, (1 << 63) - 1],
+    "attempt": [-1, 2],
+    "duration_s": [math.nan, math.inf, 3],
+    "metrics": [{}, {"success": 1}, {"success": "much"}],
+    "turns": [
+        (),
+        (Turn(1, 2, 5, 0.0),),
+        (Turn(0, 5, 5, 0.0),),
+        (Turn(0, 5, 12, 0.0),),
+        (Turn(0, 2, 5, math.nan),),
+        (Turn(0.0, 2, 5, 0.0),),  # type: ignore[arg-type]
+        (Turn(0, 2, 5, 1),),
+    ],
+    "segments": [()],
+}
+
+
+@given(st.sampled_from([(name, i) for name, values in VALUES.items() for i in range(len(values))]))
+def test_a_trajectory_is_refused_before_it_is_sent_as_it_would_be_where_it_is_read(place: tuple[str, int]):
+    name, i = place
+    assert encodes(replace(trajectory(), **{name: VALUES[name][i]})) == decodes(name, VALUES[name][i])
+
+
+def test_what_msgpack_has_no_word_for_is_refused_with_a_codec_error():
+    assert not encodes(replace(trajectory(), seed=1 << 64))
+    assert not encodes(replace(trajectory(), worker_id=object()))
+
+
+def test_numbers_of_numpy_come_back_as_plain_ones():
+    sent = replace(trajectory(), turns=(Turn(0, 2, 5, cast(float, np.float32(0.5))),), seed=np.int64(7))
+    got = codec.decode_trajectory(codec.encode_trajectory(sent))
+    assert (type(got.seed), got.seed) == (int, 7)
+    assert (type(got.reward), got.reward) == (float, 0.5)
+
+
+@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in SEGMENT_VALUES.items()}))
+def test_a_segment_that_is_not_refused_comes_back_as_it_was(parts: dict[str, Any]):
+    sound = trajectory()
+    segment = replace(sound.segments[0], **parts)
+    sent = replace(sound, segments=(segment,))
+    if encodes(sent):
+        (got,) = codec.decode_trajectory(codec.encode_trajectory(sent)).segments
+        assert got.versions == segment.versions
+        for name in ("tokens", "loss_mask", "logprobs"):
+            assert np.array_equal(getattr(got, name), getattr(segment, name))
+    else:
+        assert parts
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"tokens": np.arange(11, dtype=np.int64)},
+        {"loss_mask": np.zeros(11, np.int8)},
+        {"logprobs": np.zeros(11, np.float64)},
+        {"tokens": np.zeros((11, 1), np.int32)},
+    ],
+)
+def test_arrays_of_another_type_are_refused_where_they_would_be_cut_to_size(parts: dict[str, Any]):
+    sound = trajectory()
+    assert not encodes(replace(sound, segments=(replace(sound.segments[0], **parts),)))

@@ -1,0 +1,180 @@
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from tokenizers import Tokenizer
+
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.errors import GenerationError
+from offbeat.services.messages.types import GenerateRequest, StopReason, Trajectory
+from offbeat.services.rollout.config import AgentRunner, CustomEnv
+from offbeat.services.rollout.worker import EnvWorker
+from tests.fakes_rollout import (
+    HERE,
+    FakeBuffer,
+    FakeGeneration,
+    FakeMetrics,
+    train_episode,
+    worker_settings,
+)
+from tests.played_agents import SCRIPT
+from tests.waiting import wait_until
+
+AGENTS = "tests.played_agents:"
+
+
+def played_by(agent: str | tuple[str, ...], env: str = HERE + "CountingEnv", **changes: Any) -> CustomEnv:
+    named = {"path": AGENTS + agent} if isinstance(agent, str) else {"command": agent}
+    rules = {"max_steps": 5, "max_tokens_per_step": 4, "execution": "inline", **changes.pop("rules", {})}
+    return CustomEnv(env_type=env, agent_runner=AgentRunner(**named, **changes), **rules)
+
+
+class Mesh:
+    def __init__(self, buffer: FakeBuffer, generation: FakeGeneration) -> None:
+        self.buffer, self.generation = buffer, generation
+        self.waits: set[str] = set()
+        """All that episodes were seen to wait for."""
+
+    async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
+        """See `WaitsWriter`."""
+        del worker_id
+        self.waits.update(wait for waits in report["groups"].values() for wait in waits)
+
+    async def outcome(self) -> Trajectory | str:
+        """Of the one episode: its trajectory, or why there is none."""
+        await wait_until(lambda: bool(self.buffer.submitted or self.buffer.failed), timeout_s=60)
+        return self.buffer.failed[0][1] if self.buffer.failed else next(iter(self.buffer.submitted.values()))
+
+
+@pytest.fixture
+def mesh(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
+    ids = [tokenizer.token_to_id(word) for word in ("Left", "Down", "Right", "Up")]
+    end = tokenizer.token_to_id("<|im_end|>")
+
+    def walk(request: GenerateRequest) -> tuple[int, ...]:
+        return (ids[sum(request.prompt) % 4], end)
+
+    @contextlib.asynccontextmanager
+    async def make(env: CustomEnv, episodes: int = 1, answer: Any = walk) -> AsyncIterator[Mesh]:
+        settings = worker_settings(policy_folder, custom_envs={"Tag": env})
+        buffer, generation = FakeBuffer([train_episode(0, i) for i in range(episodes)]), FakeGeneration(answer)
+        made = Mesh(buffer, generation)
+        worker = EnvWorker(
+            settings, "w", buffer=buffer, generation=generation, metrics=FakeMetrics(), chat=chat, board=made
+        )
+        running = asyncio.create_task(worker.run())
+        try:
+            yield made
+        finally:
+            worker.stop()
+            await running
+
+    return make
+
+
+async def test_an_agent_that_answers_each_observation_makes_the_trajectory_that_the_policy_makes_alone(mesh):
+    async with mesh(played_by("plays", "frozen_lake")) as m:
+        by_agent = await m.outcome()
+    async with mesh(CustomEnv(env_type="frozen_lake", max_steps=5, max_tokens_per_step=4, execution="inline")) as m:
+        alone = await m.outcome()
+    assert by_agent.turns == alone.turns
+    assert by_agent.stop_reason is alone.stop_reason
+    (mine,), (theirs,) = by_agent.segments, alone.segments
+    for part in ("tokens", "loss_mask", "logprobs"):
+        assert getattr(mine, part).tolist() == getattr(theirs, part).tolist()
+    assert mine.token_versions().tolist() == theirs.token_versions().tolist()
+    shared = set(alone.metrics) & set(by_agent.metrics)
+    assert {name: by_agent.metrics[name] for name in shared} == alone.metrics
+
+
+async def test_a_command_plays_and_its_processes_are_gone_afterwards(mesh, tmp_path: Path):
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT)
+    before = children_of(os.getpid())
+    async with mesh(played_by((sys.executable, str(script)))) as m:
+        played = await m.outcome()
+        assert (played.reward, len(played.turns), played.stop_reason) == (1.5, 3, StopReason.TERMINATED)
+        assert played.metrics["scripted"] == 1
+        assert not children_of(os.getpid()) - before
+
+
+async def test_an_answer_is_scored_by_the_env(mesh):
+    async with mesh(played_by("answers")) as m:
+        played = await m.outcome()
+    assert (played.reward, len(played.turns)) == (0.5, 1)
+    assert played.metrics["agent_calls"] == 1
+
+
+async def test_a_number_is_the_reward_instead_of_the_envs(mesh):
+    async with mesh(played_by("rates_itself")) as m:
+        played = await m.outcome()
+    assert played.reward == 7.5
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"), [("silent", "agent_silent"), ("raises", "agent_error"), ("nonsense", "agent_result")]
+)
+async def test_what_goes_wrong_in_an_agent_is_data(mesh, agent: str, reason: str):
+    async with mesh(played_by(agent)) as m:
+        assert await m.outcome() == reason
+
+
+async def test_an_agent_that_hangs_is_killed_with_its_children(mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    marker = tmp_path / "pids"
+    monkeypatch.setenv("OFFBEAT_TEST_MARKER", str(marker))
+    async with mesh(played_by("hangs_with_child", timeout_s=4.0)) as m:
+        assert await m.outcome() == "agent_timeout"
+        assert "agent" in m.waits
+        pids = json.loads(marker.read_text())
+        await wait_until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_an_agent_is_ended_when_the_policy_can_t_be_sampled(mesh):
+    async with mesh(played_by("plays")) as m:
+        m.generation.errors = [GenerationError("too long")]
+        assert await m.outcome() == "generation_refused"
+
+
+async def test_an_env_that_fails_under_an_agent_fails_the_episode_by_its_own_reason(mesh):
+    env = played_by("plays", HERE + "BadEnv", rules={"env_config": {"how": "raise"}})
+    async with mesh(env) as m:
+        assert await m.outcome() == "step_error"
+
+
+async def test_no_more_agents_run_at_a_time_than_allowed_and_processes_are_used_again(mesh):
+    seen: set[int] = set()
+    before = children_of(os.getpid())
+    async with mesh(played_by("plays", num_agents=2), episodes=6) as m:
+
+        def done() -> bool:
+            seen.update(children_of(os.getpid()) - before)
+            return len(m.buffer.submitted) == 6
+
+        await wait_until(done, timeout_s=60)
+    assert len(seen) == 2
+    assert not children_of(os.getpid()) - before
+
+
+@pytest.mark.parametrize("named", [{}, {"path": "a:b", "command": ("c",)}, {"path": "module"}])
+def test_an_agent_is_named_by_path_or_command(named: dict[str, Any]):
+    with pytest.raises(ValidationError, match="module:function"):
+        AgentRunner(**named)
+
+
+def children_of(pid: int) -> set[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return {int(child) for child in text.split()}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,71 @@
+import json
+import sys
+import threading
+import tracemalloc
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from offbeat.services.rollout.agents.process_main import TAIL, run
+from offbeat.services.rollout.agents.task import AgentTask
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Closes each connection behind its answer without a word of it, as a server does that was not asked for long."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        action = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["action"]
+        reply = json.dumps({"observation": action, "reward": 0.0, "done": False, "metrics": {}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+        self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+class Server(ThreadingHTTPServer):
+    """Tells when it has closed a connection."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.closed = threading.Event()
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self.closed.set()
+
+
+def test_an_agent_that_thought_for_longer_than_its_connection_lasts_goes_on():
+    with Server() as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        origin = f"http://127.0.0.1:{server.server_port}"
+        task = AgentTask(f"{origin}/v1", "key", origin, f"{origin}/env", "policy", "Tag", 1, "", "", 3)
+        for action in ("Left", "Right", "Up"):
+            assert task.step(action).observation == action
+            assert server.closed.wait(5)
+            server.closed.clear()
+            assert AgentTask.of(json.loads(task.environment()["OFFBEAT_TASK"])) == task
+        server.shutdown()
+        serving.join()
+
+
+def test_of_what_a_command_says_only_the_end_is_kept(capfd: pytest.CaptureFixture[str]):
+    much = "[print('x' * 2**16, file=file) for file in (sys.stdout, sys.stderr) for _ in range(512)]"
+    says = f"import sys; {much}; print('{{\"reward\": 1}}')"
+    plain = AgentTask("", "", "", "", "policy", "Tag", 1, "", "", 3).plain()
+    tracemalloc.start()
+    try:
+        assert run([sys.executable, "-c", says], plain) == {"reward": 1}
+        assert tracemalloc.get_traced_memory()[1] < 16 * TAIL
+    finally:
+        tracemalloc.stop()
+    assert len(capfd.readouterr().err) <= TAIL
+    with pytest.raises(RuntimeError, match=r"exit status 3: .*no such room"):
+        run([sys.executable, "-c", "import sys; print('no such room', file=sys.stderr); sys.exit(3)"], plain)

@@ -1,0 +1,79 @@
+import pytest
+
+from offbeat.services.errors import EpisodeError, GenerationError, RetryableError
+from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
+from offbeat.services.rollout.episodes.sampler import EpisodeSampler, samplings
+from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
+from tests.fakes_rollout import FakeGeneration, worker_settings
+from tests.waiting import wait_until
+
+
+def sampler(client: FakeGeneration, *, timeout_s: float = 5.0, retry_s: float = 5.0) -> EpisodeSampler:
+    sampling = Sampling(0.5, 0.9, 7, 64, stop_token_ids=(3,))
+    return EpisodeSampler(TurnBatcher(client, 0.0, timeout_s), sampling, 2, retry_s=retry_s)
+
+
+def answer(_: GenerateRequest) -> tuple[int, ...]:
+    return (9, 3)
+
+
+async def test_a_turn_is_sent_with_its_limit_and_the_episodes_sampling():
+    client = FakeGeneration(answer)
+    got = await sampler(client)((1, 2), 5)
+    (request,) = client.calls[0]
+    assert isinstance(got, Completion)
+    assert (request.prompt, request.min_version) == ((1, 2), 2)
+    assert request.sampling == Sampling(0.5, 0.9, 7, 5, (3,))
+
+
+async def test_while_generation_is_replaced_the_same_turn_is_sent_again():
+    client = FakeGeneration(answer)
+    client.errors = [RetryableError("starting"), RetryableError("starting")]
+    assert (await sampler(client)((1, 2, 3), 4)).token_ids == (9, 3)
+    requests = [call[0] for call in client.calls]
+    assert [request.prompt for request in requests] == [(1, 2, 3)] * 3
+    assert len({request.request_id for request in requests}) == 3
+    assert len({request.request_id.split("/")[0] for request in requests}) == 1
+
+
+async def test_a_turn_that_finds_nobody_for_too_long_fails_its_episode():
+    client = FakeGeneration(answer)
+    client.errors = [RetryableError("gone")] * 100
+    with pytest.raises(EpisodeError) as failed:
+        await sampler(client, retry_s=2.0)((1,), 4)
+    assert failed.value.reason == "generation_unavailable"
+    assert 1 < len(client.calls) < 20
+
+
+async def test_a_turn_that_nobody_answers_is_aborted_and_sent_again_and_at_last_fails_its_episode():
+    client = FakeGeneration(answer, delay_s=lambda _: 60.0)
+    with pytest.raises(EpisodeError) as failed:
+        await sampler(client, timeout_s=0.2, retry_s=3.0)((1,), 4)
+    assert failed.value.reason == "generation_timeout"
+    await wait_until(lambda: len(client.aborted) == len(client.calls))
+    assert len(client.calls) > 1
+
+
+async def test_a_turn_that_was_lost_with_its_replica_is_answered_by_the_next():
+    client = FakeGeneration(answer, delay_s=lambda r: 60.0 if r.request_id.endswith("/0") else 0.0)
+    assert (await sampler(client, timeout_s=2.0)((1,), 4)).token_ids == (9, 3)
+    assert [call[0].request_id[-2:] for call in client.calls] == ["/0", "/1"]
+
+
+async def test_a_refusal_is_not_asked_again():
+    client = FakeGeneration(answer)
+    client.errors = [GenerationError("too long")]
+    with pytest.raises(EpisodeError, match="too long") as failed:
+        await sampler(client)((1,), 4)
+    assert failed.value.reason == "generation_refused"
+    assert len(client.calls) == 1
+
+
+def test_evaluation_is_sampled_at_temperature_one_or_greedy(tmp_path):
+    from offbeat.services.generation.config import GeneratingArgs
+
+    settings = worker_settings(tmp_path, generating_args=GeneratingArgs(temperature=0.7, top_p=0.9, max_new_tokens=9))
+    by_name = samplings(settings, (3,))
+    assert by_name["train"] == Sampling(0.7, 0.9, -1, 9, (3,))
+    assert by_name["sampled"] == Sampling(1.0, 1.0, -1, 9, (3,))
+    assert by_name["greedy"].temperature == 0.0

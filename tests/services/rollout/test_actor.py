@@ -1,0 +1,43 @@
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, calm_collector
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_it_was() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+class Cycle:
+    alive = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+        Cycle.alive += 1
+
+    def __del__(self) -> None:
+        Cycle.alive -= 1
+
+
+@pytest.mark.parametrize("episodes", [16, 1024])
+def test_garbage_is_found_before_it_is_more_than_the_episodes_hold(episodes: int) -> None:
+    calm_collector(episodes)
+    most = max(LEAST_YOUNG_OBJECTS, 100 * episodes)
+    seen = 0
+    for _ in range(2 * most):
+        Cycle()
+        seen = max(seen, Cycle.alive)
+    assert most / 4 < seen <= most
+
+
+def test_what_exists_when_it_is_calmed_is_walked_no_more() -> None:
+    here = [[] for _ in range(100)]
+    calm_collector(16)
+    walked = {id(each) for each in gc.get_objects()}
+    assert not any(id(each) in walked for each in here)

@@ -1,0 +1,41 @@
+from offbeat.services.messages.types import (
+    Completion,
+    EpisodeKind,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+from offbeat.services.rollout.metrics import OWN, OWN_FOLDERS, Reporter
+from offbeat.services.telemetry import Partial
+
+TRAIN = EpisodeKind.TRAIN
+
+
+def told(metrics: dict[str, float]) -> dict[str, Partial]:
+    """What is recorded of a failed, a cancelled and two played episodes, a baseline among them."""
+    reporter = Reporter("w")
+    turns = (Turn(0, 0, 1, 0.5), Turn(0, 1, 2, 0.25))
+    reporter.env_call(TRAIN, "Lake", 0.1)
+    reporter.turn(TRAIN, "Lake", Completion("r", (7,)), 0.2)
+    reporter.failed(TRAIN, "Lake", "step_error")
+    reporter.cancelled(TRAIN, "Lake")
+    for baseline in (False, True):
+        reporter.finished(
+            TRAIN,
+            Trajectory("g", 0, 0, "Lake", 1, (), turns, StopReason.TERMINATED, metrics, baseline=baseline),
+        )
+    reporter.submitted(TRAIN, "Lake", "accepted")
+    (record, _) = reporter.records(playing=1, hung_threads=0, calls=1)
+    return record.values
+
+
+def test_what_the_worker_counts_goes_by_the_names_that_are_kept_for_it():
+    assert {name for name in told({}) if not name.startswith(OWN_FOLDERS)} == OWN
+
+
+def test_metrics_of_an_env_do_not_fall_in_with_what_the_worker_counts():
+    names = (*OWN, "stop/terminated", "failed/step_error", "submitted/accepted")
+    values = told({"moves": 2.0, **dict.fromkeys(names, 9.0)})
+    assert {name: values.pop(f"env/{name}").value for name in names} == dict.fromkeys(names, 9.0)
+    assert values.pop("moves").value == 2.0
+    assert values == told({})

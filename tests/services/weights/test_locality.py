@@ -1,0 +1,47 @@
+"""Shared memory reaches one host: a learner elsewhere is told so before it trains for nobody."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.keys import RunKeys
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.locality import check_reach, this_place
+from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
+from offbeat.services.weights.subscriber import RedisWeightSubscriber
+
+RUN = "run"
+ELSEWHERE = replace(this_place(), host="other-host", memory="other-boot:26")
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Redis]:
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+async def test_a_replica_reports_where_it_runs_and_a_learner_beside_it_is_fine(redis_url: str, redis: Redis, tmp_path):
+    async with AsyncRedis.from_url(redis_url) as client:
+        await RedisWeightSubscriber(client, RUN, WeightsConfig(), tmp_path).report("r", 3)
+    check_reach(redis, RUN, WeightsConfig())
+    assert json.loads(redis.hget(RunKeys(RUN).served, "r"))["memory"] == this_place().memory != ""
+    with pytest.raises(WeightsError, match=r"replica r samples on .*, this learner runs on other-host: .*transport=fs"):
+        check_reach(redis, RUN, WeightsConfig(), ELSEWHERE)
+
+
+def test_a_filesystem_reaches_other_hosts(redis: Redis):
+    redis.hset(RunKeys(RUN).served, "r", encode_report(ReplicaReport(0, time.time(), host="a", memory="a:1")))
+    check_reach(redis, RUN, WeightsConfig(transport="fs"))
+    with pytest.raises(WeightsError):
+        check_reach(redis, RUN, WeightsConfig())
+
+
+def test_a_replica_that_fell_silent_does_not_count(redis: Redis):
+    redis.hset(RunKeys(RUN).served, "r", encode_report(ReplicaReport(0, time.time() - 60, host="a", memory="a:1")))
+    check_reach(redis, RUN, WeightsConfig())

@@ -1,0 +1,174 @@
+"""Weight files: whole or absent, verified, never another run's."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.messages.types import Manifest
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.transports.base import (
+    WHOLE,
+    SharedMemoryTransport,
+    Transport,
+    _written,
+    belongs_to,
+    cleanup,
+    file_name,
+    make_transport,
+    remove_all,
+)
+from offbeat.services.weights.transports.filesystem import FilesystemTransport
+
+
+@pytest.fixture(params=["shm", "fs", "fs-memory"])
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    match request.param:
+        case "shm":
+            return SharedMemoryTransport("run", tmp_path)
+        case "fs":
+            return FilesystemTransport("run", str(tmp_path))
+        case _:
+            return FilesystemTransport("run", f"memory://{tmp_path}")
+
+
+def store(transport: Transport, version: int = 3) -> Manifest:
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    stored = transport.stage(version, 1, tensors)
+    return Manifest(
+        "run", version, version, 1, transport.name, stored.location, stored.digest, stored.num_bytes, (), 0.0
+    )
+
+
+def test_what_was_stored_is_fetched_bit_for_bit(transport: Transport) -> None:
+    manifest = store(transport)
+    assert transport.readable(manifest)
+    with transport.fetch(manifest) as path:
+        tensors = load_file(path)
+    assert torch.equal(tensors["a"], torch.arange(6.0).reshape(2, 3))
+    assert tensors["b"].dtype == torch.bfloat16
+
+
+def test_a_fetched_version_can_be_read_after_it_was_collected(transport: Transport) -> None:
+    manifest = store(transport)
+    with transport.fetch(manifest) as path:
+        transport.delete(manifest.location)
+        assert load_file(path)["a"].shape == (2, 3)
+    assert not transport.readable(manifest)
+
+
+def test_missing_bytes_are_refused(transport: Transport) -> None:
+    manifest = store(transport)
+    transport.delete(manifest.location)
+    transport.delete(manifest.location)
+    with pytest.raises(WeightsError, match="version 3 is gone"), transport.fetch(manifest):
+        pass
+
+
+def test_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    transport = SharedMemoryTransport("run", tmp_path)
+    manifest = store(transport)
+    damaged = bytearray(Path(manifest.location).read_bytes())
+    damaged[-1] ^= 1
+    Path(manifest.location).write_bytes(damaged)
+    assert transport.readable(manifest)
+    with pytest.raises(WeightsError, match="damaged"), transport.fetch(manifest):
+        pass
+
+
+def test_a_location_outside_the_run_is_never_touched(transport: Transport, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    manifest = replace(store(transport), location=str(other))
+    assert not transport.readable(manifest)
+    with pytest.raises(WeightsError, match="no weight file"):
+        transport.delete(str(other))
+    with pytest.raises(WeightsError, match="no weight file"), transport.fetch(manifest):
+        pass
+    assert other.read_text() == "mine"
+
+
+def test_removing_a_run_leaves_runs_whose_name_starts_alike(tmp_path: Path) -> None:
+    short, long = SharedMemoryTransport("a", tmp_path), SharedMemoryTransport("a-v1", tmp_path)
+    for transport in (short, long):
+        transport.stage(1, 1, {"x": torch.ones(1)})
+    (tmp_path / (file_name("a", 2, 1) + ".part")).write_bytes(b"half")
+    assert remove_all(short) == 2
+    assert len(long.stored()) == 1
+
+
+def test_a_file_belongs_to_one_run_alone() -> None:
+    assert belongs_to("a.b", file_name("a.b", 10, 2))
+    assert not belongs_to("axb", file_name("a.b", 10, 2))
+    assert not belongs_to("a", file_name("a-v1-e1", 1, 1))
+
+
+def test_two_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_path: Path) -> None:
+    config = WeightsConfig(transport="fs", url=str(tmp_path / "bucket"))
+    one, other = (make_transport(config, "own", tmp_path / folder) for folder in ("one", "other"))
+    mine, others = (each.stage(1, 1, {"x": torch.ones(1)}) for each in (one, other))
+    assert [file.location for file in one.stored()] == [mine.location]
+    with pytest.raises(WeightsError, match="no weight file"):
+        one.delete(others.location)
+    assert cleanup("own", config, tmp_path / "one") == 1
+    assert [file.location for file in other.stored()] == [others.location]
+
+
+def test_what_a_killed_command_left_is_found_by_the_next_one_of_its_folder(tmp_path: Path) -> None:
+    config = WeightsConfig(transport="fs", url=str(tmp_path / "bucket"))
+    make_transport(config, "own", tmp_path / "runs/own").stage(1, 1, {"x": torch.ones(1)})
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    assert cleanup("own", config, tmp_path / "link/own") == 1
+
+
+def test_a_transport_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    for name in ("ipc", "nccl"):
+        config = WeightsConfig.model_validate_json(f'{{"transport": "{name}"}}')
+        with pytest.raises(WeightsError, match="needs a GPU"):
+            make_transport(config, "run", tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from offbeat.services.weights.transports.base import WHOLE, SharedMemoryTransport, _written
+
+def write(part):
+    part.with_name(".tmp0").write_bytes(b"half of a version")  # as safetensors does
+    os.kill(os.getpid(), signal.SIGKILL)
+
+SharedMemoryTransport("run", Path(sys.argv[1])).store(1, 1, WHOLE, lambda path: _written(path, write))
+"""
+
+
+def test_what_a_learner_killed_while_it_writes_leaves_is_found_and_removed(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    transport = SharedMemoryTransport("run", tmp_path)
+    (left,) = transport.stored()
+    assert time.time() - 60 < left.modified_at <= time.time()
+    assert remove_all(transport) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), SafetensorError("I/O error: no space")])
+def test_a_version_that_can_not_be_written_is_told_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+    def write(part: Path) -> None:
+        part.write_bytes(b"half")
+        raise error
+
+    transport = SharedMemoryTransport("run", tmp_path)
+    with pytest.raises(WeightsError, match=r"cannot write weights to .*no space"):
+        transport.store(1, 1, WHOLE, lambda path: _written(path, write))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,183 @@
+"""Weights in the learner's device memory: a replica pulls, the learner hands out, one at a time, as long as it lives."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+import torch
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from offbeat.services.errors import RetryableError, WeightsError
+from offbeat.services.messages.types import Manifest
+from offbeat.services.redis.connection import PatientRetry
+from offbeat.services.weights.transports import device, gpu_pulls
+from offbeat.services.weights.transports.device import DeviceTransport, Held, checksum
+from offbeat.services.weights.transports.gpu_pulls import Pull, PullDesk
+from tests.waiting import wait_until_sync
+
+RUN = "pulls"
+
+
+def hand_over(held: Held, pull: Pull, desk: PullDesk) -> None:
+    """A sender that moves nothing: the ticket says what the version holds."""
+    update = {"names": sorted(held), "workers": pull.workers}
+    desk.answer(pull, {"init": {"port": 1}, "update": update})
+    desk.wait_done(pull)
+
+
+@pytest.fixture
+def server(redis_url: str) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def learner(server: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DeviceTransport]]:
+    monkeypatch.setattr(device, "DESK_WAIT_S", 0.05)
+    made: list[DeviceTransport] = []
+
+    def make(sender: Callable[[Held, Pull, PullDesk], None] = hand_over) -> DeviceTransport:
+        made.append(DeviceTransport("ipc", RUN, server, sender=sender))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def replica(redis_url: str) -> Iterator[DeviceTransport]:
+    with redis.Redis.from_url(redis_url) as client:
+        yield DeviceTransport("ipc", RUN, client, workers=2)
+
+
+def stage(transport: DeviceTransport, version: int) -> Manifest:
+    copies = transport.copies([("w", torch.full((3,), float(version)))])
+    stored = transport.stage(version, 1, copies)
+    return Manifest(RUN, version, version, 1, transport.name, stored.location, stored.digest, stored.num_bytes, (), 0.0)
+
+
+def test_a_replica_gets_a_ticket_with_the_versions_digest(
+    learner: Callable[..., DeviceTransport], replica: DeviceTransport
+) -> None:
+    transport = learner()
+    manifest = stage(transport, 0)
+    for _ in range(2):
+        with replica.fetch(manifest) as path:
+            ticket = json.loads(path.read_text())
+        assert ticket["init"] == {"port": 1}
+        assert ticket["update"] == {"names": ["w"], "workers": 2, "digest": manifest.digest}
+        assert not path.exists()
+
+
+def test_a_version_is_readable_while_the_learner_that_holds_it_is_there(
+    learner: Callable[..., DeviceTransport], replica: DeviceTransport
+) -> None:
+    transport = learner()
+    manifest = stage(transport, 0)
+    with replica.fetch(manifest):
+        assert replica.readable(manifest)
+        assert transport.readable(manifest)
+    transport.close()
+    assert not replica.readable(manifest)
+    restarted = learner()
+    again = stage(restarted, 0)
+    with replica.fetch(again):
+        assert replica.readable(again)
+        assert not replica.readable(manifest)
+
+
+def test_a_version_that_was_collected_is_refused(
+    learner: Callable[..., DeviceTransport], replica: DeviceTransport
+) -> None:
+    transport = learner()
+    old, new = stage(transport, 0), stage(transport, 1)
+    transport.delete(old.location)
+    with pytest.raises(WeightsError, match="refused version 0: it is not held any more"), replica.fetch(old):
+        pass
+    with replica.fetch(new) as path:
+        assert isinstance(path, Path)
+
+
+def test_a_replica_that_fails_does_not_keep_others_waiting(
+    learner: Callable[..., DeviceTransport], replica: DeviceTransport
+) -> None:
+    manifest = stage(learner(), 0)
+    with pytest.raises(RuntimeError, match="half loaded"), replica.fetch(manifest):
+        raise RuntimeError("half loaded")
+    with replica.fetch(manifest) as path:
+        assert path.exists()
+
+
+def test_what_goes_wrong_while_sending_is_told_to_the_replica(
+    learner: Callable[..., DeviceTransport], replica: DeviceTransport
+) -> None:
+    def broken(held: Held, pull: Pull, desk: PullDesk) -> None:
+        raise RuntimeError(f"no peer for {len(held)} tensors of {pull.version} at {desk is not None}")
+
+    manifest = stage(learner(broken), 0)
+    with pytest.raises(WeightsError, match="no peer for 1 tensors of 0"), replica.fetch(manifest):
+        pass
+
+
+def test_the_checksum_sees_values_and_not_how_they_lie_in_memory() -> None:
+    tensor = torch.randn(5, 7)
+    assert checksum([("a", tensor)]) == checksum([("b", tensor.t().contiguous().t())])
+    changed = tensor.clone()
+    changed[2, 3] = -changed[2, 3]
+    assert checksum([("a", tensor)]) != checksum([("a", changed)])
+    assert checksum([("a", tensor.to(torch.bfloat16))]).startswith("sum64:")
+
+
+def test_a_replica_may_load_for_longer_than_a_read_of_the_learner_lasts_and_its_place_at_the_desk(
+    redis_url: str, replica: DeviceTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_pulls, "HOLDER_TTL_S", 1)
+    monkeypatch.setattr(gpu_pulls, "LOOK_S", 0.1)
+    monkeypatch.setattr(device, "DESK_WAIT_S", 0.1)
+    outcomes: list[str] = []
+
+    def send(held: Held, pull: Pull, desk: PullDesk) -> None:
+        outcomes.append("failed")
+        hand_over(held, pull, desk)
+        outcomes[:] = ["sent"]
+
+    no_retry = Retry(NoBackoff(), 0)
+    with redis.Redis.from_url(redis_url, socket_timeout=0.5, retry=no_retry) as client:
+        learner = DeviceTransport("ipc", RUN, client, sender=send)
+        manifest = stage(learner, 0)
+        with replica.fetch(manifest):
+            loaded_at = time.monotonic() + 1.5
+            while time.monotonic() < loaded_at:
+                assert replica.readable(manifest)
+                time.sleep(0.05)
+        wait_until_sync(lambda: outcomes == ["sent"], timeout_s=5)
+        learner.close()
+
+
+def test_a_replica_whose_redis_refuses_writes_may_ask_again(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url, retry=PatientRetry(0.0)) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            with (
+                pytest.raises(RetryableError, match=r"^Redis refuses writes: OOM"),
+                gpu_pulls.pulled(client, RUN, 3, workers=1, timeout_s=1.0),
+            ):
+                pass
+        finally:
+            client.config_set("maxmemory", 0)
+        assert not client.keys("*pull*")
+
+
+def test_a_replica_that_asks_whether_weights_are_there_while_redis_is_away_may_ask_again(
+    learner: Callable[..., DeviceTransport],
+) -> None:
+    manifest = stage(learner(), 3)
+    with redis.Redis.from_url("redis://127.0.0.1:1/0", retry=PatientRetry(0.0)) as nowhere:
+        replica = DeviceTransport("ipc", RUN, nowhere)
+        with pytest.raises(RetryableError, match=r"^Redis does not answer: "):
+            replica.readable(manifest)

@@ -1,0 +1,59 @@
+"""C8 of docs/architecture.md, of the code as it is written: nothing that came over the network is run by being read."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.paths import ROOT
+
+PARTS = ("services", "envs", "trainer", "deploy", "benchmarks")
+RUNS_WHAT_IT_READS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+SAFE_ARGUMENT = {
+    "torch.load": ("weights_only", True),
+    "numpy.load": ("allow_pickle", False),
+    "np.load": ("allow_pickle", False),
+}
+WORDS = (*RUNS_WHAT_IT_READS, "load")
+UNSAFE_CALLS = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "redis_cloudpickle.loads"}
+
+
+def unsafe(source: str) -> Iterator[str]:
+    """What in a module reads by running, as `line: what`."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            if name.partition(".")[0] in RUNS_WHAT_IT_READS:
+                yield f"{node.lineno}: import {name}"
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            given = {word.arg: word.value for word in node.keywords}
+            argument, wanted = SAFE_ARGUMENT.get(called, ("", None))
+            value = given.get(argument)
+            if argument and not (isinstance(value, ast.Constant) and value.value is wanted):
+                yield f"{node.lineno}: {called} without {argument}={wanted}"
+            if called in UNSAFE_CALLS:
+                yield f"{node.lineno}: {called}"
+
+
+def test_no_module_of_ours_unpickles_what_it_reads():
+    files = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
+    assert len(files) > 150
+    sources = {path.relative_to(ROOT): path.read_text() for path in files}
+    suspects = {path: source for path, source in sources.items() if any(word in source for word in WORDS)}
+    found = [f"{path}:{what}" for path, source in suspects.items() for what in unsafe(source)]
+    assert found == []
+
+
+def test_each_way_to_unpickle_would_be_seen():
+    for source in (
+        "import pickle",
+        "from cloudpickle import loads",
+        "torch.load(f)",
+        "yaml.load(x)",
+        "torch.load(f, weights_only=False)",
+    ):
+        assert list(unsafe(source)), source
+    assert list(unsafe("torch.load(f, weights_only=True)\nyaml.safe_load(x)\nnp.load(f, allow_pickle=False)")) == []

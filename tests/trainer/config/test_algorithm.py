@@ -1,0 +1,86 @@
+import pytest
+from pydantic import ValidationError
+
+from offbeat.trainer.checks.learner import learner_complaints
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
+from offbeat.trainer.config.reference import InferStrategyArgs
+from offbeat.trainer.config.rewards import RewardNormalization
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"reward_normalization": RewardNormalization(method="identity")}, "reward_normalization"),
+        ({"pg_variant": "tis", "pg_clip_low": 0.1}, "pg_clip_low"),
+        ({"pg_variant": "tis", "pg_clip_high": 0.1}, "pg_clip_high"),
+        ({"pg_variant": "tis", "dual_clip": 3.0}, "dual_clip"),
+        ({"kl_loss_coef": 0.1}, "kl_loss_coef"),
+        ({"init_kl_coef": 0.1}, "init_kl_coef"),
+        ({"target_kl": 0.1}, "target_kl"),
+        ({"value_clip": 0.1}, "value_clip"),
+    ],
+)
+def test_a_key_that_would_have_no_effect_is_refused_by_its_path(settings: dict, path: str):
+    with pytest.raises(ValidationError) as refused:
+        AlgorithmConfig(**settings)
+    assert [error["loc"] for error in refused.value.errors()] == [(path,)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pg_variant": "tis", "tis_upper_bound": 4.0},
+        {"adv_estimator": "reinforce", "reward_normalization": RewardNormalization(method="identity")},
+        {"pg_clip_low": 0.1, "pg_clip_high": 0.3, "dual_clip": 3.0},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1},
+        {"add_token_level_kl": True, "init_kl_coef": 0.1, "target_kl": 0.05},
+        {"adv_estimator": "gae", "value_clip": 0.2},
+    ],
+)
+def test_the_same_keys_are_taken_where_they_count_and_written_out_in_full(settings: dict):
+    config = AlgorithmConfig(**settings)
+    assert AlgorithmConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("estimator", "method"), [("grpo", "mean_std"), ("reinforce", "identity"), ("gae", "identity")]
+)
+def test_an_estimator_has_its_own_way_with_rewards_until_told_otherwise(estimator: str, method: str):
+    assert AlgorithmConfig(adv_estimator=estimator).reward_method == method
+    told = AlgorithmConfig(adv_estimator=estimator, reward_normalization=RewardNormalization(method="mean"))
+    assert told.reward_method == "mean"
+
+
+@pytest.mark.parametrize("name", ["megatron_train", "hf_infer", "deepspeed_infer"])
+def test_a_strategy_that_does_not_train_here_is_refused_with_what_to_take(name: str):
+    with pytest.raises(ValidationError, match="deepspeed_train"):
+        StrategyArgs.model_validate({"strategy_name": name})
+
+
+@pytest.mark.parametrize("name", ["megatron_infer", "fsdp2_infer", "vllm"])
+def test_a_strategy_of_frozen_models_that_is_not_built_is_refused_with_what_to_take(name: str):
+    with pytest.raises(ValidationError, match="take hf_infer or deepspeed_infer"):
+        InferStrategyArgs.model_validate({"strategy_name": name})
+
+
+SHARDED = {"reference": {"strategy_args": {"strategy_name": "deepspeed_infer"}}}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "nobody asks a reference"),
+        ({**KL, "kl_loss_type": "full"}, "kl_loss_type full"),
+        ({**KL_REWARD, "kl_penalty": "full", "old_logprobs": "recompute"}, "kl_penalty full"),
+        ({**KL, "ref_model_sync_steps": 2}, "does not move"),
+        ({**KL, "actor_train": {"model_args": {"lora_target": "all-linear"}}}, "without its adapters"),
+    ],
+)
+def test_a_sharded_reference_is_refused_where_it_can_not_do_what_is_asked(settings: dict, why: str):
+    found = list(learner_complaints(LearnerConfig.model_validate({**SHARDED, **settings})))
+    assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.strategy_name", True)]
+    assert not list(learner_complaints(LearnerConfig.model_validate({**SHARDED, **KL})))

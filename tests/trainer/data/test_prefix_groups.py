@@ -1,0 +1,248 @@
+"""A group's common prompt is computed once: the same logprobs and gradients as each sequence's own forward."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from offbeat.services.messages.types import (
+    Group,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.data.batch import (
+    Batch,
+    MicroBatch,
+    microbatches,
+    minibatches,
+    pack,
+)
+from offbeat.trainer.data.prefix_groups import shared_microbatches
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import (
+    PackedCritic,
+    PackedPolicy,
+    load_critic,
+    load_policy,
+)
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from tests.trainer.plain_engine import PlainEngine
+
+WORDS = 11
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+
+
+def member(prompt: list[int], turns: list[tuple[int, int]], index: int, draw: np.random.Generator) -> Trajectory:
+    """turns: (tokens observed after the one before, tokens sampled)."""
+    tokens, mask, made = list(prompt), [False] * len(prompt), list[Turn]()
+    for observed, sampled in turns:
+        tokens += draw.integers(0, WORDS, observed + sampled).tolist()
+        mask += [False] * observed + [True] * sampled
+        made.append(Turn(0, len(mask) - sampled, len(mask), float(draw.random())))
+    spans = tuple(VersionSpan(turn.start, turn.end, 0) for turn in made)
+    logprobs = np.where(mask, -2.0, 0.0).astype(np.float32)
+    segment = Segment(np.array(tokens, dtype=np.int32), np.array(mask), logprobs, spans)
+    return Trajectory("g", index, 0, "tag", 0, (segment,), tuple(made), StopReason.TERMINATED)
+
+
+def siblings(number: int, prompt: int, shapes: list[list[tuple[int, int]]], seed: int = 0) -> Group:
+    draw = np.random.default_rng([seed, number])
+    words = draw.integers(0, WORDS, prompt).tolist()
+    return Group("0-0", "g", number, "tag", 0, 0, tuple(member(words, t, i, draw) for i, t in enumerate(shapes)))
+
+
+def ragged() -> list[Group]:
+    """Two families with prompts of 12 and 30, one group of one, one whose prompt is too short to share."""
+    return [
+        siblings(0, 12, [[(0, 3), (2, 1)], [(0, 1)], [(0, 5), (1, 1), (4, 2)]]),
+        siblings(1, 30, [[(0, 2)], [(0, 1), (1, 1)]]),
+        siblings(2, 9, [[(0, 4), (3, 3)]]),
+        siblings(3, 3, [[(0, 2)], [(0, 2)]]),
+    ]
+
+
+def read(micro: MicroBatch) -> PackedInput:
+    return PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions, parents=micro.parents)
+
+
+def everything(module: torch.nn.Module, parts: list[MicroBatch], size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Of every sampled token, and the gradient of a sum with different weights."""
+    weights = torch.sin(torch.arange(size, dtype=torch.float64))
+    found = torch.zeros(size, dtype=torch.float64)
+    module.zero_grad()
+    for micro in parts:
+        said = module(read(micro))
+        values = said if isinstance(said, torch.Tensor) else said.logprobs
+        found[micro.index] = values.detach().double()
+        extra = 0 if isinstance(said, torch.Tensor) else (said.entropies * weights[micro.index]).sum()
+        ((values * weights[micro.index]).sum() + extra).backward()
+    return found, [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def model(kind: Any, **more: Any) -> PackedPolicy:
+    torch.manual_seed(0)
+    config = kind(
+        vocab_size=WORDS, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2, **more,
+    )  # fmt: skip
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="offbeat_packed")
+    return PackedPolicy(made).double()
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("most", [20, 4096])
+def test_logprobs_and_gradients_are_those_of_whole_sequences(kind: Any, most: int) -> None:
+    policy, batch = model(kind), pack(ragged())
+    whole = everything(policy, microbatches(batch, range(batch.num_sequences), most), batch.num_sampled)
+    shared = everything(policy, shared_microbatches(batch, range(batch.num_sequences), most), batch.num_sampled)
+    torch.testing.assert_close(shared[0], whole[0], rtol=0, atol=2e-6)  # norms and rotations are float32 whatever comes
+    for one, two in zip(shared[1], whole[1], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=2e-6)
+
+
+def test_a_critic_reads_the_same_values() -> None:
+    torch.manual_seed(0)
+    policy, batch = model(Qwen2Config), pack(ragged())
+    critic = PackedCritic(policy.model.model).double()
+    torch.nn.init.normal_(critic.value_head.weight)
+    values = [
+        everything(critic, cut(batch, range(batch.num_sequences), 100), batch.num_sampled)
+        for cut in (microbatches, shared_microbatches)
+    ]
+    torch.testing.assert_close(values[1][0], values[0][0], rtol=0, atol=2e-6)
+
+
+shapes = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=3)
+groups = st.lists(st.tuples(st.integers(1, 24), st.lists(shapes, min_size=1, max_size=4)), min_size=1, max_size=4)
+
+
+@settings(max_examples=15, deadline=None)
+@given(groups, st.integers(8, 120), st.integers(1, 3))
+def test_every_sampled_token_is_asked_about_once_after_the_tokens_that_came_before_it(
+    drawn: list[tuple[int, list[list[tuple[int, int]]]]], most: int, ranks: int
+) -> None:
+    batch = pack([siblings(n, prompt, members) for n, (prompt, members) in enumerate(drawn)])
+    parts = shared_microbatches(batch, range(batch.num_sequences), most, multiple_of=ranks)
+    assert sorted(torch.cat([micro.index for micro in parts]).tolist()) == list(range(batch.num_sampled))
+    for micro in parts:
+        x = read(micro)
+        for position, place, m in zip(x.positions.tolist(), x.predictors.tolist(), micro.index.tolist(), strict=True):
+            assert int(x.tokens[position]) == int(batch.tokens[batch.positions[m]])
+            start = int(batch.cu_seqlens[batch.sequence[m]])
+            before = batch.tokens[start : batch.positions[m]].tolist()
+            assert history(x, place) == before
+            assert int(x.packing.position_ids[0, position]) == len(before)
+
+
+def history(x: PackedInput, place: int) -> list[int]:
+    """The tokens up to `place`, by way of what stands before each."""
+    branches, out = x.packing.branches, list[int]()
+    while True:
+        out.append(int(x.tokens[place]))
+        if int(x.packing.position_ids[0, place]) == 0:
+            return out[::-1]
+        place = place - 1 if branches is None else int(branches.before[place])
+
+
+def test_a_prompt_is_computed_once_for_as_many_siblings_as_fit() -> None:
+    batch = pack([siblings(0, 40, [[(0, 2)]] * 8)])
+    (whole,) = shared_microbatches(batch, range(8), 1000)
+    assert len(whole.tokens) == 40 + 8 * 2
+    halves = shared_microbatches(batch, range(8), 48)
+    assert [len(part.tokens) for part in halves] == [48, 48]
+    assert sum(len(micro.tokens) for micro in microbatches(batch, range(8), 1000)) == 8 * 42
+
+
+def test_the_common_beginning_ends_before_the_first_token_that_differs_or_was_sampled() -> None:
+    batch = pack([siblings(0, 20, [[(5, 2)], [(5, 2)]])])
+    batch.tokens[27 + 20] = (batch.tokens[20] + 1) % WORDS
+    (micro,) = shared_microbatches(batch, range(2), 1000)
+    assert micro.cu_seqlens.tolist() == [0, 20, 27, 34]
+    assert micro.parents is not None
+    assert micro.parents.tolist() == [-1, 0, 0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    return path
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"adv_estimator": "gae", "zero_variance": "train"},
+        {"adv_estimator": "grpo", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "full", "ppo_epochs": 2},
+        {"adv_estimator": "grpo", "old_logprobs": "recompute"},
+    ],
+)
+def test_a_step_trains_the_same_weights(told: dict[str, Any], folder: Path) -> None:
+    ends: list[list[torch.Tensor]] = []
+    gauges: list[dict[str, float]] = []
+    for shares in (False, True):
+        tree = {"actor_train": {"model_args": {"shared_prefix": shares}, "training_args": {"num_minibatches": 2}}}
+        config = LearnerConfig.model_validate(tree | told)
+        args = config.actor_train.model_args
+        policy = PlainEngine(load_policy(folder, args, seed=1))
+        critic = PlainEngine(load_critic(folder, args, seed=1)) if config.adv_estimator == "gae" else None
+        reference = FrozenModel(load_policy(folder, args, seed=2), ALONE) if config.needs_reference else None
+        seen = BatchTrainer(config, Models(policy, critic, reference), ALONE).train(ragged(), 0)
+        gauges.append({name: each.value for name, each in seen.items()})
+        ends.append([tensor for _, tensor in policy.tensors()])
+    for plain, shared in zip(*ends, strict=True):
+        torch.testing.assert_close(shared, plain, rtol=1e-4, atol=1e-6)
+    assert gauges[0]["actor/grad_norm"] == pytest.approx(gauges[1]["actor/grad_norm"], rel=1e-4)
+    assert gauges[0]["tokens/shared"] == 0
+    assert gauges[1]["tokens/shared"] > 0
+
+
+def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
+    batch, grads = pack(ragged()), []
+    for disable in (True, False):
+        args = ModelArgs(disable_gradient_checkpointing=disable, shared_prefix=True)
+        policy = load_policy(folder, args, seed=3).double().train()
+        grads.append(
+            everything(policy, shared_microbatches(batch, range(batch.num_sequences), 999), batch.num_sampled)[1]
+        )
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+def test_minibatches_share_what_falls_to_each() -> None:
+    batch: Batch = pack([siblings(0, 40, [[(0, 2)]] * 8)])
+    parts = [shared_microbatches(batch, part, 1000) for part in minibatches(batch, 2)]
+    assert [len(micro.tokens) for (micro,) in parts] == [48, 48]
+
+
+def test_a_model_that_is_not_known_to_be_right_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(vocab_size=WORDS, n_embd=64, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"gpt2.*shared_prefix=false"):
+        load_policy(tmp_path, ModelArgs(shared_prefix=True), seed=0)
+
+
+def test_a_sliding_window_that_a_sequence_exceeds_is_refused() -> None:
+    policy = model(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    batch = pack(ragged())
+    with pytest.raises(NotImplementedError, match="shared_prefix"):
+        policy(read(shared_microbatches(batch, range(batch.num_sequences), 4096)[0]))
+
+
+def test_other_kinds_of_attention_do_not_share() -> None:
+    with pytest.raises(ValidationError, match="attn_implementation=auto"):
+        ModelArgs(shared_prefix=True, attn_implementation="eager")

@@ -1,0 +1,192 @@
+"""Which groups and episodes are learnt from, and how their rewards are shaped before."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offbeat.services.messages.types import Group, StopReason
+from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.checks.algorithm import algorithm_complaints
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
+from offbeat.trainer.data.batch import pack
+from offbeat.trainer.data.reward_shaping import shaped
+from offbeat.trainer.data.selection import (
+    carries_signal,
+    episode_weights,
+    most_varied,
+    silent_part,
+    trained_episodes,
+)
+from tests.trainer.outcome import outcome
+from tests.trainer.trajectories import group, trajectory
+
+
+def of_rewards(number: int, *rewards: float) -> Group:
+    return group(number, *(trajectory(i, [(1, 1 + i, r)], base=100 * number + 10 * i) for i, r in enumerate(rewards)))
+
+
+class LongGroups:
+    def __call__(self, group: Group) -> bool:
+        return len(group.trajectories) > 2
+
+
+def test_the_most_varied_groups_stay_in_the_order_in_which_they_came():
+    groups = [of_rewards(0, 0, 1), of_rewards(1, 0, 0.2), of_rewards(2, 0, 3), of_rewards(3, 1, 1), of_rewards(4, 0, 3)]
+
+    def chosen(ratio: float) -> list[int]:
+        return [each.number for each in most_varied(groups, ratio)[0]]
+
+    assert chosen(0.6) == [0, 2, 4]
+    assert chosen(0.2) == [2]  # of equals the earlier
+    assert chosen(0.01) == [2]
+    assert chosen(1.0) == [0, 1, 2, 3, 4]
+    assert most_varied([], 0.5, Silent(8, 4, 2)) == ([], Silent(8, 4, 2))
+
+
+def test_the_share_is_of_all_groups_of_a_step_and_masked_ones_are_chosen_last():
+    groups = [of_rewards(n, 0, 1 + n) for n in range(4)]
+    masked = silent_part([of_rewards(9 + n, 1, 1, 1) for n in range(4)], AlgorithmConfig())
+    assert masked == Silent(tokens=24, sequences=12, groups=4)
+    for ratio, numbers, counted in (
+        (0.25, [2, 3], Silent()),
+        (0.5, [0, 1, 2, 3], Silent()),
+        (0.75, [0, 1, 2, 3], Silent(12, 6, 2)),
+        (1.0, [0, 1, 2, 3], masked),
+    ):
+        chosen, silent = most_varied(groups, ratio, masked)
+        assert ([each.number for each in chosen], silent) == (numbers, counted)
+
+
+def test_difficulty_is_the_mean_reward_between_two_thresholds():
+    config = AlgorithmConfig(difficulty_mask=True, difficulty_low_threshold=0.2, difficulty_high_threshold=0.8)
+    assert carries_signal(of_rewards(0, 0.0, 1.0), config)
+    assert not carries_signal(of_rewards(0, 0.0, 0.4), config)
+    assert not carries_signal(of_rewards(0, 0.8, 0.8, 0.9), config)
+
+
+def test_remax_learns_from_a_group_unless_all_did_as_well_as_the_greedy_episode():
+    config = AlgorithmConfig(adv_estimator="remax")
+    greedy = replace(trajectory(3, [(1, 1, 1.0)], base=90), baseline=True)
+    assert carries_signal(replace(of_rewards(0, 0.0, 0.0), baselines=(greedy,)), config)
+    assert carries_signal(replace(of_rewards(0, 0.0), baselines=(greedy,)), config)
+    assert not carries_signal(replace(of_rewards(0, 1.0, 1.0), baselines=(greedy,)), config)
+    assert not carries_signal(replace(of_rewards(0, 0.0, 0.0), baselines=(greedy,)), AlgorithmConfig())
+
+
+def test_the_greedy_episode_is_shaped_like_the_others_and_its_tokens_are_not_in_the_batch():
+    config = AlgorithmConfig(adv_estimator="remax", reward_shaping=RewardShaping(response_length_penalty_coef=0.1))
+    greedy = replace(trajectory(3, [(1, 4, 1.0)], base=90), baseline=True)
+    batch = pack(shaped([replace(of_rewards(0, 0.0, 0.5), baselines=(greedy,))], config))
+    assert batch.greedy_reward is not None
+    torch.testing.assert_close(batch.greedy_reward, torch.tensor([0.6]))
+    assert batch.num_trajectories == 2
+    assert int(batch.tokens.max()) < 90
+
+
+def test_a_filter_by_its_class_path_has_the_last_word():
+    config = AlgorithmConfig(group_filter_cls=f"{__name__}:LongGroups")
+    assert carries_signal(of_rewards(0, 0, 1, 0), config)
+    assert not carries_signal(of_rewards(0, 0, 1), config)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("nowhere.at.all:X", "can't import"),
+        ("offbeat.trainer.data.selection", "module:Class"),
+        ("offbeat.trainer.data.selection:Nothing", "no class"),
+        ("offbeat.services.messages.types:Turn", "instances can be called"),
+    ],
+)
+def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: str, says: str):
+    complaints = list(
+        algorithm_complaints(
+            AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=()
+        )
+    )
+    assert [(c.path, says in c.message) for c in complaints] == [("group_filter_cls", True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"adv_estimator": "rloo"}, "train_env_manager.group_size"),
+        ({"adv_estimator": "gigpo"}, "train_env_manager.group_size"),
+        ({"adv_estimator": "reinforce", "variance_filter_ratio": 0.5}, "variance_filter_ratio"),
+        ({"adv_estimator": "gae", "critic_warmup": 10}, "critic_warmup"),
+        ({"adv_estimator": "gae", "value_targets": "vtrace"}, "value_targets"),
+        ({"adv_estimator": "reinforce", "pg_variant": "vanilla", "old_logprobs": "recompute"}, "old_logprobs"),
+        ({"adv_estimator": "reinforce", "use_kl_loss": True}, "kl_loss_coef"),
+        ({"adv_estimator": "reinforce", "pg_clip": 0.1, "pg_clip_low": 0.2, "pg_clip_high": 0.3}, "pg_clip"),
+        ({"adv_estimator": "reinforce", "add_token_level_kl": True}, "init_kl_coef"),
+        (
+            {"adv_estimator": "reinforce", "add_token_level_kl": True, "init_kl_coef": 0.1, "kl_penalty": "full"},
+            "kl_penalty",
+        ),
+        (
+            {"adv_estimator": "reinforce", "difficulty_mask": True, "difficulty_low_threshold": 1.0},
+            "difficulty_low_threshold",
+        ),
+    ],
+)
+def test_algorithms_that_the_run_around_them_makes_impossible_are_refused(settings: dict, path: str):
+    complaints = list(
+        algorithm_complaints(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=())
+    )
+    assert [c.path for c in complaints] == [path]
+
+
+def test_episodes_that_are_left_out_of_the_loss_still_count_in_their_groups():
+    config = AlgorithmConfig(max_len_mask=True, reward_normalization=RewardNormalization(method="mean"))
+    got = outcome(config)
+    plain = outcome(AlgorithmConfig(reward_normalization=config.reward_normalization))
+    left_out = got.batch.truncated[got.batch.trajectory]
+    assert 0 < int(left_out.sum()) < len(left_out)
+    assert torch.equal(got.targets.advantages, plain.targets.advantages)
+    assert got.targets.weights[left_out].abs().max() == 0
+    kept = 1.0 / int((~left_out).sum())
+    torch.testing.assert_close(got.targets.weights[~left_out], torch.full_like(got.gradient[~left_out], kept))
+    scale = kept / plain.targets.weights[0]
+    torch.testing.assert_close(got.gradient[~left_out], plain.gradient[~left_out] * scale)
+
+
+def test_long_failures_can_be_left_out_and_long_successes_stay():
+    config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
+    batch = pack([of_rewards(0, 0.0, 0.0, 0.0, 1.0)])
+    assert trained_episodes(batch, config).tolist() == [True, True, False, True]
+    cut = replace(trajectory(0, [(1, 1, 0.0)]), stop_reason=StopReason.MAX_LENGTH)
+    assert trained_episodes(pack([group(0, cut)]), AlgorithmConfig(max_len_mask=True)).tolist() == [False]
+
+
+def test_hard_groups_and_short_episodes_weigh_more_where_that_is_asked_for():
+    batch = pack([of_rewards(0, 0.0, 1.0), of_rewards(1, 1.0, 1.0, 1.0, 5.0)])
+    hard = episode_weights(batch, AlgorithmConfig(difficulty_loss_weight=True))
+    short = episode_weights(batch, AlgorithmConfig(length_loss_weight=True))
+    assert hard is not None
+    assert short is not None
+    assert hard.tolist() == pytest.approx([1.25] * 2 + [0.5] * 4)
+    assert short.tolist() == pytest.approx([1.25, 1.0, 1.25, 1.0, 0.75, 0.5])
+    assert episode_weights(batch, AlgorithmConfig()) is None
+
+
+def test_shaping_is_taken_off_the_last_turn_and_is_seen_by_the_comparison():
+    config = AlgorithmConfig(
+        reward_shaping=RewardShaping(
+            overlong_max_length=6,
+            overlong_buffer=4,
+            overlong_penalty=2.0,
+            response_length_penalty_coef=0.1,
+            format_penalty=0.5,
+        )
+    )
+    short = replace(trajectory(0, [(1, 1, 0.0), (1, 1, 1.0)]), metrics={"action_is_valid": 0.5})
+    long = trajectory(1, [(1, 5, 1.0)], base=20)
+    (after,) = shaped([group(0, short, long)], config)
+    rewards = [[turn.reward for turn in t.turns] for t in after.trajectories]
+    assert rewards[0] == pytest.approx([0.0, 1.0 - 0.2 - 0.25])
+    assert rewards[1] == pytest.approx([1.0 - 0.5 - 2.0 * 3 / 4])
+    assert carries_signal(group(0, short, long), config)
+    assert not carries_signal(group(0, short, long), AlgorithmConfig())
+    assert shaped([group(0, short)], AlgorithmConfig()) == [group(0, short)]

@@ -1,0 +1,129 @@
+"""What a learner lives in: fakes of Redis and of the players, a real disk, and learner processes one after another."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offbeat.services.rollout.tasks import make_sampler
+from offbeat.trainer.data.replay_buffer import Replay
+from offbeat.trainer.learner.evaluations import Evaluations
+from offbeat.trainer.learner.group_intake import Intake
+from offbeat.trainer.learner.loop import Learner, Parts
+from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.learner.staleness_controller import StalenessController
+from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.training.checkpoint import CheckpointStore, read_checkpoint
+from tests.fakes import (
+    CrashError,
+    DictBoard,
+    DictLog,
+    FakeLearnerBuffer,
+    FakePublisher,
+    FakeTrainer,
+    ListSink,
+    Moments,
+    make_group,
+    make_trajectory,
+)
+
+GROUPS_PER_STEP = 2
+
+
+def learner_config(**settings: object) -> LearnerRunConfig:
+    tree: dict[str, object] = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "eval_steps": 0,
+        "rollout_batch_size": 2 * GROUPS_PER_STEP,
+        "custom_envs": {},
+        "train_env_manager": {"group_size": 2},
+        "val_batch_size": 2,
+        "final_val_batch_size": 0,
+        "actor_infer": {},
+        "buffer": {},
+        "weights": {},
+        "max_staleness": 100.0,
+    }
+    return LearnerRunConfig.model_validate(tree | settings)
+
+
+@dataclass
+class World:
+    """What outlives a learner: Redis, the disk, and the players that fill the stream."""
+
+    folder: Path
+    config: LearnerRunConfig = field(default_factory=learner_config)
+    buffer: FakeLearnerBuffer = field(default_factory=FakeLearnerBuffer)
+    publisher: FakePublisher = field(default_factory=FakePublisher)
+    log: DictLog = field(default_factory=DictLog)
+    sink: ListSink = field(default_factory=ListSink)
+    board: DictBoard = field(default_factory=DictBoard)
+    epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        numbers = itertools.count()
+        self.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers)))
+
+    def learner(
+        self, moments: Moments | None = None, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[Learner, FakeTrainer]:
+        """A fresh learner process that goes on where the last one's checkpoint stands."""
+        moments = moments or Moments()
+        self.buffer.moments = self.publisher.moments = moments
+        self.buffer.reconnect()
+        trainer = FakeTrainer(moments)
+        checkpoints = CheckpointStore(self.folder / "checkpoints", keep=2)
+        parts = Parts(
+            buffer=self.buffer,
+            publisher=self.publisher,
+            trainer=trainer,
+            checkpoints=checkpoints,
+            evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
+            intake=Intake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
+            reporter=Reporter(self.sink, self.board),
+            journal=StepJournal(self.folder, next(self.epochs)),
+            replay=Replay(self.config.replay, GROUPS_PER_STEP, self.config.seed),
+            staleness=StalenessController(
+                self.config.staleness_controller,
+                self.buffer,
+                groups_per_step=GROUPS_PER_STEP,
+                num_env_groups=self.config.train_env_manager.num_env_groups,
+            ),
+            curriculum=Curriculum(make_sampler(self.config.custom_envs, self.config.train_env_manager), self.buffer),
+            stopped=stopped,
+        )
+        wanted = self.config.resume_from_checkpoint
+        lineage = "now/2" if isinstance(wanted, Path) else "now"
+        learner = Learner(LearnerRun("run", lineage, self.folder, self.config), parts)
+        newest = checkpoints.newest_complete(None if wanted is True else lineage)
+        if newest is None and isinstance(wanted, Path):
+            newest = read_checkpoint(wanted)
+        if newest is not None:
+            learner.resume(newest)
+        return learner, trainer
+
+
+def run_until_it_dies(world: World, moments: Moments) -> tuple[Learner | None, FakeTrainer | None]:
+    try:
+        learner, trainer = world.learner(moments)
+        learner.run()
+    except CrashError:
+        return None, None
+    return learner, trainer
+
+
+def evaluating(world: World, *, done: bool = True) -> None:
+    """Players that finish each evaluation as soon as the learner looks for more."""
+    fill = world.buffer.on_empty
+    assert fill is not None
+
+    def play(buffer: FakeLearnerBuffer) -> None:
+        fill(buffer)
+        for eval_id, count, *_ in buffer.started:
+            if done and buffer.evaluations.get(eval_id, ()) is None:
+                buffer.evaluations[eval_id] = [make_trajectory(i, reward=i % 2) for i in range(count)]
+
+    world.buffer.on_empty = play

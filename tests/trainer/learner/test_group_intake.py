@@ -1,0 +1,118 @@
+"""What a step consumes: staleness is checked again, groups without signal and unusable ones are sorted out by name."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from offbeat.services.messages.types import Group, VersionSpan
+from offbeat.trainer.config.learner import AlgorithmConfig
+from offbeat.trainer.learner.group_intake import Intake, Taken
+from tests.fakes import FakeLearnerBuffer, make_group
+
+
+def take(
+    groups: list[Group], step: int = 0, *, bound: float = 1.0, train_stale: bool = False, **config: str
+) -> tuple[Taken | None, FakeLearnerBuffer]:
+    buffer = FakeLearnerBuffer(stream=list(groups))
+    intake = Intake(buffer, AlgorithmConfig.model_validate(config), 2, bound, train_stale, 11)
+    return intake.take(step, stopped=lambda: not buffer.stream[buffer._delivered :]), buffer
+
+
+@pytest.mark.parametrize("bound", [1.0, 0.5])
+def test_a_group_at_the_bound_is_trained_and_one_beyond_it_dropped(bound: float) -> None:
+    groups = [make_group(0, version=2), make_group(1, version=3), make_group(2, version=4)]
+    taken, buffer = take(groups, step=4, bound=bound)
+    assert taken is not None
+    assert [group.number for group in taken.groups] == [1, 2]
+    assert buffer.dropped == [(0, "stale")]
+    assert taken.dropped == {"stale": 1}
+
+
+def test_a_group_without_the_baseline_that_the_estimator_wants_is_dropped() -> None:
+    groups = [make_group(0), make_group(1, greedy=(0.5,)), make_group(2, greedy=(0.5,))]
+    taken, buffer = take(groups, adv_estimator="remax")
+    assert taken is not None
+    assert [group.number for group in taken.groups] == [1, 2]
+    assert buffer.dropped == [(0, "malformed")]
+
+
+def test_the_oldest_token_of_the_group_decides() -> None:
+    young = make_group(0, version=4)
+    member = young.trajectories[0]
+    segment = replace(member.segments[0], versions=(VersionSpan(3, 5, 2), VersionSpan(7, 9, 4)))
+    mixed = replace(young, trajectories=(replace(member, segments=(segment,)), *young.trajectories[1:]))
+    taken, buffer = take([mixed, make_group(1, version=4), make_group(2, version=4)], step=4)
+    assert taken is not None
+    assert buffer.dropped == [(0, "stale")]
+
+
+def test_stale_groups_may_be_trained_and_are_counted() -> None:
+    taken, buffer = take([make_group(0, version=0), make_group(1, version=4)], step=4, train_stale=True)
+    assert taken is not None
+    assert [group.number for group in taken.groups] == [0, 1]
+    assert taken.stale == 1
+    assert not buffer.dropped
+
+
+def test_a_group_of_newer_weights_than_the_replayed_step_is_trained() -> None:
+    taken, _ = take([make_group(0, version=6), make_group(1, version=5)], step=4)
+    assert taken is not None
+    assert len(taken.signal) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "consumed", "computed", "dropped"),
+    [
+        ("mask", [0, 1], [1], []),
+        ("refill", [1, 2], [1, 2], [(0, "no_signal")]),
+        ("train", [0, 1], [0, 1], []),
+    ],
+)
+def test_a_group_without_variance(
+    policy: str, consumed: list[int], computed: list[int], dropped: list[tuple[int, str]]
+) -> None:
+    groups = [make_group(0, rewards=(1.0, 1.0)), make_group(1), make_group(2)]
+    taken, buffer = take(groups, zero_variance=policy)
+    assert taken is not None
+    assert [group.number for group in taken.groups] == consumed
+    assert [group.number for group in taken.signal] == computed
+    assert [group.number for group in taken.unlearned] == [number for number, _ in dropped]
+    assert buffer.dropped == dropped
+
+
+def broken(how: str) -> Group:
+    group = make_group(0)
+    member = group.trajectories[0]
+    segment = member.segments[0]
+    match how:
+        case "unknown token":
+            tokens = segment.tokens.copy()
+            tokens[0] = 11
+            member = replace(member, segments=(replace(segment, tokens=tokens),))
+        case "sampled first":
+            mask = segment.loss_mask.copy()
+            mask[0] = True
+            member = replace(member, segments=(replace(segment, loss_mask=mask),))
+        case "no turn":
+            member = replace(member, turns=member.turns[:1])
+        case _:
+            empty = np.zeros(0, dtype=np.int32)
+            mask, logprobs = empty.astype(np.bool_), empty.astype(np.float32)
+            nothing = replace(segment, tokens=empty, loss_mask=mask, logprobs=logprobs, versions=())
+            member = replace(member, segments=(segment, nothing))
+    return replace(group, trajectories=(member, *group.trajectories[1:]))
+
+
+@pytest.mark.parametrize("how", ["unknown token", "sampled first", "no turn", "empty"])
+def test_what_no_step_could_compute_on_is_dropped_by_name(how: str) -> None:
+    taken, buffer = take([broken(how), make_group(1), make_group(2)])
+    assert taken is not None
+    assert [group.number for group in taken.groups] == [1, 2]
+    assert buffer.dropped == [(0, "malformed")]
+
+
+def test_a_stop_ends_the_wait_and_takes_nothing_out() -> None:
+    taken, buffer = take([make_group(0)])
+    assert taken is None
+    assert [group.number for group in buffer.stream] == [0]

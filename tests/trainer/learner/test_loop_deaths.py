@@ -1,0 +1,120 @@
+"""What survives a learner's death at any moment, a stop, and a newer learner."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offbeat.deploy.audit.lineage import trace
+from offbeat.services.errors import FencedError
+from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.learner.step_ledger import read_journal
+from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from tests.fakes import FakeTrainer, Moments, make_group
+from tests.trainer.learner.harness import (
+    GROUPS_PER_STEP,
+    World,
+    learner_config,
+    run_until_it_dies,
+)
+
+REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}
+CURRICULUM = {
+    "custom_envs": {name: {"env_type": "frozen_lake"} for name in ("tag", "hard")},
+    "train_env_manager": {
+        "group_size": 2,
+        "task_sampler": {"path": "offbeat.envs.task_samplers:Levels", "args": {"window": 100}},
+    },
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    crashes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
+    replay=st.sampled_from([{}, REPLAY, REPLAY | {"sampler": "prioritized"}]),
+)
+def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
+    crashes: list[tuple[int, bool]], replay: dict[str, object]
+) -> None:
+    with TemporaryDirectory() as one, TemporaryDirectory() as two:
+        undisturbed = World(Path(one), learner_config(replay=replay, **CURRICULUM))
+        learner, expected = undisturbed.learner()
+        learner.run()
+        world = World(Path(two), learner_config(replay=replay, **CURRICULUM))
+        for crash_at, after in crashes:
+            learner, trainer = run_until_it_dies(world, Moments(crash_at, after))
+        learner, trainer = world.learner()
+        assert learner.run()
+    assert trainer.history == expected.history
+    assert world.publisher.versions == undisturbed.publisher.versions
+    assert world.buffer.trained == list(range(12))
+    assert not world.buffer.dropped
+    assert world.buffer.taught[-1] == undisturbed.buffer.taught[-1]
+    assert len(json.loads(world.buffer.taught[-1])["seen"]) == 12
+
+
+def test_a_stopped_learner_leaves_a_checkpoint_of_its_last_whole_step(world: World) -> None:
+    learner, trainer = world.learner(stopped=lambda: len(trainer.history) >= 2)
+    assert not learner.run()
+    assert world.buffer.trained == [0, 1, 2, 3]
+    resumed, again = world.learner()
+    assert resumed.run()
+    assert again.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
+
+
+def test_a_learner_stopped_before_its_first_step_writes_nothing(world: World) -> None:
+    learner, _ = world.learner(stopped=lambda: True)
+    assert not learner.run()
+    assert not (world.folder / "checkpoints").exists()
+
+
+def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Path) -> None:
+    """A run went back from step 3 to step 1, and now goes on from there."""
+    left, back = FakeTrainer(), FakeTrainer()
+    for trainer, numbers in ((left, (40, 41, 42)), (back, (50,))):
+        for step, number in enumerate(numbers):
+            trainer.train([make_group(number)], step, Silent())
+    store = CheckpointStore(tmp_path / "checkpoints", keep=9)
+    store.save(LearnerState(3, "now"), left.save).result()
+    store.save(LearnerState(1, "now/2"), back.save).result()
+    world = World(tmp_path, learner_config(resume_from_checkpoint=True, max_steps=4))
+    learner, trainer = world.learner()
+    assert trainer.history == back.history
+    assert learner.run()
+    again = FakeTrainer()
+    again.load(tmp_path / "checkpoints" / "step-000003", 0.0)
+    assert again.history == trainer.history[:3]
+
+
+def test_a_fenced_learner_neither_saves_nor_acknowledges(world: World) -> None:
+    learner, _ = world.learner()
+
+    def refuse(*_: object) -> None:
+        raise FencedError("a newer learner holds the run")
+
+    world.publisher.publish = refuse
+    with pytest.raises(FencedError):
+        learner.run()
+    assert not world.buffer.trained
+    assert not (world.folder / "checkpoints").exists()
+
+
+def test_resuming_makes_the_ledger_agree_with_the_checkpoint(world: World) -> None:
+    learner, trainer = world.learner(stopped=lambda: len(trainer.history) >= 3)
+    learner.run()
+    world.learner()
+    assert world.buffer.restored == [(3 * GROUPS_PER_STEP, 6)]
+
+
+def test_the_journal_holds_every_step_of_every_life_and_its_groups(world: World) -> None:
+    run_until_it_dies(world, Moments(crash_at=15))
+    learner, trainer = world.learner()
+    assert learner.run()
+    lines, broken = read_journal(world.folder)
+    lineage = trace(lines)
+    assert (broken, lineage.findings, lineage.learners, lineage.last) == (0, [], 2, 6)
+    assert lineage.repeated > 0
+    assert [(line.step - 1, tuple(g.number for g in line.groups)) for line in lineage.steps] == trainer.history

@@ -1,0 +1,65 @@
+import io
+
+from rich.console import Console
+
+from offbeat.services.telemetry import Partial, mean
+from offbeat.trainer.learner.progress_view import (
+    LineView,
+    TerminalView,
+    describe_step,
+    open_view,
+)
+
+STEP = {
+    "reward": mean([0.25, 0.75]),
+    "staleness": mean([1.0]),
+    "tokens_per_busy_s": Partial("mean", 3000.0, 2.0),
+    "time/wait_s": mean([0.25]),
+}
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=terminal, width=100, highlight=False), out
+
+
+def test_a_step_is_told_by_the_figures_that_it_has():
+    assert describe_step(STEP) == "reward 0.50  staleness 1.0  tokens/s 1,500  waited 0.2 s"
+
+
+def test_without_a_terminal_a_count_that_goes_up_is_no_new_line():
+    where, out = console(False)
+    view = LineView(where, 10)
+    for text in ("warming up 10/300", "warming up 20/300", "training"):
+        view.phase(text)
+    assert out.getvalue().splitlines() == ["warming up 10/300", "training"]
+
+
+def test_without_a_terminal_the_last_step_is_always_told():
+    where, out = console(False)
+    view = LineView(where, 3)
+    view.phase("training")
+    for step in (1, 2, 3):
+        view.step(step, STEP)
+    assert out.getvalue().splitlines()[1:] == [f"step 3/3  {describe_step(STEP)}"]
+
+
+def test_in_a_terminal_one_line_shows_phase_steps_and_figures_and_goes_away():
+    where, out = console(True)
+    view = open_view(10, where)
+    assert isinstance(view, TerminalView)
+    view.phase("training")
+    view.step(3, STEP)
+    view.say("Goes on from step 2")
+    view._live.refresh()
+    shown = out.getvalue()
+    assert "Goes on from step 2" in shown
+    assert "training" in shown
+    assert "3/10" in shown
+    assert "reward 0.50" in shown
+    view.close()
+    assert out.getvalue().endswith("\x1b[2K")  # the line is erased
+
+
+def test_elsewhere_than_in_a_terminal_lines_are_printed():
+    assert isinstance(open_view(1, console(False)[0]), LineView)

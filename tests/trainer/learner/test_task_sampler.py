@@ -1,0 +1,46 @@
+"""The learner's side of a task sampler: each trained group is learnt from once in the lineage of weights that survives."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offbeat.envs.task_samplers import Levels
+from offbeat.trainer.learner.task_sampler import Curriculum
+from tests.fakes import FakeLearnerBuffer, make_group
+
+
+def test_without_a_sampler_nothing_is_said_or_kept(tmp_path: Path) -> None:
+    buffer = FakeLearnerBuffer()
+    nothing = Curriculum(None, buffer)
+    nothing.tell()
+    nothing.seen([make_group(0)])
+    nothing.save(tmp_path)
+    nothing.load(tmp_path)
+    assert buffer.taught == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_learnt_is_told_kept_and_gone_on_with(tmp_path: Path) -> None:
+    group = make_group(0)
+    tags = (group.tag, "hard")
+    buffer = FakeLearnerBuffer()
+    first = Curriculum(Levels(tags, at=1.0, window=4), buffer)
+    first.tell()
+    first.seen([group])
+    success = sum(each.metrics.get("success", 0.0) for each in group.trajectories) / len(group.trajectories)
+    assert [json.loads(state)["seen"] for state in buffer.taught] == [[], [success]]
+    first.save(tmp_path)
+    again = Curriculum(Levels(tags, at=1.0, window=4), buffer)
+    again.load(tmp_path)
+    again.tell()
+    assert buffer.taught[-1] == buffer.taught[-2]
+    again.seen([group])
+    assert json.loads(buffer.taught[-1])["seen"] == [success, success]
+
+
+def test_what_another_sampler_knew_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "task_sampler.json").write_text(json.dumps({"mine": 1}))
+    with pytest.raises(ValueError, match="is not a state of Levels"):
+        Curriculum(Levels(("tag", "hard")), FakeLearnerBuffer()).load(tmp_path)

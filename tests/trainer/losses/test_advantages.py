@@ -1,0 +1,201 @@
+"""From groups to advantages, against a slow reading of the rules that looks at one trajectory at a time."""
+
+import statistics
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.services.messages.types import Group, Trajectory
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.rewards import RewardNormalization
+from offbeat.trainer.data.batch import Batch, pack
+from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.losses.targets import Targets, prepare
+from tests.trainer.trajectories import (
+    cut_into_segments,
+    group,
+    trajectory,
+    two_groups,
+)
+
+MEAN = RewardNormalization(method="mean")
+IDENTITY = RewardNormalization(method="identity")
+
+reward = st.sampled_from([-0.5, 0.0, 0.25, 1.0])
+steps = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), reward), min_size=1, max_size=3)
+shapes_of = st.lists(st.tuples(st.integers(0, 2), steps), min_size=1, max_size=7)
+
+
+def made(shapes: Sequence[tuple[int, list[tuple[int, int, float]]]]) -> list[Group]:
+    """Groups 0 to 2, of one tag for even and one for odd numbers, with trajectories of the given shapes."""
+    members: dict[int, list[Trajectory]] = {}
+    for i, (number, shape) in enumerate(shapes):
+        members.setdefault(number, []).append(trajectory(i, shape, base=100 * i, tag=f"tag{number % 2}"))
+    return [group(number, *members[number], tag=f"tag{number % 2}") for number in sorted(members)]
+
+
+def slow_advantages(groups: list[Group], config: AlgorithmConfig, ref_shift: float, kl_coef: float) -> dict[int, float]:
+    """Token id -> advantage, before whitening and clipping; the reference's logprobs are the engine's plus `ref_shift`, the
+    critic says 0.1 times the token's id modulo 7."""
+    out: dict[int, float] = {}
+    norm = config.reward_normalization
+    key = {"traj_group_id": lambda g: g.number, "batch": lambda _: 0, "tags": lambda g: g.tag}[norm.grouping]
+    everyone = [(g, t) for g in groups for t in g.trajectories]
+    for g, t in everyone:
+        peers = [p.reward for h, p in everyone if key(h) == key(g)]
+        (segment,) = t.segments
+        ids = [int(token) for token, mask in zip(segment.tokens, segment.loss_mask, strict=True) if mask]
+        rewards = dict.fromkeys(ids, 0.0)
+        if config.reward_method == "identity":
+            for turn in t.turns:
+                rewards[int(segment.tokens[turn.end - 1])] += turn.reward
+        else:
+            score = t.reward - statistics.fmean(peers) if len(peers) > 1 else 0.0
+            if config.reward_method == "mean_std":
+                deviation = statistics.stdev(peers) if len(peers) > 1 else 0.0
+                score = score / (deviation + 1e-6) if deviation > 1e-6 else 0.0
+            rewards[ids[-1]] = score
+        clip = config.reward_clip if config.reward_clip is not None else float("inf")
+        rewards = {i: min(max(r, -clip), clip) - kl_coef * -ref_shift for i, r in rewards.items()}
+        values = {i: 0.1 * (i % 7) if config.adv_estimator == "gae" else 0.0 for i in ids}
+        lambd = config.lambd if config.adv_estimator == "gae" else 1.0
+        following, value_after = 0.0, 0.0
+        for i in reversed(ids):
+            following = rewards[i] + config.gamma * value_after - values[i] + config.gamma * lambd * following
+            out[i], value_after = following, values[i]
+    return out
+
+
+def critic_of(batch: Batch) -> torch.Tensor:
+    return 0.1 * (batch.tokens[batch.positions] % 7).float()
+
+
+def by_token(batch: Batch, targets: Targets) -> dict[int, float]:
+    return dict(zip(batch.tokens[batch.positions].tolist(), targets.advantages.tolist(), strict=True))
+
+
+def prepared(groups: list[Group], config: AlgorithmConfig, ref_shift: float = 0.0) -> dict[int, float]:
+    batch = pack(groups)
+    values = critic_of(batch) if config.adv_estimator == "gae" else None
+    ref = batch.behavior_logprobs + ref_shift if config.needs_reference else None
+    return by_token(batch, prepare(batch, config, kl_coef=0.5, ref_logprobs=ref, values=values))
+
+
+@given(
+    shapes_of,
+    st.sampled_from(["gae", "grpo", "reinforce"]),
+    st.sampled_from(["traj_group_id", "batch", "tags"]),
+    st.sampled_from([None, "mean", "mean_std"]),
+    st.sampled_from([0.0, 0.9, 1.0]),
+    st.sampled_from([None, 0.3]),
+    st.booleans(),
+)
+def test_advantages_follow_the_rules(shapes, estimator, grouping, method, gamma, clip, penalised):
+    compares = method is not None or estimator == "grpo"
+    config = AlgorithmConfig(
+        adv_estimator=estimator,
+        reward_normalization=RewardNormalization(grouping=grouping if compares else "traj_group_id", method=method),
+        gamma=gamma,
+        reward_clip=clip,
+        **({"lambd": 0.8} if estimator == "gae" else {}),
+        **({"add_token_level_kl": True, "init_kl_coef": 0.5} if penalised else {}),
+    )
+    groups = made(shapes)
+    expected = slow_advantages(groups, config, 0.3 if penalised else 0.0, 0.5)
+    assert prepared(groups, config, 0.3) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+@given(shapes_of, st.sampled_from(["gae", "grpo", "reinforce"]), st.randoms(use_true_random=False))
+def test_the_order_of_trajectories_and_groups_changes_nothing(shapes, estimator, random):
+    config = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True, gamma=0.9)
+    shuffled = [group(g.number, *random.sample(g.trajectories, len(g.trajectories)), tag=g.tag) for g in made(shapes)]
+    random.shuffle(shuffled)
+    assert prepared(shuffled, config) == pytest.approx(prepared(made(shapes), config), rel=1e-3, abs=1e-4)
+
+
+@given(shapes_of, st.sampled_from(["gae", "grpo", "reinforce"]))
+def test_segments_do_not_change_what_a_turn_is_worth(shapes, estimator):
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9)
+    whole = made(shapes)
+    cut = [group(g.number, *(cut_into_segments(t) for t in g.trajectories), tag=g.tag) for g in whole]
+    assert prepared(cut, config) == pytest.approx(prepared(whole, config), abs=1e-6)
+
+
+def test_every_token_of_a_trajectory_gets_its_reward_less_the_groups_mean():
+    targets = prepare(pack(two_groups()), AlgorithmConfig(reward_normalization=MEAN))
+    expected = [0.5] * 3 + [-0.5] * 2 + [-0.3] + [0.3] * 4
+    torch.testing.assert_close(targets.advantages, torch.tensor(expected))
+
+
+def test_grpo_divides_by_the_groups_deviation_unless_told_otherwise():
+    targets = prepare(pack(two_groups()), AlgorithmConfig())
+    expected = [2**-0.5] * 3 + [-(2**-0.5)] * 2 + [-(2**-0.5)] + [2**-0.5] * 4
+    torch.testing.assert_close(targets.advantages, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_gae_takes_the_value_of_the_next_turns_first_token_after_a_turns_last():
+    batch = pack([group(0, trajectory(0, [(2, 1, 0.0), (5, 1, 1.0)]))])
+    config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lambd=0.0)
+    targets = prepare(batch, config, values=torch.tensor([0.25, 0.75]))
+    assert targets.advantages.tolist() == [0.5 * 0.75 - 0.25, 1.0 - 0.75]
+    assert targets.returns is not None
+    assert targets.returns.tolist() == [0.5 * 0.75, 1.0]
+
+
+def test_gae_without_values_is_refused():
+    with pytest.raises(ValueError, match="critic's values"):
+        prepare(pack(two_groups()), AlgorithmConfig(adv_estimator="gae"))
+
+
+def test_whitening_comes_before_the_clip_and_leaves_the_critics_returns_alone():
+    batch = pack(two_groups())
+    config = AlgorithmConfig(adv_estimator="gae", whiten_advantages=True, advantage_clip=0.5)
+    plain = prepare(batch, AlgorithmConfig(adv_estimator="gae"), values=critic_of(batch))
+    targets = prepare(batch, config, values=critic_of(batch))
+    white = (plain.advantages - plain.advantages.mean()) / plain.advantages.std()
+    torch.testing.assert_close(targets.advantages, white.clamp(-0.5, 0.5), rtol=1e-4, atol=1e-4)
+    assert (white.abs() > 0.5).any()
+    assert targets.returns is not None
+    assert plain.returns is not None
+    assert torch.equal(targets.returns, plain.returns)
+
+
+@pytest.mark.parametrize("kind", ["kl", "k2", "k3", "abs"])
+def test_the_penalty_of_the_named_kind_is_subtracted_per_token(kind: str):
+    batch = pack([group(0, trajectory(0, [(1, 2, 0.0)]))])
+    config = AlgorithmConfig(adv_estimator="reinforce", gamma=0.0, add_token_level_kl=True, kl_penalty=kind)
+    targets = prepare(batch, config, kl_coef=0.5, ref_logprobs=batch.behavior_logprobs - 2.0)
+    expected = {"kl": 2.0, "k2": 2.0, "k3": 2.718281828**-2 + 1, "abs": 2.0}[kind]
+    torch.testing.assert_close(targets.advantages, torch.full((2,), -0.5 * expected))
+    assert targets.kl_in_reward == pytest.approx(expected)
+
+
+def test_the_reported_penalty_is_a_mean_over_trajectories_of_means_over_tokens():
+    batch = pack([group(0, trajectory(0, [(1, 1, 0.0)]), trajectory(1, [(1, 3, 0.0)], base=9))])
+    config = AlgorithmConfig(adv_estimator="reinforce", add_token_level_kl=True, init_kl_coef=0.1)
+    shift = torch.tensor([4.0, 1.0, 2.0, 3.0])
+    targets = prepare(batch, config, kl_coef=0.1, ref_logprobs=batch.behavior_logprobs - shift)
+    assert targets.kl_in_reward == pytest.approx((4.0 + 2.0) / 2)
+
+
+def test_a_group_without_variance_carries_no_signal_where_groups_are_compared_within_themselves():
+    equal = group(0, trajectory(0, [(1, 1, 1.0)]), trajectory(1, [(1, 2, 0.5), (1, 1, 0.5)]))
+    assert not carries_signal(equal, AlgorithmConfig())
+    assert not carries_signal(equal, AlgorithmConfig(zero_variance="refill"))
+    assert not carries_signal(equal, AlgorithmConfig(adv_estimator="reinforce", reward_normalization=MEAN))
+    assert carries_signal(equal, AlgorithmConfig(zero_variance="train"))
+    assert carries_signal(equal, AlgorithmConfig(adv_estimator="gae"))
+    over_batch = RewardNormalization(grouping="batch")
+    assert carries_signal(equal, AlgorithmConfig(reward_normalization=over_batch))
+    assert all(carries_signal(each, AlgorithmConfig()) for each in two_groups())
+
+
+@given(shapes_of)
+def test_groups_without_signal_are_those_whose_advantages_are_zero(shapes):
+    config = AlgorithmConfig(reward_normalization=MEAN)
+    for each in made(shapes):
+        silent = all(abs(a) < 1e-6 for a in prepared([each], config).values())
+        assert carries_signal(each, config) == (not silent)

@@ -1,0 +1,118 @@
+"""On-policy distillation: what teachers make of what the policy sampled."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from offbeat.trainer.checks.algorithm import algorithm_complaints
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.reference import TeacherConfig
+from offbeat.trainer.data.batch import pack
+from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.engines.frozen import FrozenModel
+from offbeat.trainer.losses.targets import prepare
+from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.models.tokenizer_check import check_same_tokens
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from tests.trainer.outcome import inputs_of, rich_groups, teacher_logprobs
+from tests.trainer.plain_engine import PlainEngine
+from tests.trainer.training.test_learning import (
+    ALONE,
+    GROUPS,
+    MEMBERS,
+    play,
+)
+from tests.trainer.trajectories import group, trajectory
+
+TWO = {
+    "all": TeacherConfig(pretrain="a", opd_kl_coef=0.5),
+    "one": TeacherConfig(pretrain="b", tag_included=("tag1",), opd_kl_coef=2.0),
+}
+
+
+@pytest.mark.parametrize("old", ["behavior", "recompute"])
+def test_the_advantage_of_a_token_is_what_its_teachers_find_it_more_likely(old: str) -> None:
+    config = AlgorithmConfig.model_validate({"adv_estimator": "opd", "teacher": TWO, "old_logprobs": old})
+    batch = pack(rich_groups())
+    found = prepare(batch, config, **inputs_of(batch, config))
+    said = teacher_logprobs(batch, config).tolist()
+    for m in range(batch.num_sampled):
+        tag = batch.tags[int(batch.tag[batch.trajectory[m]])]
+        own = float(found.old_logprobs[m])
+        expected = -0.5 * (own - said[0][m]) - (2.0 * (own - said[1][m]) if tag == "tag1" else 0.0)
+        assert float(found.advantages[m]) == pytest.approx(expected, abs=1e-5)
+    assert found.teacher_kl == pytest.approx(-float(found.advantages.mean()), abs=1e-6)
+
+
+@pytest.mark.parametrize("base", [{}, {"adv_estimator": "reinforce_plus_plus"}, {"adv_estimator": "gigpo"}])
+def test_mixed_it_is_added_to_what_rewards_say(base: dict) -> None:
+    batch = pack(rich_groups())
+    parts = [
+        prepare(batch, config, **inputs_of(batch, config)).advantages
+        for config in (
+            AlgorithmConfig(**base, use_opd=True, teacher=TWO),
+            AlgorithmConfig(**base),
+            AlgorithmConfig(adv_estimator="opd", teacher=TWO),
+        )
+    ]
+    torch.testing.assert_close(parts[0], parts[1] + parts[2])
+
+
+def test_a_group_whose_members_did_alike_has_something_to_learn_from_a_teacher() -> None:
+    equal = group(0, trajectory(0, [(2, 2, 1.0)]), trajectory(1, [(2, 3, 1.0)]))
+    assert not carries_signal(equal, AlgorithmConfig())
+    assert carries_signal(equal, AlgorithmConfig(use_opd=True, teacher=TWO))
+    assert carries_signal(equal, AlgorithmConfig(adv_estimator="opd", teacher=TWO))
+
+
+def test_teachers_that_are_missing_or_idle_are_complained_about(tmp_path: Path) -> None:
+    def paths(**settings: object) -> list[str]:
+        config = AlgorithmConfig.model_validate(settings)
+        found = algorithm_complaints(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
+        return [complaint.path for complaint in found]
+
+    here = TeacherConfig(pretrain=str(tmp_path))
+    half = here.model_copy(update={"tag_included": ("tag0",)})
+    stray = here.model_copy(update={"tag_included": ("tag9",)})
+    assert paths(use_opd=True) == ["teacher"]
+    assert paths(teacher={"one": here}) == ["teacher"]
+    assert paths(use_opd=True, teacher={"one": here}) == paths(adv_estimator="opd", teacher={"one": here}) == []
+    assert paths(use_opd=True, teacher={"one": half}) == []
+    assert paths(adv_estimator="opd", teacher={"one": half}) == ["teacher"]
+    assert paths(use_opd=True, teacher={"one": TeacherConfig(pretrain="/nowhere")}) == ["teacher.one.pretrain"]
+    assert paths(use_opd=True, teacher={"one": stray}) == ["teacher.one.tag_included.0"]
+
+
+def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(tmp_path: Path) -> None:
+    for name, words in (("one", ["a", "b"]), ("same", ["a", "b"]), ("other", ["a", "c"])):
+        write_tiny_policy(tmp_path / name, TinyPolicyConfig(), words)
+    check_same_tokens(tmp_path / "one", tmp_path / "same", "teacher.x.pretrain")
+    with pytest.raises(ValueError, match=r"teacher\.x\.pretrain.*'b' is token None there and 8 here"):
+        check_same_tokens(tmp_path / "one", tmp_path / "other", "teacher.x.pretrain")
+
+
+def test_a_student_learns_a_game_from_a_teacher_who_plays_it_and_from_no_reward(tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
+    draw = torch.Generator().manual_seed(0)
+
+    def rewards(policy: PackedPolicy, tree: dict, teachers: list[FrozenModel]) -> list[float]:
+        training = {"actor_train": {"training_args": {"learning_rate": 1e-2}}}
+        config = LearnerConfig.model_validate_json(json.dumps(tree | training))
+        batches = BatchTrainer(config, Models(PlainEngine(policy), teachers=teachers), ALONE)
+        seen: list[float] = []
+        for step in range(12):
+            groups = play(policy, step, draw)
+            seen.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
+            batches.train(groups, step)
+        return seen
+
+    teacher = load_policy(tmp_path, ModelArgs(), seed=1)
+    assert rewards(teacher, {"adv_estimator": "rloo"}, [])[-1] > 0.6
+    pure = {"adv_estimator": "opd", "teacher": {"own": {"pretrain": str(tmp_path)}}}
+    student = load_policy(tmp_path, ModelArgs(), seed=2)
+    seen = rewards(student, pure, [FrozenModel(teacher, ALONE)])
+    assert sum(seen[-4:]) / 4 > 2 * max(seen[0], 0.2)

@@ -1,0 +1,102 @@
+import math
+
+import pytest
+import torch
+
+from offbeat.services.telemetry import Partial, merge_all
+from offbeat.trainer.algorithms.ratio import TokenLosses
+from offbeat.trainer.data.batch import pack
+from offbeat.trainer.losses.metrics import (
+    batch_gauges,
+    loss_gauges,
+    policy_gauges,
+    with_effective_sample_size,
+)
+from tests.trainer.trajectories import group, trajectory, two_groups
+
+RATIO = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+OLD = torch.full((4,), -2.0, dtype=torch.float64)
+ADVANTAGES = torch.tensor([1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
+CLIPPED = torch.tensor([False, True, True, True])
+
+
+def gauges_of(index: list[int]) -> dict[str, Partial]:
+    new = (OLD + RATIO.log())[index]
+    surrogate = TokenLosses(torch.zeros(len(index)), RATIO[index], CLIPPED[index])
+    fresh = torch.tensor([True, False, True, False])[index]
+    return policy_gauges(surrogate, new, torch.arange(4.0)[index], ADVANTAGES[index], OLD[index], OLD[index], fresh)
+
+
+EXPECTED = {
+    "actor/entropy": 1.5,
+    "actor/ratio": 6.5 / 4,
+    "actor/ratio_max": 3.0,
+    "actor/approx_kl": sum(r - 1 - math.log(r) for r in RATIO.tolist()) / 4,
+    "actor/clipfrac_up": 1 / 2,
+    "actor/clipfrac_down": 1.0,
+    "actor/mismatch_kl": sum(r - 1 - math.log(r) for r in RATIO.tolist()) / 4,
+    "actor/mismatch_kl_fresh": (0.5 - 1 - math.log(0.5)) / 2,
+    "actor/mismatch_abs": (math.log(3) + math.log(2) + math.log(2)) / 4,
+    "actor/is_weight": 6.5 / 4,
+    "actor/is_weight_square": 14.25 / 4,
+    "actor/is_weight_max": 3.0,
+}
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1, 2], [3]], [[3, 2], [], [0, 1]]])
+def test_gauges_are_those_of_all_tokens_however_these_are_parted(parts: list[list[int]]):
+    merged = merge_all(gauges_of(part) for part in parts)
+    assert {name: gauge.value for name, gauge in merged.items()} == pytest.approx(EXPECTED)
+
+
+def test_the_effective_sample_size_is_of_the_whole_step():
+    merged = with_effective_sample_size(merge_all([gauges_of([0, 1]), gauges_of([2, 3])]))
+    assert merged["actor/ess"].value == pytest.approx(6.5**2 / (4 * 14.25))
+    assert with_effective_sample_size(gauges_of([0]))["actor/ess"].value == pytest.approx(1.0)
+    assert with_effective_sample_size({}) == {}
+
+
+def test_on_policy_nothing_is_off():
+    same = torch.tensor([-1.0, -2.0])
+    surrogate = TokenLosses(torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.bool))
+    got = policy_gauges(surrogate, same, same, torch.ones(2), same, same, None)
+    assert got["actor/mismatch_kl"].value == got["actor/approx_kl"].value == got["actor/mismatch_abs"].value == 0.0
+    assert "actor/mismatch_kl_fresh" not in got
+
+
+def test_a_losss_gauge_is_its_sum_over_an_optimizer_step_and_a_mean_over_steps():
+    term, weights = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.full((4,), 0.5)
+    parts = [loss_gauges({"x": term[:1]}, weights[:1], 0.5), loss_gauges({"x": term[1:2]}, weights[1:2], 0.5)]
+    assert merge_all(parts)["x"].value == pytest.approx(1.5)
+    parts.append(loss_gauges({"x": term[2:]}, weights[2:], 0.5))
+    assert merge_all(parts)["x"].value == pytest.approx((1.5 + 6.0) / 2)
+
+
+def test_a_batchs_gauges_say_what_it_is_made_of():
+    batch = pack([*two_groups(), group(2, trajectory(0, [(1, 0, -3.0)]))])
+    advantages, values = torch.linspace(-1, 2, 10), torch.zeros(10)
+    returns = torch.tensor([1.0, 3.0] * 5)
+    got = batch_gauges(batch, advantages, returns, values + 0.5 * returns, version=2)
+    expected = {
+        "critic/rewards/mean": (1.0 - 0.1 + 0.5 - 3.0) / 5,
+        "critic/rewards/min": -3.0,
+        "critic/rewards/max": 1.0,
+        "critic/advantages/mean": 0.5,
+        "critic/returns/max": 3.0,
+        "critic/values/min": 0.5,
+        "critic/explained_variance": 0.75,
+        "tokens/response_length/mean": 2.0,
+        "tokens/response_length/max": 4.0,
+        "tokens/trained": 10.0,
+        "tokens/computed": float(batch.num_tokens),
+        "actor/token_staleness/max": 2.0,
+        "actor/token_staleness/min": 1.0,
+        "actor/trajectory_age/min": 2.0,
+        "actor/version_span/max": 1.0,
+        "actor/version_span/mean": 2 / 4,
+    }
+    assert {name: got[name].value for name in expected} == pytest.approx(expected)
+
+
+def test_an_empty_batch_has_no_gauges():
+    assert batch_gauges(pack([]), torch.zeros(0), None, None, 1) == {}

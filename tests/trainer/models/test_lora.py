@@ -1,0 +1,151 @@
+"""LoRA: what is trained, what is published, what the model is without it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.data.batch import microbatches, pack
+from offbeat.trainer.engines.frozen import WithoutAdapters
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.lora import whole_weights, without_adapters
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from tests.fakes import make_group
+from tests.trainer.plain_engine import PlainEngine
+
+GROUPS = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
+ALONE = Ranks(0, 0, 1, torch.device("cpu"))
+QV = ModelArgs(lora_target="q_proj, v_proj", lora_rank=3, lora_alpha=5.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
+    return path
+
+
+def trained(folder: Path, args: ModelArgs, steps: int = 3) -> tuple[PackedPolicy, PlainEngine]:
+    policy = load_policy(folder, args, seed=1)
+    engine = PlainEngine(policy)
+    settings = {"actor_train": {"training_args": {"learning_rate": 1e-2}}}
+    batches = BatchTrainer(LearnerConfig.model_validate(settings), Models(engine), ALONE)
+    for step in range(steps):
+        batches.train(GROUPS, step)
+    return policy, engine
+
+
+def said(policy: PackedPolicy) -> Tensor:
+    batch = pack(GROUPS)
+    (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
+    with torch.no_grad():
+        return policy(PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)).logprobs
+
+
+def published(policy: PackedPolicy) -> dict[str, Tensor]:
+    return {whole.name.removeprefix("model."): whole.tensor().clone() for whole in whole_weights(policy)}
+
+
+def test_a_fresh_adapter_changes_nothing(folder: Path) -> None:
+    plain, adapted = load_policy(folder, ModelArgs(), seed=1), load_policy(folder, QV, seed=1)
+    assert torch.equal(said(plain), said(adapted))
+    one, two = published(plain), published(adapted)
+    assert list(one) == list(two)
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_only_adapters_change(folder: Path) -> None:
+    before = load_policy(folder, QV, seed=1).state_dict()
+    policy, _ = trained(folder, QV)
+    changed = {name for name, tensor in policy.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+    assert len(changed) == 2 * 2 * 2  # layers, targets, A and B
+
+
+def test_base_and_factors_apart_make_the_published_weights_and_have_the_names_of_a_peft_file(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    start = published(load_policy(folder, ModelArgs(), seed=1))
+    policy, engine = trained(folder, QV)
+    parts = dict(engine.tensors(merged=False))
+    base = {name: tensor for name, tensor in parts.items() if name in start}
+    assert base.keys() == start.keys()
+    assert all(torch.equal(tensor, base[name]) for name, tensor in start.items())
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"])
+    theirs = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), config)
+    assert parts.keys() - base.keys() == get_peft_model_state_dict(theirs).keys()
+    for name, merged in published(policy).items():
+        path = f"base_model.model.{name}".removesuffix(".weight")
+        if f"{path}.lora_A.weight" in parts:
+            product = parts[f"{path}.lora_B.weight"] @ parts[f"{path}.lora_A.weight"]
+            torch.testing.assert_close(merged, base[name] + 5.0 / 3 * product)
+        else:
+            assert torch.equal(merged, base[name])
+
+
+def test_published_weights_are_the_base_and_the_scaled_product(folder: Path) -> None:
+    policy, engine = trained(folder, QV)
+    state = policy.state_dict()
+    for name, tensor in engine.tensors():
+        owner = f"model.{name}".removesuffix(".weight")
+        if name.endswith(("q_proj.weight", "v_proj.weight")):
+            product = state[f"{owner}.lora_B.default.weight"] @ state[f"{owner}.lora_A.default.weight"]
+            torch.testing.assert_close(tensor, state[f"{owner}.base_layer.weight"] + 5.0 / 3 * product)
+        elif name.endswith(("q_proj.bias", "v_proj.bias")):
+            assert torch.equal(tensor, state[f"model.{name}".replace("_proj", "_proj.base_layer")])
+        else:
+            assert torch.equal(tensor, state[f"model.{name}"])
+
+
+def test_a_model_of_the_published_weights_says_the_same(folder: Path) -> None:
+    policy, engine = trained(folder, ModelArgs(lora_target="all-linear"))
+    twin = load_policy(folder, ModelArgs(), seed=9)
+    twin.model.load_state_dict(dict(engine.tensors()), strict=False)
+    torch.testing.assert_close(said(twin), said(policy), rtol=0, atol=1e-5)
+    assert not torch.allclose(said(twin), said(load_policy(folder, ModelArgs(), seed=1)), atol=1e-2)
+
+
+def test_without_its_adapter_a_trained_policy_is_the_start(folder: Path) -> None:
+    policy, engine = trained(folder, QV)
+    start = said(load_policy(folder, ModelArgs(), seed=1))
+    with without_adapters(policy):
+        assert torch.equal(said(policy), start)
+    assert not torch.allclose(said(policy), start, atol=1e-3)
+    batch = pack(GROUPS)
+    (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
+    x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
+    assert torch.equal(WithoutAdapters(engine, policy).infer([x])[0], start)
+    assert all(p.requires_grad == (".lora_" in name) for name, p in policy.named_parameters())
+
+
+def test_twice_the_rank_is_alpha_unless_it_is_said(folder: Path) -> None:
+    args = QV.model_copy(update={"lora_alpha": None})
+    layer = load_policy(folder, args, seed=1).get_submodule("model.model.layers.0.self_attn.q_proj")
+    assert layer.scaling == {"default": 2.0}
+
+
+def test_the_adapters_start_depends_on_the_seed_alone(folder: Path) -> None:
+    one, same, other = (load_policy(folder, QV, seed=seed).state_dict() for seed in (1, 1, 2))
+    name = "model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert torch.equal(one[name], same[name])
+    assert not torch.equal(one[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("target", "says"), [("nothing", "nothing"), ("embed_tokens", "no linear layer"), ("lm_head", "own")]
+)
+def test_what_can_have_no_adapter_is_refused_by_name(folder: Path, target: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_policy(folder, ModelArgs(lora_target=target), seed=1)
+
+
+def test_a_rank_without_a_target_is_refused() -> None:
+    with pytest.raises(ValidationError, match="lora_target"):
+        ModelArgs(lora_rank=4)

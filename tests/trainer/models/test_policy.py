@@ -1,0 +1,148 @@
+"""A packed forward is each sequence's own forward: values and gradients, whatever lies beside it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.packing import PackedInput, Packing
+from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+
+LENGTHS = (7, 1, 12, 3, 12)
+ATOL = 2e-6
+"""Qwen2's norms and rotary embeddings compute in float32 whatever the weights are; the rest here is float64."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    config = TinyPolicyConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    write_tiny_policy(path, config, ["a", "b", "c", "d"])
+    return path
+
+
+def packed_batch() -> tuple[torch.Tensor, Packing, torch.Tensor]:
+    torch.manual_seed(1)
+    packing = Packing.of(torch.tensor([0, *LENGTHS]).cumsum(0))
+    tokens = torch.randint(0, 11, (sum(LENGTHS),))
+    positions = torch.nonzero(packing.position_ids[0] > 0)[:, 0]
+    return tokens, packing, positions[torch.randperm(len(positions)) < 20]
+
+
+def reference_logprobs(
+    model: torch.nn.Module, tokens: torch.Tensor, packing: Packing, positions: torch.Tensor
+) -> torch.Tensor:
+    """Sequence by sequence, every logit, with transformers' own attention."""
+    out = torch.zeros(len(tokens), dtype=torch.float64)
+    for start, end in zip(packing.cu_seqlens[:-1].tolist(), packing.cu_seqlens[1:].tolist(), strict=True):
+        logp = torch.log_softmax(model(tokens[None, start:end]).logits[0], dim=-1)
+        out[start + 1 : end] = logp[:-1].gather(1, tokens[start + 1 : end, None])[:, 0]
+    return out[positions]
+
+
+def eager_twin(policy: PackedPolicy) -> torch.nn.Module:
+    config = policy.model.config
+    twin = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict()), attn_implementation="eager")
+    twin.load_state_dict(policy.model.state_dict())
+    return twin.double()
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager"])
+def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Path, attention: str) -> None:
+    policy = load_policy(folder, ModelArgs(attn_implementation=attention), seed=3).double()  # pyright: ignore[reportArgumentType]
+    twin = eager_twin(policy)
+    tokens, packing, positions = packed_batch()
+    logprobs, entropies, *_ = policy(PackedInput(tokens, packing, positions))
+    expected = reference_logprobs(twin, tokens, packing, positions)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=ATOL)
+    assert entropies.shape == logprobs.shape
+
+    weights = torch.randn(len(positions), dtype=torch.float64)
+    (weights * logprobs).sum().backward()
+    (weights * expected).sum().backward()
+    grads = dict(twin.named_parameters())
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, grads[name].grad, rtol=1e-5, atol=ATOL)
+
+
+def test_a_sequence_does_not_see_what_lies_beside_it(folder: Path) -> None:
+    policy = load_policy(folder, ModelArgs(), seed=3)
+    tokens, packing, positions = packed_batch()
+    before, *_ = policy(PackedInput(tokens, packing, positions))
+    first = int(packing.cu_seqlens[1])
+    changed = tokens.clone()
+    changed[first:] = (changed[first:] + 1) % 11
+    after, *_ = policy(PackedInput(changed, packing, positions))
+    own = positions < first
+    assert torch.equal(before[own], after[own])
+    assert not torch.allclose(before[~own], after[~own])
+
+
+def test_a_sliding_window_bounds_what_a_packed_token_sees() -> None:
+    config = Qwen2Config(
+        vocab_size=11, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=0, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="offbeat_packed")
+    policy = PackedPolicy(model).double()
+    tokens, packing, positions = packed_batch()
+    logprobs, *_ = policy(PackedInput(tokens, packing, positions))
+    expected = reference_logprobs(eager_twin(policy), tokens, packing, positions)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=ATOL)
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
+    grads: list[list[torch.Tensor]] = []
+    for disable in (True, False):
+        policy = load_policy(folder, ModelArgs(disable_gradient_checkpointing=disable), seed=3).double().train()
+        logprobs, entropies, *_ = policy(PackedInput(*packed_batch()))
+        (logprobs.sum() + entropies.sum()).backward()
+        grads.append([p.grad for p in policy.parameters() if p.grad is not None])
+    assert len(grads[0]) == len(grads[1])
+    for plain, checkpointed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, checkpointed, rtol=0, atol=1e-12)
+
+
+def test_temperature_divides_the_logits(folder: Path) -> None:
+    x = PackedInput(*packed_batch())
+    hot = load_policy(folder, ModelArgs(), seed=3, temperature=2.0)(x)
+    halved = load_policy(folder, ModelArgs(), seed=3)
+    halved.model.model.norm.weight.data /= 2.0  # halves every logit
+    torch.testing.assert_close(hot, halved(x))
+
+
+def test_the_critic_says_zero_before_it_has_learned(folder: Path) -> None:
+    critic = load_critic(folder, ModelArgs(), seed=3)
+    tokens, packing, positions = packed_batch()
+    values = critic(PackedInput(tokens, packing, positions))
+    assert values.shape == positions.shape
+    assert not values.any()
+    values.sum().backward()
+    assert critic.value_head.weight.grad is not None
+    assert critic.value_head.weight.grad.any()
+
+
+def test_the_seed_alone_fixes_fresh_weights(folder: Path) -> None:
+    torch.manual_seed(99)
+    one = load_policy(folder, ModelArgs(), seed=3).state_dict()
+    torch.rand(5)
+    two = load_policy(folder, ModelArgs(), seed=3).state_dict()
+    other = load_policy(folder, ModelArgs(), seed=4).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["model.model.embed_tokens.weight"], other["model.model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("borders", [[0], [1, 3], [0, 3, 3], [0, 4, 2]])
+def test_borders_that_do_not_grow_from_zero_are_refused(borders: list[int]) -> None:
+    with pytest.raises(ValueError, match="borders"):
+        Packing.of(torch.tensor(borders))
+
+
+def test_asking_about_a_sequences_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="first token"):
+        PackedInput.of(torch.arange(5), torch.tensor([0, 3, 5]), torch.tensor([1, 3]))

@@ -1,0 +1,112 @@
+"""Metric records in files: each once, over all lives of the learner."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from offbeat.services.telemetry import (
+    MetricRecord,
+    Partial,
+    RedisMetrics,
+    mean,
+)
+from offbeat.trainer.trackers.metrics_file import MetricsFile
+from offbeat.trainer.trackers.metrics_writer import TrackerThread
+from tests.waiting import wait_until_sync
+
+
+def record(step: int, value: float) -> MetricRecord:
+    return MetricRecord("learner", {"reward": mean([value])}, step=step)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def test_records_reach_both_files_while_training_goes_on(redis_url: str, tmp_path: Path) -> None:
+    with Redis.from_url(redis_url) as redis:
+        sink = RedisMetrics(redis, "run")
+        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+            sink.append(record(1, 0.25))
+            wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+            sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
+            sink.append(MetricRecord("learner", {"loss": Partial("last", float("nan"))}, step=2))
+        assert [row["values"] for row in rows(tmp_path)] == [{"reward": 0.25}, {"success": 0.5}, {"loss": None}]
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
+    assert scalars(tmp_path, "eval/greedy/success") == [(1, 0.5)]
+
+
+def test_a_resumed_learner_goes_on_behind_the_last_record_and_purges_repeated_steps(
+    redis_url: str, tmp_path: Path
+) -> None:
+    with Redis.from_url(redis_url) as redis:
+        sink = RedisMetrics(redis, "run")
+        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+            for step in (1, 2, 3):
+                sink.append(record(step, 0.0))
+        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 1):
+            for step in (2, 3):
+                sink.append(record(step, 1.0))
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 2, 3]
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.0), (2, 1.0), (3, 1.0)]
+
+
+def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.write("1-0", record(1, 0.0))
+    file.write("2-0", record(2, 0.0))
+    file.close()
+    path.write_bytes(path.read_bytes()[:-5])
+    again = MetricsFile(path)
+    assert again.position == "1-0"
+    again.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_records_wait_in_the_stream_while_the_file_can_t_be_written(
+    redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "metrics.jsonl"
+    in_the_way.mkdir()
+    with Redis.from_url(redis_url) as redis, TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+        RedisMetrics(redis, "run").append(record(1, 0.25))
+        wait_until_sync(lambda: "can't be written now" in caplog.text)
+        in_the_way.rmdir()
+        wait_until_sync(lambda: len(rows(tmp_path)) == 1)
+    assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
+
+
+def test_standard_output_gets_steps_and_evaluations_and_no_gauges(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Redis.from_url(redis_url) as redis:
+        sink = RedisMetrics(redis, "run")
+        with TrackerThread(redis, "run", tmp_path, ["stdout"], 0):
+            sink.append(record(1, 0.25))
+            sink.append(MetricRecord("generation", {"running": mean([3.0])}))
+            sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["step"], line["metrics"]) for line in told] == [
+        (1, {"learner/reward": 0.25}),
+        (1, {"eval/greedy/success": 0.5}),
+    ]
+
+
+def test_tensorboard_s_files_lie_where_they_are_wanted(redis_url: str, tmp_path: Path) -> None:
+    kwargs = {"tensorboard": {"log_dir": str(tmp_path / "elsewhere" / "tensorboard")}}
+    with Redis.from_url(redis_url) as redis, TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0, kwargs):
+        RedisMetrics(redis, "run").append(record(1, 0.25))
+    assert scalars(tmp_path / "elsewhere", "learner/reward") == [(1, 0.25)]

@@ -1,0 +1,176 @@
+"""Checkpoints: whole or not there, found again, collected."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from offbeat.trainer.training.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    LearnerState,
+    UnsavedError,
+    read_checkpoint,
+)
+
+
+def write(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"weights" * 100)
+    (folder / "state").mkdir()
+    (folder / "state" / "optimizer.pt").write_bytes(b"moments")
+
+
+def state(step: int, lineage: str = "now") -> LearnerState:
+    return LearnerState(step, lineage, entry_ids=(f"{step}-0", f"{step}-1"), next_number=8 * step, kl_coef=0.25)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+
+
+def test_what_was_saved_is_found_again(store: CheckpointStore) -> None:
+    path = store.save(state(20), write).result()
+    found = store.newest_complete("now")
+    assert found is not None
+    assert (found.path, found.state) == (path, state(20))
+    assert path.name == "step-000020"
+    assert (path / "state" / "optimizer.pt").read_bytes() == b"moments"
+
+
+def test_only_the_newest_are_kept(store: CheckpointStore, tmp_path: Path) -> None:
+    for step in (0, 20, 40, 60):
+        store.save(state(step), write).result()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000040", "step-000060"]
+
+
+def test_a_write_that_breaks_off_leaves_the_older_one_newest(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(state(20), write).result()
+
+    def breaks(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(UnsavedError, match="no space"):
+        store.save(state(40), breaks).result()
+    found = store.newest_complete("now")
+    assert found is not None
+    assert found.state.step == 20
+    store.save(state(40), write).result()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000020", "step-000040"]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "no manifest", "no learner"])
+def test_a_damaged_one_is_skipped_and_said_so(
+    store: CheckpointStore, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.save(state(20), write).result()
+    path = store.save(state(40), write).result()
+    weights = path / "model.safetensors"
+    match harm:
+        case "truncate":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "flip":
+            weights.write_bytes(b"W" + weights.read_bytes()[1:])
+        case "remove":
+            (path / "state" / "optimizer.pt").unlink()
+        case "no manifest":
+            (path / "manifest.json").unlink()
+        case _:
+            (path / "learner.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        found = store.newest_complete("now")
+    assert found is not None
+    assert found.state.step == 20
+    assert "step-000040 is skipped" in caplog.text
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path)
+
+
+def test_a_damaged_one_is_replaced_when_its_step_is_trained_again(store: CheckpointStore) -> None:
+    path = store.save(state(40), write).result()
+    (path / "model.safetensors").write_bytes(b"")
+    store.save(state(40), write).result()
+    assert read_checkpoint(path).state == state(40)
+
+
+def test_another_runs_checkpoints_are_passed_over(store: CheckpointStore) -> None:
+    store.save(state(60, lineage="earlier"), write).result()
+    assert store.newest_complete("now") is None
+    found = store.newest_complete()
+    assert found is not None
+    assert found.state.lineage == "earlier"
+    store.save(state(0), write).result()
+    store.save(state(20), write).result()
+    found = store.newest_complete("now")
+    assert found is not None
+    assert found.state.step == 20
+
+
+def test_who_went_back_to_an_earlier_step_goes_on_from_there_and_not_from_the_later_one_left_behind(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path, keep=9)
+    for step, lineage in ((20, "first"), (40, "first"), (25, "first/2"), (30, "first")):
+        store.save(state(step, lineage), write).result()
+        found = store.newest_complete()
+        assert found is not None
+        assert found.state == state(step, lineage)
+    (tmp_path / "step-000030" / "model.safetensors").unlink()
+    found = store.newest_complete()
+    assert found is not None
+    assert found.state == state(25, "first/2")
+
+
+def test_the_manifest_names_every_file(store: CheckpointStore) -> None:
+    path = store.save(state(20), write).result()
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert set(manifest) == files - {"manifest.json"}
+
+
+def test_no_checkpoints_is_none(store: CheckpointStore) -> None:
+    assert store.newest_complete() is None
+
+
+def test_the_best_is_kept_beside_the_newest_and_best_links_to_it(store: CheckpointStore, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step, score in ((20, 0.5), (40, 0.9), (60, 0.7), (80, float("nan")), (100, 0.6)):
+        store.save(state(step), write).result()
+        store.score(step, score)
+    store.score(999, 1.0)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["best", "best.json", "step-000040", "step-000080", "step-000100"]
+    assert (folder / "best" / "model.safetensors").is_file()
+    assert json.loads((folder / "best.json").read_text()) == {"step": 40, "score": 0.9}
+    again = CheckpointStore(folder, keep=1)
+    again.score(100, 0.9)
+    again.save(state(120), write).result()
+    assert sorted(path.name for path in folder.glob("step-*")) == ["step-000100", "step-000120"]
+    newest = again.newest_complete()
+    assert newest is not None
+    assert newest.state.step == 120
+
+
+def test_the_score_of_a_step_is_that_of_the_weights_that_it_has_now(store: CheckpointStore, tmp_path: Path) -> None:
+    for lineage, score in (("first", 0.9), ("first/2", 0.4)):
+        store.save(state(20, lineage), write).result()
+        store.score(20, score)
+    assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"step": 20, "score": 0.4}
+
+
+def test_what_is_saved_is_not_found_before_it_is_durable(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from threading import Event
+
+    from offbeat.trainer.training import checkpoint
+
+    may_go_on, sync = Event(), checkpoint._sync
+    monkeypatch.setattr(checkpoint, "_sync", lambda folder: (may_go_on.wait(), sync(folder)))
+    saving = store.save(state(20), write)
+    assert store.newest_complete() is None
+    may_go_on.set()
+    assert saving.result().is_dir()
+    assert store.newest_complete() is not None

@@ -1,0 +1,173 @@
+"""The warm start: demonstrations are what a rollout would have recorded, and the policy learns them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.envs.frozen_lake import WORDS
+from offbeat.services.chat.append_only import ChatFormat, load_chat_format
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, WarmStartConfig
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.warm_start.demonstrations import (
+    Message,
+    demonstrator,
+    find_demos,
+    pack_demonstrations,
+    tokenize,
+    told_episodes,
+)
+from offbeat.trainer.warm_start.train import warm_start
+from tests.trainer.plain_engine import PlainEngine
+
+ENV = CustomEnv(env_type="frozen_lake", max_steps=4, env_config={"size": 4, "p": 0.7})
+WARM = WarmStartConfig(
+    demos="offbeat.envs.frozen_lake.demos:careful_wandering", tag="lake", steps=6, episodes_per_step=2
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("policy")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat(folder: Path) -> ChatFormat:
+    return load_chat_format(folder)
+
+
+def engine(folder: Path) -> PlainEngine:
+    return PlainEngine(load_policy(folder, ModelArgs(), seed=1))
+
+
+def run(
+    engine: PlainEngine, chat: ChatFormat, *, seed: int = 1, max_tokens: int = 512, config: WarmStartConfig = WARM
+) -> float:
+    demonstrate = demonstrator(config, ENV, chat, max_tokens=max_tokens)
+    loss = warm_start(engine, config, demonstrate, seed=seed, progress=lambda *_: None)
+    assert loss is not None
+    return loss
+
+
+def conversations(env: CustomEnv, count: int = 1) -> list[list[Message]]:
+    play, rng = told_episodes(find_demos(WARM), env), np.random.default_rng(0)
+    return [messages for _ in range(count) for messages in play(rng)]
+
+
+def test_a_demonstration_is_tokenised_as_the_template_renders_it(folder: Path, chat: ChatFormat) -> None:
+    from transformers import AutoTokenizer
+
+    (messages,) = conversations(ENV)
+    demo = tokenize(chat, messages)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert demo.tokens.tolist() == whole[: len(demo.tokens)]
+    assert tokenizer.decode(whole[len(demo.tokens) :]).strip() == ""
+    first = tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+    assert demo.learned.tolist() == list(range(len(first), len(demo.tokens)))
+
+
+def test_the_loss_covers_everything_behind_the_first_prompt(chat: ChatFormat) -> None:
+    told = conversations(ENV, 3)
+    demos = [tokenize(chat, messages) for messages in told]
+    x = pack_demonstrations(demos)
+    start = 0
+    expected: list[int] = []
+    for demo, (system, first, *_) in zip(demos, told, strict=True):
+        prompt = chat.first_prompt(system["content"], first["content"])
+        expected += range(start + len(prompt), start + len(demo.tokens))
+        start += len(demo.tokens)
+    assert x.positions.tolist() == expected
+
+
+def test_a_demonstration_keeps_to_the_tags_turns_and_words() -> None:
+    env = ENV.model_copy(
+        update={"max_steps": 2, "agent_system_template": "Avoid O", "agent_template": "G {observation}"}
+    )
+    (messages,) = conversations(env)
+    assert messages[0] == {"role": "system", "content": "Avoid O"}
+    assert messages[1]["content"].startswith("G ")
+    assert sum(message["role"] == "assistant" for message in messages) <= 2
+
+
+def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None:
+    (whole,) = conversations(ENV)
+    seen, said = [m["content"] for m in whole[1::2]], [m["content"] for m in whole[2::2]]
+    stepwise = ENV.model_copy(
+        update={
+            "env_manager_cls": "StepEnvManager",
+            "history_length": 1,
+            "agent_template": "{history}|{step}|{actions_left}|{observation}",
+        }
+    )
+    steps = conversations(stepwise)
+    assert len(steps) == len(seen) > 1
+    for i, (head, user, answer) in enumerate(steps):
+        told = f"{seen[i - 1]}\n{said[i - 1]}" if i else ""
+        assert head == whole[0]
+        assert user == {"role": "user", "content": f"{told}|{i + 1}|{4 - i}|{seen[i]}"}
+        assert answer == {"role": "assistant", "content": said[i]}
+
+
+def test_a_tag_that_shows_all_that_was_said_as_one_observation_is_shown_it_so() -> None:
+    (whole,) = conversations(ENV)
+    concat = ENV.model_copy(update={"env_manager_cls": "StepConcatEnvManager"})
+    steps = conversations(concat)
+    assert [messages[1]["content"] for messages in steps] == [
+        "\n".join(m["content"] for m in whole[1 : 2 + 2 * i]) for i in range(len(steps))
+    ]
+
+
+def test_the_policy_learns_the_demonstrations(folder: Path, chat: ChatFormat) -> None:
+    learner = engine(folder)
+    longer = WARM.model_copy(update={"steps": 60})
+    assert run(learner, chat, config=WARM.model_copy(update={"steps": 1}), seed=2) > 2.0
+    assert run(learner, chat, config=longer) < 1.2
+    assert learner.resets == 2
+
+
+def test_the_seed_alone_fixes_the_weights(folder: Path, chat: ChatFormat) -> None:
+    found = [engine(folder), engine(folder), engine(folder)]
+    for each, seed in zip(found, (1, 1, 2), strict=True):
+        run(each, chat, seed=seed)
+    one, same, other = (each.module.state_dict()["model.model.norm.weight"] for each in found)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_a_demonstration_longer_than_a_trajectory_may_be_is_cut(folder: Path, chat: ChatFormat) -> None:
+    learner = engine(folder)
+    run(learner, chat, max_tokens=60)
+    assert max(int(x.packing.max_len) for batch in learner.seen for x in batch) == 60
+    with pytest.raises(ValueError, match="first prompt alone"):
+        run(learner, chat, max_tokens=10)
+
+
+def test_a_stop_ends_it_between_two_steps(folder: Path, chat: ChatFormat) -> None:
+    learner = engine(folder)
+    result = warm_start(
+        learner,
+        WARM,
+        demonstrator(WARM, ENV, chat, max_tokens=512),
+        seed=1,
+        progress=lambda *_: None,
+        stopped=lambda: len(learner.rates) == 2,
+    )
+    assert result is None
+    assert len(learner.rates) == 2
+
+
+@pytest.mark.parametrize("roles", [["system", "user"], ["user", "user", "assistant"], ["assistant", "user"]])
+def test_roles_out_of_order_are_refused(chat: ChatFormat, roles: list[str]) -> None:
+    with pytest.raises(ValueError, match="in turn"):
+        tokenize(chat, [{"role": role, "content": "G"} for role in roles])
+
+
+def test_demos_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="no function"):
+        find_demos(WARM.model_copy(update={"demos": "offbeat.envs.frozen_lake.demos:nothing"}))

@@ -1,0 +1,255 @@
+"""Demonstrations of a tag that shows pictures: what a rollout of the same answers would record, and what is refused."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
+from offbeat.envs.frozen_lake.demos import careful_wandering
+from offbeat.services.chat.append_only import ChatFormat, load_chat_format
+from offbeat.services.chat.vision import encode_png
+from offbeat.services.messages.types import (
+    Completion,
+    Picture,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+)
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.services.rollout.envs.runners import EnvSpec, InlineEnv
+from offbeat.services.rollout.episodes.episode import EpisodePlan, play
+from offbeat.trainer.config.learner import (
+    ModelArgs,
+    TinyPolicyConfig,
+    TinyVisionConfig,
+    WarmStartConfig,
+)
+from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.tiny import write_tiny_policy
+from offbeat.trainer.warm_start.demonstrations import (
+    Demonstration,
+    Message,
+    demonstrator,
+    pack_demonstrations,
+)
+from offbeat.trainer.warm_start.train import warm_start
+from offbeat.trainer.warm_start.vision_demonstrations import shown_demonstrator
+from tests.fakes_rollout import train_episode
+from tests.trainer.plain_engine import PlainEngine
+
+ENV = CustomEnv(
+    env_type="frozen_lake",
+    max_steps=4,
+    max_tokens_per_step=2,
+    agent_template="{image} {step} of {actions_left}",
+    env_config={"size": 3, "p": 0.8, "render_mode": "rgb_array"},
+)
+WARM = WarmStartConfig(
+    demos="offbeat.envs.frozen_lake.demos:careful_wandering", tag="lake", steps=6, episodes_per_step=4
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seeing")
+    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1, vision=TinyVisionConfig(depth=1)), WORDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def chat(folder: Path) -> ChatFormat:
+    return load_chat_format(folder)
+
+
+def changed(**changes: object) -> CustomEnv:
+    return ENV.model_copy(update=changes)
+
+
+def rolled_out(chat: ChatFormat, env: CustomEnv, seed: int, answers: list[str], length: int) -> Trajectory:
+    """What the rollout records of an episode in which the policy gives these answers."""
+    left = iter(answers)
+
+    async def sample(_: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
+        ids = (*chat.encode(next(left)), chat.end_id)[:most]
+        return Completion("r", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
+
+    async def episode() -> Trajectory:
+        runner = InlineEnv(EnvSpec(env.env_type, env.env_config, 1, 1))
+        traits = await runner.start()
+        plan = EpisodePlan(train_episode(0), "lake", seed, env, length, Sampling(max_new_tokens=8), False, "w")
+        return await play(plan, runner, traits, sample, chat)
+
+    return asyncio.run(episode())
+
+
+def same_walk(seed: int, env: CustomEnv) -> tuple[int, list[str], FrozenLakeEnv]:
+    """The env's seed and the answers of the demonstration that `default_rng(seed)` makes."""
+    player = FrozenLakeEnv(FrozenLakeConfig.model_validate(env.env_config))
+    messages = careful_wandering(player, np.random.default_rng(seed), max_turns=env.max_steps)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    return int(np.random.default_rng(seed).integers(2**31)), answers, player
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        ENV,
+        changed(agent_template="{image}"),
+        changed(agent_template="{image} or {image} {observation}", agent_system_template="Walk to G ."),
+        changed(env_manager_cls="StepEnvManager", history_length=2, agent_template="{history} {image}"),
+        changed(env_manager_cls="StepConcatEnvManager", agent_template="{observation} {image}"),
+        changed(max_tokens_per_step=1),
+    ],
+)
+def test_a_demonstration_is_what_a_rollout_of_the_same_answers_records(chat: ChatFormat, env: CustomEnv) -> None:
+    demonstrate = demonstrator(WARM, env, chat, max_tokens=512)
+    num_pictures = 0
+    for seed in range(4):
+        env_seed, answers, _ = same_walk(seed, env)
+        demos = demonstrate(np.random.default_rng(seed))
+        segments = rolled_out(chat, env, env_seed, answers, 512).segments
+        assert len(demos) == len(segments)
+        for demo, segment in zip(demos, segments, strict=True):
+            assert demo.tokens.tolist() == segment.tokens.tolist()
+            assert demo.learned.tolist() == np.flatnonzero(segment.loss_mask).tolist()
+            assert demo.pictures == segment.pictures
+            num_pictures += len(demo.pictures)
+    assert num_pictures >= 8
+
+
+def test_each_picture_shows_the_lake_as_it_was_when_its_answer_was_given(chat: ChatFormat) -> None:
+    (demo,) = demonstrator(WARM, ENV, chat, max_tokens=512)(np.random.default_rng(3))
+    seed, answers, _ = same_walk(3, ENV)
+    env = FrozenLakeEnv(FrozenLakeConfig(size=3, p=0.8, render_mode="rgb_array"))
+    env.reset(seed=seed)
+    assert len(demo.pictures) == len(answers) > 1
+    for picture, answer in zip(demo.pictures, answers, strict=True):
+        frame = env.render()
+        assert isinstance(frame, np.ndarray)
+        assert picture.png == encode_png(frame)
+        env.step(answer)
+
+
+def test_packed_demonstrations_keep_their_pictures_on_their_own_tokens(chat: ChatFormat) -> None:
+    demonstrate, rng = demonstrator(WARM, ENV, chat, max_tokens=512), np.random.default_rng(0)
+    demos = [each for _ in range(3) for each in demonstrate(rng)]
+    x = pack_demonstrations(demos)
+    pad = chat.sight.reader.image_token_id
+    covered = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures])
+    assert covered.tolist() == (x.tokens == pad).nonzero()[:, 0].tolist()
+    assert [p.png for p in x.pictures] == [p.png for demo in demos for p in demo.pictures]
+    assert not set(covered.tolist()) & set(x.positions.tolist())
+
+
+class Lamp(gymnasium.Env[str, str]):
+    """White where the answer is Up, black where it is Down."""
+
+    def __init__(self) -> None:
+        self.render_mode = "rgb_array"
+        self.lit = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self.lit = bool(self.np_random.integers(2))
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(action == ("Down", "Up")[self.lit]), True, False, {}
+
+    def render(self) -> npt.NDArray[np.uint8]:
+        return np.full((32, 32, 3), 255 * self.lit, dtype=np.uint8)
+
+
+def say_what_is_seen(env: Lamp, rng: np.random.Generator) -> list[Message]:
+    env.reset(seed=int(rng.integers(2**31)))
+    answer = ("Down", "Up")[env.lit]
+    env.step(answer)
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+
+
+def test_the_policy_learns_to_say_what_it_sees(folder: Path, chat: ChatFormat) -> None:
+    env = changed(env_type=f"{__name__}:Lamp", env_config={}, agent_template="{image}")
+    learner = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
+    demonstrate = shown_demonstrator(say_what_is_seen, env, chat, max_tokens=64)
+
+    def loss_after(steps: int) -> float:
+        config = WARM.model_copy(update={"steps": steps, "episodes_per_step": 8, "learning_rate": 1e-3})
+        loss = warm_start(learner, config, demonstrate, seed=1, progress=lambda *_: None)
+        assert loss is not None
+        return loss
+
+    assert loss_after(1) > 2.0
+    assert loss_after(60) < 0.05  # a policy that does not see is at ln(2) / 2 at best
+
+
+@pytest.mark.parametrize("manager", ["TrajEnvManager", "StepEnvManager"])
+def test_a_demonstration_longer_than_a_trajectory_may_be_is_cut_as_a_rollout_is(chat: ChatFormat, manager: str) -> None:
+    env = changed(env_manager_cls=manager, agent_template="{image}")
+    env_seed, answers, _ = same_walk(3, env)
+    for length in (28, 40, 47, 48, 49):
+        demos = demonstrator(WARM, env, chat, max_tokens=length)(np.random.default_rng(3))
+        segments = rolled_out(chat, env, env_seed, answers, length).segments
+        assert [demo.tokens.tolist() for demo in demos] == [segment.tokens.tolist() for segment in segments]
+        assert max(len(demo.tokens) for demo in demos) <= length
+    with pytest.raises(ValueError, match="first prompt alone takes 27 tokens"):
+        demonstrator(WARM, env, chat, max_tokens=20)(np.random.default_rng(3))
+
+
+def walking(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ...]) -> list[Message]:
+    env.reset(seed=int(rng.integers(2**31)))
+    messages: list[Message] = []
+    for answer in answers:
+        messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        env.step(answer)
+    return messages
+
+
+def shown(chat: ChatFormat, play: Callable[..., list[Message]], env: CustomEnv = ENV) -> list[Demonstration]:
+    return shown_demonstrator(play, env, chat, max_tokens=512)(np.random.default_rng(0))
+
+
+def test_a_demonstration_may_end_early_and_begin_anew(chat: ChatFormat) -> None:
+    def twice(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
+        walking(env, rng, ("Up", "Up", "Up"))
+        return walking(env, rng, ("Up", "Left"))
+
+    (demo,) = shown(chat, twice)
+    assert len(demo.pictures) == 2
+    assert chat.answer(tuple(demo.tokens[demo.learned].tolist())) == "Up Left"
+
+
+def test_answers_that_the_env_was_not_given_are_refused(chat: ChatFormat) -> None:
+    def making_up(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
+        walking(env, rng, ("Up", "Left"))
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Down"}]
+
+    with pytest.raises(ValueError, match=r"gave env\.step since its last reset: it tells \['Down'\]"):
+        shown(chat, making_up)
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"), [(("jump",), "'jump' is '' in the policy's"), (("Up Up Left",), "takes 3 tokens")]
+)
+def test_answers_that_the_policy_could_not_give_are_refused(
+    chat: ChatFormat, answers: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        shown(chat, lambda env, rng: walking(env, rng, answers))
+
+
+def test_an_env_that_draws_nothing_is_refused(chat: ChatFormat) -> None:
+    with pytest.raises(ValueError, match="render_mode rgb_array"):
+        shown(chat, careful_wandering, changed(env_config={"size": 3}))
+
+
+def test_a_policy_that_reads_no_pictures_is_refused(tmp_path: Path) -> None:
+    write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
+    with pytest.raises(ValueError, match="writes no pictures"):
+        shown(load_chat_format(tmp_path), careful_wandering)

@@ -1,0 +1,1 @@
+"""Groups of trajectories: selection, reward shaping, replay, packing into batches."""

@@ -1,0 +1,343 @@
+"""Trajectories to packed tensors; the one place where shapes are born.
+
+N tokens of S sequences lie end to end, without padding. Only M of them were sampled; everything that is trained on
+(logprobs, advantages, weights) is an array [M] over those, trajectory after trajectory, each in the order of sampling.
+Entry m belongs to the token at `positions[m]`; its logprob (and value) is predicted at the position before it, so a
+sequence's first token is never a sampled one. Tokens after a sequence's last sampled one are left out: none is trained on.
+
+    batch = pack(groups)                                    one row of tokens, arrays [M]
+    for part in minibatches(batch, n):                      one optimizer step each
+        for micro in microbatches(batch, part, max_tokens): one forward and backward pass each
+            micro.tokens [n], micro.cu_seqlens [s + 1], micro.positions [m]: what the model reads
+            micro.index [m]: where its sampled tokens stand in the batch's [M] arrays
+
+Sequences into bins under a token budget: as few as the budget allows, alike in tokens, similar lengths together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from offbeat.services.messages.types import (
+    Group,
+    Picture,
+    StopReason,
+    Trajectory,
+)
+
+
+def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
+    """Indexes of `lengths` in bins of at most `budget` in sum; one that is longer is alone in its bin.
+
+    Neighbours by length share a bin. The number of bins is a multiple of `multiple_of` where there are sequences enough.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    fewest = len(_fill(order, lengths, budget))
+    wanted = min(-(-fewest // multiple_of) * multiple_of, len(order))
+    low, high = 1, budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(order, lengths, middle)) <= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    bins = _fill(order, lengths, high)
+    while len(bins) < wanted:
+        _split_largest(bins, lengths)
+    return bins
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Runs of `order`, each as long as `capacity` allows."""
+    bins: list[list[int]] = []
+    filled = 0
+    for i in order:
+        if not bins or filled + lengths[i] > capacity:
+            bins.append([])
+            filled = 0
+        bins[-1].append(i)
+        filled += lengths[i]
+    return bins
+
+
+def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
+    """Halve, in place, the fullest of the bins that hold more than one sequence."""
+    divisible = [k for k, members in enumerate(bins) if len(members) > 1]
+    fullest = max(divisible, key=lambda k: sum(lengths[i] for i in bins[k]))
+    members = bins[fullest]
+    bins[fullest : fullest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
+
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed sequences of T trajectories with R turns.
+
+    tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M] int64
+    (turns count through the whole batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
+    each turn's reward on its last token; last: [M] bool, the last sampled token of its trajectory; episode_reward: [T]
+    float32; group: [T] int64; tag: [T] int64, a place in `tags`; truncated: [T] bool, ended for want of room; temperatures:
+    [M] float32 that the tokens were sampled at, NaN where the run's own was, or None where it was for all; greedy_reward:
+    [G] float32, of each group's greedy episodes (their mean), or None where a group has none.
+    Of turns, trajectory after trajectory: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64,
+    one number for the turns of a group that answered the same state, and one of its own for a turn without a state hash.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    positions: Tensor
+    sequence: Tensor
+    trajectory: Tensor
+    turn: Tensor
+    behavior_logprobs: Tensor
+    versions: Tensor
+    turn_reward: Tensor
+    last: Tensor
+    episode_reward: Tensor
+    group: Tensor
+    tag: Tensor
+    tags: tuple[str, ...]
+    truncated: Tensor
+    owner: Tensor
+    score: Tensor
+    anchor: Tensor
+    temperatures: Tensor | None = None
+    greedy_reward: Tensor | None = None
+    pictures: tuple[tuple[Picture, ...], ...] = ()
+    """Of each sequence, by their places in it; empty where none has any."""
+
+    @property
+    def last_turn(self) -> Tensor:
+        """[R] bool: the last turn of its trajectory."""
+        return self.owner.diff(append=self.owner.new_full((1,), -1)) != 0
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.episode_reward)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[T] int64: sampled tokens of each trajectory."""
+        return torch.bincount(self.trajectory, minlength=self.num_trajectories)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def sampled_by(self, version: int) -> Tensor:
+        """[M] bool: `version` sampled the token and all sampled tokens before it in its trajectory."""
+        others = (self.versions != version).long().cumsum(0)
+        starts = torch.searchsorted(self.trajectory, self.trajectory)
+        before = torch.cat([others.new_zeros(1), others])[starts]
+        return others == before
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Whole sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
+    parents [s] or None as in `trainer.models.prefix_attention` (then cu_seqlens are the borders of roots and branches),
+    temperatures [m] as in the batch; pictures by their places in tokens."""
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    positions: Tensor
+    index: Tensor
+    temperatures: Tensor | None = None
+    parents: Tensor | None = None
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What `pack` collects: a piece per sequence, or a number per turn."""
+
+    tokens: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
+    positions: list[IntArray] = field(default_factory=list[IntArray])
+    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list[npt.NDArray[np.float32]])
+    versions: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
+    turns: list[IntArray] = field(default_factory=list[IntArray])
+    owners: list[int] = field(default_factory=list[int])
+    turn_rewards: list[float] = field(default_factory=list[float])
+    turn_owners: list[int] = field(default_factory=list[int])
+    anchors: list[int] = field(default_factory=list[int])
+    states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
+    pictures: list[tuple[Picture, ...]] = field(default_factory=list[tuple[Picture, ...]])
+    num_tokens: int = 0
+
+    def add(self, owner: int, group: int, trajectory: Trajectory) -> None:
+        turn_of = [np.full(len(segment.tokens), -1, dtype=np.int64) for segment in trajectory.segments]
+        for turn in trajectory.turns:
+            turn_of[turn.segment][turn.start : turn.end] = len(self.turn_rewards)
+            self.turn_rewards.append(turn.reward)
+            self.turn_owners.append(owner)
+            self.anchors.append(self._anchor(group, turn.state_hash))
+        for segment, turns in zip(trajectory.segments, turn_of, strict=True):
+            sampled = np.flatnonzero(segment.loss_mask)
+            if not len(sampled):
+                continue
+            if sampled[0] == 0 or turns[sampled].min() < 0:
+                what = "a segment starts with a sampled token" if sampled[0] == 0 else "a sampled token is of no turn"
+                raise ValueError(f"{trajectory.group_id}/{trajectory.index}: {what}")
+            end = int(sampled[-1]) + 1
+            self.tokens.append(segment.tokens[:end])
+            self.positions.append(sampled + self.num_tokens)
+            self.logprobs.append(segment.logprobs[sampled])
+            self.versions.append(segment.token_versions()[sampled])
+            self.turns.append(turns[sampled])
+            self.owners.append(owner)
+            self.pictures.append(tuple(picture for picture in segment.pictures if picture.start < end))
+            self.num_tokens += end
+
+    def _anchor(self, group: int, state_hash: str) -> int:
+        """A number for the state; an unknown state is like no other."""
+        key = (group, state_hash) if state_hash else (-1, str(len(self.anchors)))
+        return self.states.setdefault(key, len(self.states))
+
+
+def pack(groups: Sequence[Group]) -> Batch:
+    """Lay the groups' trajectories end to end. A segment without a sampled token is left out: nothing trains on it.
+
+    Raises:
+        ValueError: a segment starts with a sampled token, or a sampled token belongs to no turn.
+    """
+    columns = _Columns()
+    members = [(number, trajectory) for number, group in enumerate(groups) for trajectory in group.trajectories]
+    for owner, (number, trajectory) in enumerate(members):
+        columns.add(owner, number, trajectory)
+    counts = np.array([len(part) for part in columns.positions], dtype=np.int64)
+    turns = _ints(columns.turns)
+    order = np.argsort(turns, kind="stable")
+    turn = turns[order]
+    trajectory_of = np.repeat(np.array(columns.owners, dtype=np.int64), counts)[order]
+    lengths = [len(part) for part in columns.tokens]
+    tags = sorted({trajectory.tag for _, trajectory in members})
+    of_members = [groups[number].temperature for number, _ in members]
+    return Batch(
+        tokens=torch.from_numpy(_ints(columns.tokens)),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64),
+        positions=torch.from_numpy(_ints(columns.positions)[order]),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[order]),
+        trajectory=torch.from_numpy(trajectory_of),
+        turn=torch.from_numpy(turn),
+        behavior_logprobs=torch.from_numpy(_floats(columns.logprobs)[order]),
+        versions=torch.from_numpy(_ints(columns.versions)[order]),
+        turn_reward=torch.from_numpy(_place_rewards(turn, trajectory_of, columns)),
+        last=torch.from_numpy(np.diff(trajectory_of, append=-1) != 0),
+        episode_reward=torch.tensor([trajectory.reward for _, trajectory in members], dtype=torch.float32),
+        group=torch.tensor([number for number, _ in members], dtype=torch.int64),
+        tag=torch.tensor([tags.index(trajectory.tag) for _, trajectory in members], dtype=torch.int64),
+        tags=tuple(tags),
+        truncated=torch.tensor([t.stop_reason is StopReason.MAX_LENGTH for _, t in members], dtype=torch.bool),
+        owner=torch.tensor(columns.turn_owners, dtype=torch.int64),
+        score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
+        anchor=torch.tensor(columns.anchors, dtype=torch.int64),
+        temperatures=_temperatures(of_members, trajectory_of),
+        pictures=tuple(columns.pictures) if any(columns.pictures) else (),
+        greedy_reward=_greedy_rewards(groups),
+    )
+
+
+def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
+    """[G]"""
+    if not all(group.baselines for group in groups):
+        return None
+    means = [fmean(trajectory.reward for trajectory in group.baselines) for group in groups]
+    return torch.tensor(means, dtype=torch.float32)
+
+
+def _temperatures(of_members: Sequence[float | None], trajectory: IntArray) -> Tensor | None:
+    """[M], from each trajectory's."""
+    if all(temperature is None for temperature in of_members):
+        return None
+    known = np.array([math.nan if temperature is None else temperature for temperature in of_members], dtype=np.float32)
+    return torch.from_numpy(known[trajectory])
+
+
+def _place_rewards(turn: IntArray, trajectory: IntArray, columns: _Columns) -> npt.NDArray[np.float32]:
+    """[M]: each turn's reward on its last sampled token; without one, on the last token before it in its trajectory, else
+    on the first one after it.
+
+    turn, trajectory: [M], both ascending
+    """
+    owners = np.array(columns.turn_owners, dtype=np.int64)
+    place = np.searchsorted(turn, np.arange(len(owners)), side="right") - 1
+    first, end = np.searchsorted(trajectory, owners, side="left"), np.searchsorted(trajectory, owners, side="right")
+    heard = end > first
+    place = np.maximum(place, first)[heard]
+    rewards = np.array(columns.turn_rewards, dtype=np.float64)[heard]
+    return np.bincount(place, weights=rewards, minlength=len(turn)).astype(np.float32)
+
+
+def _ints(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> IntArray:
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _floats(parts: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+
+
+def minibatches(batch: Batch, count: int) -> list[list[int]]:
+    """Split the sequences into at most `count` parts, none of them empty, alike in number and in lengths; deterministic."""
+    by_length = torch.argsort(batch.cu_seqlens.diff(), descending=True, stable=True).tolist()
+    parts: list[list[int]] = [[] for _ in range(min(count, batch.num_sequences))]
+    for dealt, sequence in enumerate(by_length):
+        turn, seat = divmod(dealt, len(parts))
+        parts[seat if turn % 2 == 0 else -1 - seat].append(sequence)
+    return [sorted(part) for part in parts]
+
+
+def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
+    """Bins of whole sequences of at most `max_tokens` tokens (a longer sequence is alone), alike in tokens, and of similar
+    length inside, so that little is padded where a kernel pads.
+
+    multiple_of: make the number of bins a multiple of it, where there are sequences enough: the ranks that share them.
+    """
+    lengths = batch.cu_seqlens.diff().tolist()
+    bins = balanced_bins([lengths[s] for s in sequences], max_tokens, multiple_of)
+    by_sequence = torch.argsort(batch.sequence, stable=True)
+    borders = torch.searchsorted(batch.sequence[by_sequence], torch.arange(batch.num_sequences + 1)).tolist()
+    sampled = [by_sequence[start:end] for start, end in pairwise(borders)]
+    return [_micro(batch, sampled, sorted(sequences[i] for i in chosen)) for chosen in bins]
+
+
+def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> MicroBatch:
+    """sampled: for each sequence of the batch, where its sampled tokens stand in [M] arrays."""
+    starts = batch.cu_seqlens[:-1][chosen]
+    ends = batch.cu_seqlens[1:][chosen]
+    borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
+    index = torch.cat([sampled[s] for s in chosen])
+    shift = (borders[:-1] - starts).repeat_interleave(torch.tensor([len(sampled[s]) for s in chosen]))
+    return MicroBatch(
+        tokens=torch.cat([batch.tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]),
+        cu_seqlens=borders,
+        positions=batch.positions[index] + shift,
+        index=index,
+        temperatures=None if batch.temperatures is None else batch.temperatures[index],
+        pictures=_pictures(batch, chosen, borders.tolist()),
+    )
+
+
+def _pictures(batch: Batch, chosen: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
+    """Those of the chosen sequences, which start at `borders`."""
+    if not batch.pictures:
+        return ()
+    shifted = zip(chosen, borders[:-1], strict=True)
+    return tuple(replace(p, start=p.start + shift) for s, shift in shifted for p in batch.pictures[s])

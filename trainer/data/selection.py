@@ -1,0 +1,113 @@
+"""Which groups and episodes of a step are learnt from.
+
+Invariant: the same groups are chosen whatever their order, except that ties of the variance filter go to the earlier group.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from offbeat.services.messages.types import Group
+from offbeat.trainer.algorithms.aggregation import NOBODY_SILENT, Silent
+from offbeat.trainer.algorithms.normalization import has_signal
+from offbeat.trainer.checks.algorithm import load_filter
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.batch import Batch, pack
+from offbeat.trainer.data.reward_shaping import shaped
+
+
+def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
+    """Whether a step can learn from the group: a filter of the configuration has not refused it, and where its members are
+    compared with each other, not all did equally well.
+
+    What becomes of a group without signal is the caller's to do, by `config.zero_variance`; with `train` all carry one.
+    """
+    if config.zero_variance == "train":
+        return True
+    if config.difficulty_mask and group.trajectories:
+        mean = statistics.fmean(trajectory.reward for trajectory in group.trajectories)
+        if not config.difficulty_low_threshold < mean < config.difficulty_high_threshold:
+            return False
+    if config.group_filter_cls is not None and not _filter(config.group_filter_cls)(group):
+        return False
+    if not config.compares_siblings:
+        return True
+    (group,) = shaped([group], config)
+    compared = (*group.trajectories, *group.baselines) if config.num_baselines else group.trajectories
+    rewards = [trajectory.reward for trajectory in compared]
+    if config.adv_estimator == "step_reinforce":
+        return _turns_differ(group, config, by_state=config.reward_normalization.grouping == "state")
+    of_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0
+    of_episodes = config.adv_estimator != "gigpo" or config.episode_reward_weight > 0
+    return (of_episodes and has_signal(torch.tensor(rewards))) or (
+        of_turns and _turns_differ(group, config, by_state=True)
+    )
+
+
+def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
+    """Whether turns that are compared, those at the same state or all of the group, have different returns."""
+    returns: dict[str, list[float]] = {}
+    for trajectory in group.trajectories:
+        value = 0.0
+        for turn in reversed(trajectory.turns):
+            value = turn.reward + config.step_reward_gamma * value
+            if turn.state_hash or not by_state:
+                returns.setdefault(turn.state_hash if by_state else "", []).append(value)
+    return any(has_signal(torch.tensor(values)) for values in returns.values())
+
+
+@lru_cache(maxsize=8)
+def _filter(path: str) -> Callable[[Group], bool]:
+    return cast(Callable[[Group], bool], load_filter(path)())
+
+
+def most_varied(groups: Sequence[Group], ratio: float, silent: Silent = NOBODY_SILENT) -> tuple[list[Group], Silent]:
+    """StarPO-S (RAGEN, arXiv:2504.20073): the share `ratio` of a step's groups, at least one, whose rewards deviate most, in
+    the order in which they came.
+
+    silent: the part of the step that is masked; its groups are the last to be chosen. Gives what is chosen of it, too, as if
+    they were of one size.
+    """
+    if ratio >= 1 or not groups:
+        return list(groups), silent
+    count = max(1, round(ratio * (len(groups) + silent.groups)))
+    deviation = [statistics.pstdev([t.reward for t in group.trajectories] or [0.0]) for group in groups]
+    chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
+    masked = max(0, count - len(groups))
+    part = masked / max(1, silent.groups)
+    return [groups[i] for i in chosen], Silent(round(silent.tokens * part), round(silent.sequences * part), masked)
+
+
+def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """[T] bool: episodes whose tokens are in the loss; the others still count in their groups' statistics."""
+    trained = torch.ones(batch.num_trajectories, dtype=torch.bool)
+    if config.max_len_mask:
+        trained &= ~batch.truncated
+    if config.error_max_len_clip:
+        trained &= (batch.episode_reward > 0) | (batch.lengths <= config.error_max_len_threshold)
+    return trained
+
+
+def silent_part(masked: Sequence[Group], config: AlgorithmConfig) -> Silent:
+    """How much of a batch is without signal: a policy loss would be zero there, yet its denominators count that part."""
+    batch = pack(shaped(masked, config))
+    trained = trained_episodes(batch, config)
+    return Silent(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
+
+
+def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
+    """[T] float: what each episode's policy loss is multiplied with, or None if with nothing."""
+    if not (config.difficulty_loss_weight or config.length_loss_weight) or not batch.num_trajectories:
+        return None
+    weights = torch.ones(batch.num_trajectories)
+    if config.difficulty_loss_weight:
+        size = torch.bincount(batch.group).clamp(min=1)
+        mean = torch.zeros(len(size)).index_add_(0, batch.group, batch.episode_reward) / size
+        weights = weights * (0.5 + 1.5 * (1.0 - mean.clamp(0.0, 1.0)))[batch.group]
+    if config.length_loss_weight:
+        weights = weights * (1.5 - batch.lengths / batch.lengths.max().clamp(min=1))
+    return weights

@@ -1,0 +1,64 @@
+"""Puts together what the loop works with, as a run's configuration says; for a learner process, and for benchmarks."""
+
+from collections.abc import Callable
+
+from offbeat.services.buffer.learner_client import RedisLearnerBuffer
+from offbeat.services.rollout.tasks import make_sampler
+from offbeat.services.telemetry import MetricsSink
+from offbeat.services.weights.api import WeightPublisher
+from offbeat.trainer.data.replay_buffer import Replay
+from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
+from offbeat.trainer.learner.group_intake import Intake
+from offbeat.trainer.learner.loop import Parts
+from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.learner.staleness_controller import StalenessController
+from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.task_sampler import Curriculum
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.checkpoint import CheckpointStore
+from offbeat.trainer.training.policy_trainer import Trainer
+
+EVALUATIONS = "evaluations"
+
+
+def parts_of(
+    run: LearnerRun,
+    *,
+    trainer: Trainer,
+    vocab_size: int,
+    publisher: WeightPublisher,
+    buffer: RedisLearnerBuffer,
+    checkpoints: CheckpointStore,
+    sink: MetricsSink,
+    log: EvaluationLog,
+    reporter: Reporter,
+    stopped: Callable[[], bool],
+) -> Parts:
+    """sink: takes evaluations; stopped: whether somebody wants the learner to end."""
+    config = run.config
+    return Parts(
+        buffer=buffer,
+        publisher=publisher,
+        trainer=trainer,
+        checkpoints=checkpoints,
+        evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score),
+        intake=Intake(
+            buffer=buffer,
+            config=config,
+            groups_per_step=config.groups_per_step,
+            max_staleness=config.max_staleness,
+            train_stale=config.buffer.stale_policy == "train",
+            vocab_size=vocab_size,
+        ),
+        reporter=reporter,
+        journal=StepJournal(run.output_dir, buffer.epoch),
+        replay=Replay(config.replay, config.groups_per_step, config.seed),
+        staleness=StalenessController(
+            config.staleness_controller,
+            buffer,
+            groups_per_step=config.groups_per_step,
+            num_env_groups=config.train_env_manager.num_env_groups,
+        ),
+        curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
+        stopped=stopped,
+    )

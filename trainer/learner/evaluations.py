@@ -1,0 +1,194 @@
+"""Evaluations on held-out tasks: queued in the buffer, collected when they are done, without stopping training.
+
+Invariant: each evaluation is recorded once; one that was queued before the learner was replaced is still collected.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+from redis import Redis
+
+from offbeat.services.buffer.api import LearnerBuffer
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.codec import encode_trajectories
+from offbeat.services.messages.types import Trajectory
+from offbeat.services.telemetry import (
+    MetricRecord,
+    MetricsSink,
+    Partial,
+    mean,
+)
+
+logger = logging.getLogger(__name__)
+
+When = Literal["before", "during", "after"]
+Sampling = Literal["sampled", "greedy"]
+
+KEPT_EPISODES = 32
+"""Episodes of an evaluation that are written down, with their text and, beside it, token by token."""
+TOKENS = ".trajectories"
+"""Ending of the files that hold tokens: `offbeat.services.messages.codec.encode_trajectories`."""
+POLL_S = 0.5
+RECORDED = "recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of the weights of `step`."""
+
+    when: When
+    sampling: Sampling
+    step: int
+    num_episodes: int
+
+    @property
+    def eval_id(self) -> str:
+        return f"{self.when}-{self.sampling}-{self.step}"
+
+    @classmethod
+    def parse(cls, eval_id: str, num_episodes: int) -> "Evaluation":
+        """The inverse of `eval_id`."""
+        when, sampling, step = eval_id.split("-")
+        return cls(cast(When, when), cast(Sampling, sampling), int(step), num_episodes)
+
+
+class EvaluationLog(Protocol):
+    """Remembers evaluations beyond the life of a learner: id -> number of episodes, or `recorded`."""
+
+    def load(self) -> Mapping[str, str]: ...
+
+    def put(self, eval_id: str, state: str) -> None: ...
+
+    def remove(self, eval_id: str) -> None: ...
+
+
+class RedisEvaluationLog:
+    """`EvaluationLog` in a hash of the run."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).key("evaluations")
+
+    def load(self) -> Mapping[str, str]:
+        """See `EvaluationLog`."""
+        raw = cast(dict[bytes, bytes], self._redis.hgetall(self._key))
+        return {key.decode(): value.decode() for key, value in raw.items()}
+
+    def put(self, eval_id: str, state: str) -> None:
+        """See `EvaluationLog`."""
+        self._redis.hset(self._key, eval_id, state)
+
+    def remove(self, eval_id: str) -> None:
+        """See `EvaluationLog`."""
+        self._redis.hdel(self._key, eval_id)
+
+
+class Evaluations:
+    """Starts evaluations, and records and writes down those that are done."""
+
+    def __init__(
+        self,
+        buffer: LearnerBuffer,
+        sink: MetricsSink,
+        log: EvaluationLog,
+        folder: Path,
+        score: Callable[[int, float], None] = lambda _step, _value: None,
+    ) -> None:
+        """score: hears how well the weights of a step did, sampled: their success, or where envs tell none their reward."""
+        self._score = score
+        self._buffer = buffer
+        self._sink = sink
+        self._log = log
+        self._folder = folder
+        known = log.load()
+        self._recorded = {eval_id for eval_id, state in known.items() if state == RECORDED}
+        self._pending: dict[str, Evaluation] = {}
+        for eval_id, state in known.items():
+            if state != RECORDED:
+                self.start(Evaluation.parse(eval_id, int(state)))
+
+    def start(self, evaluation: Evaluation) -> None:
+        """Queue an evaluation, unless it was recorded before."""
+        if evaluation.eval_id in self._recorded or not evaluation.num_episodes:
+            return
+        self._log.put(evaluation.eval_id, str(evaluation.num_episodes))
+        self._buffer.start_eval(
+            evaluation.eval_id,
+            evaluation.num_episodes,
+            sampling_name=evaluation.sampling,
+            min_version=evaluation.step,
+        )
+        self._pending[evaluation.eval_id] = evaluation
+
+    def forget_after(self, step: int) -> None:
+        """The weights of later steps were left behind, and those that come are others: none of them is evaluated yet."""
+        for eval_id in (*self._recorded, *self._pending):
+            if Evaluation.parse(eval_id, 0).step <= step:
+                continue
+            self._log.remove(eval_id)
+            self._recorded.discard(eval_id)
+            if self._pending.pop(eval_id, None):
+                self._buffer.forget_eval(eval_id)
+
+    def collect(self) -> None:
+        """Record every evaluation that is done by now."""
+        for evaluation in list(self._pending.values()):
+            trajectories = self._buffer.eval_result(evaluation.eval_id)
+            if trajectories is not None:
+                self._record(evaluation, trajectories)
+
+    def wait(self, stopped: Callable[[], bool]) -> bool:
+        """Record all pending evaluations; False if `stopped` said so first."""
+        while self._pending:
+            if stopped():
+                return False
+            evaluation = next(iter(self._pending.values()))
+            trajectories = self._buffer.wait_eval(evaluation.eval_id, POLL_S)
+            if trajectories is not None:
+                self._record(evaluation, trajectories)
+        return True
+
+    def _record(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
+        labels = {"when": evaluation.when, "sampling": evaluation.sampling}
+        values = _values(evaluation, trajectories)
+        self._write_down(evaluation, trajectories[:KEPT_EPISODES])
+        self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
+        if evaluation.sampling == "sampled" and "reward" in values:
+            self._score(evaluation.step, values.get("success", values["reward"]).value)
+        shown = ", ".join(f"{name} {values[name].value:.3f}" for name in ("success", "reward") if name in values)
+        logger.info("evaluation %s of %d episodes: %s", evaluation.eval_id, len(trajectories), shown)
+        self._log.put(evaluation.eval_id, RECORDED)
+        self._recorded.add(evaluation.eval_id)
+        self._buffer.forget_eval(evaluation.eval_id)
+        del self._pending[evaluation.eval_id]
+
+    def _write_down(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
+        rows = [
+            {"tag": t.tag, "seed": t.seed, "reward": t.reward, "metrics": t.metrics, "text": list(t.text)}
+            for t in trajectories
+        ]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{evaluation.eval_id}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        path.with_suffix(TOKENS).write_bytes(encode_trajectories(trajectories))
+
+
+def _values(evaluation: Evaluation, trajectories: list[Trajectory]) -> dict[str, Partial]:
+    failed = Partial("sum", float(evaluation.num_episodes - len(trajectories)))
+    if not trajectories:
+        return {"episodes_failed": failed}
+    success = [t.metrics["success"] for t in trajectories if "success" in t.metrics]
+    versions = [span for t in trajectories if (span := t.version_range())]
+    return {
+        **({"success": mean(success)} if success else {}),
+        "reward": mean(t.reward for t in trajectories),
+        "turns": mean(float(len(t.turns)) for t in trajectories),
+        "episodes": Partial("sum", float(len(trajectories))),
+        "episodes_failed": failed,
+        "version_min": Partial("min", float(min((low for low, _ in versions), default=evaluation.step))),
+        "version_max": Partial("max", float(max((high for _, high in versions), default=evaluation.step))),
+    }

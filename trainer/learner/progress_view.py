@@ -1,0 +1,147 @@
+"""What a person sees of a learner while it trains: one live line in a terminal, plain lines anywhere else.
+
+Invariant: a view only shows; a learner without one trains the same.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+from offbeat.services.telemetry import Partial
+
+LINE_EVERY_S = 10.0
+"""Without a terminal: one line so often, and one at each change of phase."""
+NO_DIGITS = str.maketrans("", "", "0123456789")
+SHOWN = {
+    "reward": ("reward", "{:.2f}"),
+    "success": ("success", "{:.2f}"),
+    "staleness": ("staleness", "{:.1f}"),
+    "tokens_per_busy_s": ("tokens/s", "{:,.0f}"),
+    "time/wait_s": ("waited", "{:.1f} s"),
+    "time/train_s": ("trained", "{:.1f} s"),
+}
+"""Metric of a step -> its name for people, and its format."""
+
+
+class LearnerView(Protocol):
+    """Shows a learner's progress; `say` may be called from a signal handler."""
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        ...
+
+    def phase(self, text: str) -> None:
+        """What the learner is at."""
+        ...
+
+    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """A step that was trained, with its metrics."""
+        ...
+
+    def close(self) -> None:
+        """Show nothing more but what is said."""
+        ...
+
+
+class SilentView:
+    """Shows nothing: the ranks that follow, and tests."""
+
+    def say(self, text: str) -> None:
+        """See `LearnerView.say`."""
+
+    def phase(self, text: str) -> None:
+        """See `LearnerView.phase`."""
+
+    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """See `LearnerView.step`."""
+
+    def close(self) -> None:
+        """See `LearnerView.close`."""
+
+
+class LineView:
+    """A line now and then, for logs and pipes."""
+
+    def __init__(self, console: Console, max_steps: int) -> None:
+        self._console = console
+        self._max_steps = max_steps
+        self._phase = ""
+        self._next_at = 0.0
+
+    def say(self, text: str) -> None:
+        """See `LearnerView.say`."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def phase(self, text: str) -> None:
+        """Print it if it is more than a count that goes up, or if the last line is old."""
+        new = text.translate(NO_DIGITS) != self._phase.translate(NO_DIGITS)
+        self._phase = text
+        if new or time.monotonic() >= self._next_at:
+            self._line(text)
+
+    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """Print it if the last line is old, or if it is the last."""
+        if time.monotonic() >= self._next_at or step == self._max_steps:
+            self._line(f"step {step}/{self._max_steps}  {describe_step(values)}")
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _line(self, text: str) -> None:
+        self._next_at = time.monotonic() + LINE_EVERY_S
+        self.say(text)
+
+
+class TerminalView:
+    """One line that is redrawn in place."""
+
+    def __init__(self, console: Console, max_steps: int) -> None:
+        self._console = console
+        self._max_steps = max_steps
+        self._phase, self._step, self._figures = "starting", 0, ""
+        self._spinner = Spinner("dots")
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        """See `LearnerView.say`."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def phase(self, text: str) -> None:
+        """See `LearnerView.phase`."""
+        self._phase = text
+
+    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """See `LearnerView.step`."""
+        self._step, self._figures = step, describe_step(values)
+
+    def close(self) -> None:
+        """Take the line away."""
+        self._live.stop()
+
+    def _render(self) -> Table:
+        line = Table.grid(padding=(0, 1))
+        for _ in range(5):
+            line.add_column(no_wrap=True, overflow="ellipsis")
+        bar = ProgressBar(total=self._max_steps, completed=self._step, width=20)
+        line.add_row(self._spinner, self._phase, bar, f"{self._step}/{self._max_steps}", self._figures)
+        return line
+
+
+def describe_step(values: Mapping[str, Partial]) -> str:
+    """A step's figures that matter, in one line."""
+    shown = ((label, form.format(values[name].value)) for name, (label, form) in SHOWN.items() if name in values)
+    return "  ".join(f"{label} {figure}" for label, figure in shown)
+
+
+def open_view(max_steps: int, console: Console | None = None) -> LearnerView:
+    """The view that fits where the output goes."""
+    console = console or Console(highlight=False, file=sys.stdout)
+    return TerminalView(console, max_steps) if console.is_terminal else LineView(console, max_steps)

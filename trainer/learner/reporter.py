@@ -1,0 +1,166 @@
+"""What the learner says of itself: phases for people, a metric record for each step.
+
+Invariant: a value that is not finite never enters a record, where it would poison every mean; it is counted instead.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from redis import Redis
+
+from offbeat.services.keys import RunKeys
+from offbeat.services.messages.types import Group
+from offbeat.services.telemetry import (
+    MetricRecord,
+    MetricsSink,
+    Partial,
+    mean,
+)
+from offbeat.trainer.data.replay_buffer import Again
+from offbeat.trainer.learner.group_intake import Taken
+from offbeat.trainer.learner.progress_view import LearnerView, SilentView
+
+logger = logging.getLogger(__name__)
+
+
+class Board(Protocol):
+    """Where the run's record shows how far the learner is."""
+
+    def show(self, **fields: str) -> None: ...
+
+
+class RedisBoard:
+    """The run's record in Redis."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).record
+
+    def show(self, **fields: str) -> None:
+        """Set fields of the record."""
+        self._redis.hset(self._key, mapping={**fields})
+
+
+class Reporter:
+    """Writes phases and steps; `step` is how many optimizer batches the weights have seen."""
+
+    def __init__(
+        self,
+        sink: MetricsSink,
+        board: Board,
+        view: LearnerView | None = None,
+        sign: Callable[[], None] = lambda: None,
+    ) -> None:
+        """sign: called whenever the learner says what it is at."""
+        self._sign = sign
+        self._view = view or SilentView()
+        self._sink = sink
+        self._board = board
+        self._phase = ""
+        self._trouble: str | None = None
+
+    def phase(self, text: str) -> None:
+        """Say what goes on, e.g. `warming up 120/300`."""
+        if text == self._phase:
+            return
+        self._phase = text
+        logger.info("%s", text)
+        self._view.phase(text)
+        self._board.show(learner_phase=text)
+        self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
+
+    def doing(self, stage: str, *, step: int, **detail: float) -> None:
+        """Say what the learner is at now: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
+        self._sign()
+        self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
+
+    def trouble(self, what: str) -> None:
+        """Say what goes wrong while training goes on; nothing: all is well."""
+        if what == self._trouble:
+            return
+        self._trouble = what
+        if what:
+            logger.error("%s", what)
+            self._view.say(f"{what[:1].upper()}{what[1:]}.")
+            self._sink.append(MetricRecord("learner", {"checkpoints_failed": Partial("sum", 1.0)}))
+        self._board.show(learner_trouble=what)
+
+    def stage(self, seconds: Mapping[str, float]) -> None:
+        """Record how long parts of the start took, s."""
+        values = {f"startup/{name}_s": Partial("last", value) for name, value in seconds.items()}
+        logger.info("start-up: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
+        self._sink.append(MetricRecord("learner", values, labels={"phase": "startup"}))
+
+    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """Record a trained step."""
+        kept = {name: partial for name, partial in values.items() if math.isfinite(partial.total)}
+        if len(kept) < len(values):
+            kept["not_finite"] = Partial("sum", float(len(values) - len(kept)))
+            logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(kept))))
+        self._view.step(step, kept)
+        self._sink.append(MetricRecord("learner", kept, step=step))
+        shown = {name: partial.value for name, partial in kept.items()}
+        self._board.show(learner_step=str(step), learner_metrics=json.dumps(shown))
+
+
+def was_skipped(gauges: Mapping[str, Partial]) -> bool:
+    """Whether an optimizer step of the batch was left out because its gradient was not finite."""
+    return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
+
+
+def step_values(
+    taken: Taken, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
+) -> dict[str, Partial]:
+    """The record of one step. step: 0-based; seconds: of the step's stages."""
+    staleness = [float(step - group.oldest_version) for group in taken.groups]
+    computed = gauges.get("tokens/computed", Partial("sum", 0.0)).total
+    busy_s = seconds.get("train", 0.0)
+    renamed = {name: f"actor/{name}" for name in ("mismatch_kl", "mismatch_kl_fresh", "mismatch_abs_max")}
+    return {
+        **gauges,
+        **{name: gauges[gauge] for name, gauge in renamed.items() if gauge in gauges},
+        **_consumed(taken.groups),
+        "staleness": mean(staleness),
+        "staleness_max": Partial("max", max(staleness)),
+        "groups": Partial("sum", float(len(taken.groups))),
+        "groups_without_signal": Partial("sum", float(len(taken.groups) - len(taken.signal))),
+        "groups_trained_stale": Partial("sum", float(taken.stale)),
+        **{f"groups_dropped/{reason}": Partial("sum", float(n)) for reason, n in taken.dropped.items()},
+        "tokens_trained": Partial("sum", computed),
+        **({"tokens_per_busy_s": Partial("mean", computed, busy_s)} if computed and busy_s else {}),
+        **{f"time/{name}_s": mean([value]) for name, value in seconds.items()},
+    }
+
+
+def replay_values(again: Again, step: int) -> dict[str, Partial]:
+    """Of the old groups that joined a batch. step: 0-based."""
+    if not again.groups:
+        return {}
+    staleness = [float(step - group.oldest_version) for group in again.groups]
+    return {
+        "groups_again": Partial("sum", float(len(again.groups))),
+        "staleness_again": mean(staleness),
+        "staleness_again_max": Partial("max", max(staleness)),
+    }
+
+
+def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
+    """Rewards and env metrics of all trajectories that the step consumed, computed on or not."""
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    by_name: dict[str, list[float]] = {}
+    for trajectory in members:
+        for name, value in trajectory.metrics.items():
+            if math.isfinite(value):
+                by_name.setdefault(f"env/{trajectory.tag}/{name}", []).append(value)
+    success = [t.metrics["success"] for t in members if "success" in t.metrics]
+    return {
+        **{name: mean(values) for name, values in by_name.items()},
+        **({"success": mean(success)} if success else {}),
+        "reward": mean(t.reward for t in members),
+        "turns": mean(float(len(t.turns)) for t in members),
+        "trajectories": Partial("sum", float(len(members))),
+    }

@@ -1,0 +1,212 @@
+"""How far rollouts may run ahead, set from what that costs and what it saves.
+
+Data that is too old (mismatch KL, effective sample size) lowers the staleness bound. A learner that waits while places for
+groups stand empty is held up by the bound, which rises if the data allows it; one that waits while all places are taken is
+held up by their number, which rises. Where the learner does not wait, empty places are taken away.
+
+Invariants: settings change at step boundaries alone, by the list of changes that people write to, at most once a step, and
+never for a step whose weights exist; both stay within their limits; what was averaged is part of the checkpoint.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from offbeat.services.live_settings import Settings
+from offbeat.services.telemetry import Partial
+from offbeat.trainer.config.staleness import StalenessControllerConfig
+
+logger = logging.getLogger(__name__)
+
+FILE = Path("state", "staleness.json")
+Move = Literal["fresher", "staler", "more", "fewer"]
+
+
+class Window(NamedTuple):
+    """Means over some steps; None where no step had such a figure."""
+
+    mismatch_kl: float | None
+    ess: float | None
+    learner_idle: float
+    """Share of the time that the learner waited for groups."""
+    rollout_idle: float
+    """Share of the places for groups that were empty when a step was trained."""
+
+
+@dataclass(slots=True)
+class Averages:
+    """Sums over the steps of a window."""
+
+    steps: int = 0
+    wait_s: float = 0.0
+    step_s: float = 0.0
+    empty: float = 0.0
+    mismatch_kl: float = 0.0
+    ess: float = 0.0
+    judged: int = 0
+    """Steps that had the two figures."""
+
+    def add(self, gauges: Mapping[str, Partial], wait_s: float, step_s: float, empty: float) -> None:
+        self.steps += 1
+        self.wait_s += wait_s
+        self.step_s += step_s
+        self.empty += empty
+        if "actor/mismatch_kl" in gauges and "actor/ess" in gauges:
+            self.judged += 1
+            self.mismatch_kl += gauges["actor/mismatch_kl"].value
+            self.ess += gauges["actor/ess"].value
+
+    def window(self) -> Window:
+        kl, ess = (total / self.judged if self.judged else None for total in (self.mismatch_kl, self.ess))
+        return Window(kl, ess, self.wait_s / self.step_s if self.step_s else 0.0, self.empty / max(self.steps, 1))
+
+
+@dataclass(slots=True)
+class State:
+    """What a checkpoint keeps."""
+
+    averages: Averages = field(default_factory=Averages)
+    move: Move | None = None
+    """What the last judgements asked for, and how many in a row."""
+    times: int = 0
+    decided: dict[str, float] = field(default_factory=dict[str, float])
+    """The settings as they were last set."""
+
+
+def judge(config: StalenessControllerConfig, window: Window) -> Move | None:
+    """What would be better; None: nothing."""
+    kl, ess, loose = window.mismatch_kl, window.ess, 1.0 - config.hysteresis
+    if kl is not None and ess is not None and (kl > config.max_mismatch_kl or ess < config.min_ess):
+        return "fresher"
+    fresh = (
+        kl is not None
+        and ess is not None
+        and kl <= loose * config.max_mismatch_kl
+        and 1.0 - ess <= loose * (1.0 - config.min_ess)
+    )
+    empty = window.rollout_idle > config.max_rollout_idle
+    if window.learner_idle > config.max_learner_idle:
+        if not empty:
+            return "more"
+        return "staler" if fresh else None
+    return "fewer" if empty and window.learner_idle <= loose * config.max_learner_idle else None
+
+
+def moved(
+    config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
+) -> dict[str, float]:
+    """The settings that a move changes, within their limits; empty where it has come to one.
+
+    num_env_groups: of the configuration, the most where `max_env_groups` is not set.
+    """
+    if move in ("fresher", "staler"):
+        step = config.staleness_step if move == "staler" else -config.staleness_step
+        bound = min(max(settings.max_staleness + step, config.min_staleness), config.max_staleness)
+        return {} if bound == settings.max_staleness else {"max_staleness": bound}
+    fewest = groups_per_step if config.min_env_groups is None else config.min_env_groups
+    most = num_env_groups if config.max_env_groups is None else config.max_env_groups
+    step = groups_per_step if move == "more" else -groups_per_step
+    count = min(max(settings.num_env_groups + step, fewest), most)
+    return {} if count == settings.num_env_groups else {"num_env_groups": count}
+
+
+class Suggestions(Protocol):
+    """The buffer as the controller needs it."""
+
+    def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool: ...
+
+    def num_playing(self) -> int: ...
+
+
+class StalenessController:
+    """Looks at every step and decides between two of them; without a configuration it does neither."""
+
+    def __init__(
+        self,
+        config: StalenessControllerConfig | None,
+        buffer: Suggestions,
+        *,
+        groups_per_step: int,
+        num_env_groups: int,
+    ) -> None:
+        self._config = config
+        self._buffer = buffer
+        self._groups_per_step = groups_per_step
+        self._num_env_groups = num_env_groups
+        self._state = State()
+        self._playing: int | None = None
+        self._first = True
+
+    def trained(self) -> None:
+        """A step's gradient is done and its weights are not published: as late as rollouts ever wait for it."""
+        if self._config is not None:
+            self._playing = self._buffer.num_playing()
+
+    def observe(
+        self, gauges: Mapping[str, Partial], seconds: Mapping[str, float], settings: Settings
+    ) -> dict[str, Partial]:
+        """Take a step into account, and say what was seen. seconds: of its stages `wait` and `step`.
+
+        The first step of a process is left out: it waited for the start of everything else.
+        """
+        if self._config is None or self._playing is None:
+            return {}
+        empty = 1.0 - min(1.0, self._playing / settings.num_env_groups)
+        wait_s, step_s = seconds.get("wait", 0.0), seconds.get("step", 0.0)
+        if not self._first:
+            self._state.averages.add(gauges, wait_s, step_s, empty)
+        self._first = False
+        return {
+            "staleness_controller/learner_idle": Partial("mean", wait_s, step_s),
+            "staleness_controller/rollout_idle": Partial("mean", empty, 1.0),
+            "staleness_controller/max_staleness": Partial("last", settings.max_staleness),
+            "staleness_controller/num_env_groups": Partial("last", float(settings.num_env_groups)),
+        }
+
+    def decide(self, step: int, settings: Settings) -> None:
+        """Before the boundary of optimizer batch `step`: ask for other settings if enough judgements want them."""
+        state, config = self._state, self._config
+        if config is None or state.averages.steps < config.interval:
+            return
+        window, state.averages = state.averages.window(), Averages()
+        move = judge(config, window)
+        state.move, state.times = move, state.times + 1 if move == state.move else 1
+        if move is None or state.times < config.patience:
+            return
+        values = moved(config, move, settings, self._groups_per_step, self._num_env_groups)
+        if values and self._buffer.suggest(step, values, _reason(move, window)):
+            state.decided |= values
+            logger.info("staleness controller, step %d: %s because %s", step, values, _reason(move, window))
+        state.times = 0
+
+    def save(self, folder: Path) -> None:
+        """Write what it knows into a checkpoint's folder."""
+        if self._config is not None:
+            (folder / FILE).parent.mkdir(exist_ok=True)
+            (folder / FILE).write_text(json.dumps(asdict(self._state)))
+
+    def load(self, folder: Path, step: int) -> None:
+        """Go on from a checkpoint's folder, written at `step`. A Redis that knows of no decision is told the last."""
+        if self._config is None or not (folder / FILE).is_file():
+            return
+        tree = json.loads((folder / FILE).read_text())
+        self._state = State(**{**tree, "averages": Averages(**tree["averages"])})
+        if self._state.decided:
+            why = "so it was when the checkpoint was written"
+            self._buffer.suggest(step, self._state.decided, why, if_lost=True)
+
+
+def _reason(move: Move, window: Window) -> str:
+    seen = f"learner idle {window.learner_idle:.0%}, places for groups empty {window.rollout_idle:.0%}"
+    if window.mismatch_kl is not None and window.ess is not None:
+        seen += f", mismatch KL {window.mismatch_kl:.3g}, effective sample size {window.ess:.2f}"
+    what = {
+        "fresher": "the data is too old",
+        "staler": "the learner waits for rollouts that wait for it",
+        "more": "the learner waits while all places for groups are taken",
+        "fewer": "rollouts run ahead of what the learner needs",
+    }[move]
+    return f"{what} ({seen})"

@@ -1,0 +1,260 @@
+"""From what the policy says of a micro-batch to what is minimised.
+
+    targets = prepare(batch, config, ...)                          offbeat.trainer.losses.targets
+    loss, gauges = policy_loss(config, logprobs, entropy, targets.at(micro.index))
+    loss = critic_loss(config, values, targets.at(micro.index))
+
+Losses of micro-batches and ranks add up to the optimizer step's, and those of a pass over the batch to `num_minibatches`
+times the batch's: each token carries its weight. An engine that averages gradients over W ranks must multiply by W.
+
+What each pass of an optimizer step is trained on, and the gauges that the passes leave.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offbeat.services.telemetry import Partial
+from offbeat.trainer.algorithms.aipo import one_sided_policy_gradient
+from offbeat.trainer.algorithms.cispo import clipped_weight_policy_gradient
+from offbeat.trainer.algorithms.dppo import divergence_masked_surrogate
+from offbeat.trainer.algorithms.kimi15 import mirror_descent
+from offbeat.trainer.algorithms.kl import KL_PENALTIES
+from offbeat.trainer.algorithms.ppo import clipped_surrogate
+from offbeat.trainer.algorithms.proximal import proximal_logprobs
+from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_at
+from offbeat.trainer.algorithms.sapo import soft_gated_surrogate
+from offbeat.trainer.algorithms.tis import truncated_importance_sampling
+from offbeat.trainer.algorithms.topr import tapered_policy_gradient
+from offbeat.trainer.algorithms.value import value_loss
+from offbeat.trainer.algorithms.vanilla import policy_gradient
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.config.learner import LearnerConfig
+from offbeat.trainer.data.batch import MicroBatch
+from offbeat.trainer.losses.corrections import correct
+from offbeat.trainer.losses.metrics import correction_gauges, loss_gauges, policy_gauges
+from offbeat.trainer.losses.targets import Targets
+from offbeat.trainer.models.policy import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a policy loss is made of, all [m] float. ratio: to the old policy, at the configured granularity."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    behavior_logprobs: Tensor
+    ratio: Tensor
+    advantages: Tensor
+
+
+def _ppo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return clipped_surrogate(
+        terms.ratio,
+        terms.advantages,
+        clip_low=config.pg_clip if config.pg_clip_low is None else config.pg_clip_low,
+        clip_high=config.pg_clip if config.pg_clip_high is None else config.pg_clip_high,
+        dual_clip=config.dual_clip,
+    )
+
+
+def _vanilla(_: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return policy_gradient(terms.ratio, terms.logprobs, terms.advantages)
+
+
+def _tis(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return truncated_importance_sampling(
+        terms.ratio,
+        terms.logprobs,
+        terms.advantages,
+        lower_bound=config.tis_lower_bound,
+        upper_bound=config.tis_upper_bound,
+    )
+
+
+def _cispo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return clipped_weight_policy_gradient(
+        terms.ratio,
+        terms.logprobs,
+        terms.advantages,
+        epsilon_low=config.cispo_epsilon_low,
+        epsilon_high=config.cispo_epsilon_high,
+        unified_mask=config.cispo_use_unified_mask,
+    )
+
+
+def _topr(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return tapered_policy_gradient(
+        terms.ratio,
+        terms.logprobs,
+        terms.advantages,
+        positive_weight=config.topr_positive_weight,
+        negative_weight=config.topr_negative_weight,
+    )
+
+
+def _kimi15(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return mirror_descent(terms.ratio, terms.logprobs, terms.old_logprobs, terms.advantages, tau=config.kimi15_tau)
+
+
+def _aipo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return one_sided_policy_gradient(terms.logprobs, terms.behavior_logprobs, terms.advantages, rho=config.aipo_rho)
+
+
+def _dppo_tv(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return divergence_masked_surrogate(
+        terms.logprobs,
+        terms.behavior_logprobs,
+        terms.advantages,
+        mask_low=config.dppo_mask_low,
+        mask_high=config.dppo_mask_high,
+        kl_tau=config.dppo_kl_tau,
+    )
+
+
+def _sapo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+    return soft_gated_surrogate(
+        terms.ratio,
+        terms.advantages,
+        temperature_pos=config.sapo_temperature_pos,
+        temperature_neg=config.sapo_temperature_neg,
+    )
+
+
+POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, Terms], TokenLosses]] = {
+    "ppo": _ppo,
+    "vanilla": _vanilla,
+    "tis": _tis,
+    "cispo": _cispo,
+    "topr": _topr,
+    "kimi15": _kimi15,
+    "aipo": _aipo,
+    "dppo_tv": _dppo_tv,
+    "sapo": _sapo,
+    "gpg": _vanilla,
+}
+"""By the config's `pg_variant`. `gpg` differs from `vanilla` in its scale: `Targets.pg_weights`."""
+
+
+def policy_loss(
+    config: AlgorithmConfig,
+    logprobs: Tensor,
+    entropy: Tensor,
+    targets: Targets,
+    entropy_coef: float | None = None,
+    divergence: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Partial]]:
+    """The loss of one micro-batch and gauges that merge over micro-batches and ranks.
+
+    logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of the same; entropy_coef: of
+    this step, None for the configuration's; divergence: [m] float32, KL to the reference over the whole vocabulary, which
+    `kl_loss_type: full` needs.
+    """
+    entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
+    old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
+    if targets.proximal is not None:
+        old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
+    ratio = ratio_at(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
+    surrogate = POLICY_LOSSES[config.pg_variant](
+        config, Terms(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
+    )
+    pg_loss, corrected = _corrected(
+        config, surrogate.loss, logprobs if config.old_logprobs == "behavior" else old, targets
+    )
+    terms = {"actor/pg_loss": pg_loss}
+    total = pg_loss
+    if entropy_coef:
+        total = total - entropy_coef * entropy
+    kl = divergence if config.kl_in_loss_is_full else _estimated_kl(config, logprobs, targets)
+    if kl is not None:
+        terms["actor/kl_loss"] = kl
+        total = total + config.kl_loss_coef * terms["actor/kl_loss"]
+    terms["actor/total_loss"] = total
+    gauges = policy_gauges(
+        surrogate,
+        logprobs,
+        entropy,
+        targets.advantages,
+        old,
+        targets.behavior_logprobs,
+        targets.fresh,
+    )
+    loss = (total * targets.weights).sum()
+    return loss, gauges | corrected | loss_gauges(terms, targets.weights, targets.token_share)
+
+
+def _estimated_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> Tensor | None:
+    if not config.use_kl_loss or targets.ref_logprobs is None:
+        return None
+    return KL_PENALTIES[config.kl_loss_type](logprobs, targets.ref_logprobs)
+
+
+def _corrected(
+    config: AlgorithmConfig, pg_loss: Tensor, compared: Tensor, targets: Targets
+) -> tuple[Tensor, dict[str, Partial]]:
+    """The policy loss with weights and masks. compared: [m], the logprobs that are held against what sampled."""
+    correction = correct(config.train_infer_correction, compared, targets)
+    if correction.weight is not None:
+        pg_loss = pg_loss * correction.weight
+    if targets.pg_weights is not None:
+        pg_loss = pg_loss * targets.pg_weights
+    if correction.kept is not None:
+        pg_loss = torch.where(correction.kept, pg_loss, torch.zeros_like(pg_loss))
+    return pg_loss, correction_gauges(correction.weight, correction.cut, correction.kept, targets.advantages)
+
+
+def critic_loss(config: AlgorithmConfig, values: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Partial]]:
+    """The value loss of one micro-batch, a mean over tokens (turns with `gae_level: turn`) whatever `loss_agg_mode` says.
+
+    values: [m] float32.
+    """
+    if targets.returns is None or targets.old_values is None or targets.critic_weights is None:
+        raise ValueError("the critic's loss needs returns and old values: adv_estimator gae")
+    loss = value_loss(values, targets.old_values, targets.returns, clip=config.value_clip)
+    weights = targets.critic_weights
+    return (loss * weights).sum(), loss_gauges({"critic/loss": loss}, weights, targets.token_share)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLosses:
+    """Loss functions of one optimizer step, for `TrainEngine.train`."""
+
+    config: LearnerConfig
+    micro: Sequence[MicroBatch]
+    targets: Targets
+    entropy_coef: float
+    device: torch.device
+    gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
+    """Of the passes so far."""
+
+    def of_policy(self, i: int, said: Sampled) -> Tensor:
+        """The policy's, and its value head's where it has one."""
+        here = self.targets.at(self.micro[i].index, self.device)
+        loss, seen = policy_loss(self.config, said.logprobs, said.entropies, here, self.entropy_coef, said.divergences)
+        worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
+        self.gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
+        return loss + self.of_head(i, said) if self.config.has_value_head else loss
+
+    def of_head(self, i: int, said: Sampled) -> Tensor:
+        """The value head's share of the policy's loss."""
+        return self.config.critic.vf_coef * self.of_critic(i, values_of(said))
+
+    def of_critic(self, i: int, values: Tensor) -> Tensor:
+        """The value loss."""
+        loss, seen = critic_loss(self.config, values, self.targets.at(self.micro[i].index, self.device))
+        self.gauges.append(dict(seen))
+        return loss
+
+
+def values_of(said: Sampled) -> Tensor:
+    """Raises ValueError if it was a policy without a value head that said it."""
+    if said.values is None:
+        raise ValueError("critic.backbone policy needs a policy with a value head")
+    return said.values
+
+
+def all_of(said: Sampled) -> Tensor:
+    """[1 to 3, M], of one forward pass: logprobs, divergences where there is an anchor, values where there is a head."""
+    return torch.stack([each for each in (said.logprobs, said.divergences, said.values) if each is not None])

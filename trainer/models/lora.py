@@ -1,0 +1,109 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, through PEFT, and the weights that come of them.
+
+Invariants: a fresh adapter changes nothing; only adapters are trained; checkpoints hold W + alpha/rank B A under the layer's
+Hugging Face name, and engines get the same, or the base once and adapters from then on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.trainer.config.learner import ModelArgs
+
+ADAPTER = "default"
+BASE = ".base_layer."
+"""What PEFT puts into the names of a layer's own weights."""
+FACTORS = (".lora_A.", ".lora_B.")
+PREFIX = "base_model.model."
+"""What it puts in front of the names of an adapter's tensors in a file."""
+
+
+def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
+    """Freeze the model and put adapters, drawn from `seed`, beside the layers that `lora_target` names.
+
+    Raises:
+        ValueError: no layer has such a name, one of them is not linear, or it shares its weight with another layer.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import Linear
+
+    names, alpha = args.lora_targets, args.adapter_alpha
+    config = LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=names)  # pyright: ignore[reportArgumentType]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, ADAPTER)
+    shared = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    for name, layer in _layers(model).items():
+        if not isinstance(layer, Linear) or id(layer.base_layer.weight) in shared:
+            raise ValueError(
+                f"lora_target {args.lora_target!r} names {name}, which is no linear layer with a weight of its own: name "
+                "others, or take all-linear"
+            )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it was before it had adapters."""
+    layers = _layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One weight as the world outside knows it. name: Hugging Face's, with the wrapper's prefix; parts: the parameters it is
+    made of; tensor: makes it, once they are all here."""
+
+    name: str
+    parts: list[nn.Parameter]
+    tensor: Callable[[], Tensor]
+
+
+def whole_weights(module: nn.Module) -> Iterator[Whole]:
+    """Every weight of a module, with its adapter merged in where it has one."""
+    layers = _layers(module)
+    for name, parameter in module.named_parameters():
+        owner, base, rest = name.rpartition(BASE)
+        if base and rest == "weight":
+            yield _merged(f"{owner}.{rest}", layers[owner])
+        elif base:
+            yield Whole(f"{owner}.{rest}", [parameter], parameter.detach)
+        elif not any(factor in name for factor in FACTORS):
+            yield Whole(name, [parameter], parameter.detach)
+
+
+def weights_apart(module: nn.Module, wrapper: str) -> Iterator[Whole]:
+    """The base's weights as they were before there were adapters, and each adapter's factors under PEFT's names in a file.
+
+    wrapper: what the module puts in front of Hugging Face's names.
+    """
+    for name, parameter in module.named_parameters():
+        if any(factor in name for factor in FACTORS):
+            outside = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
+        else:
+            outside = name.replace(BASE, ".")
+        yield Whole(outside, [parameter], parameter.detach)
+
+
+def _merged(name: str, layer: Any) -> Whole:
+    base, down, up = layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+
+    def merge() -> Tensor:
+        with torch.no_grad():
+            return (base.float() + layer.scaling[ADAPTER] * (up.float() @ down.float())).to(base.dtype)
+
+    return Whole(name, [base, down, up], merge)
+
+
+def _layers(module: nn.Module) -> dict[str, Any]:
+    """Layers with an adapter, by name. PEFT itself is imported by `add_adapters` alone: it takes long."""
+    return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

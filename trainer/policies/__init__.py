@@ -1,1 +1,0 @@
-"""Policies that the project can make by itself."""

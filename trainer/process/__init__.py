@@ -1,0 +1,1 @@
+"""The OS processes of one learner: ranks, lease, heartbeats, watchdog, signals."""

@@ -1,0 +1,234 @@
+"""Several learner processes: rank 0 leads and tells the others each collective call; they follow.
+
+Invariant: every rank makes the same calls on its trainer in the same order; groups travel as msgpack.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgpack
+from torch import Tensor
+
+from offbeat.services.errors import MeshError
+from offbeat.services.messages.types import Group
+from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.data.group_codec import pack_group, unpack_group
+from offbeat.trainer.engines.process_group import Ranks, broadcast
+from offbeat.trainer.process.heartbeat import PULSE, Pulse
+from offbeat.trainer.training.optimizer_step import Gauges
+from offbeat.trainer.training.policy_trainer import Trainer
+from offbeat.trainer.warm_start.train import Progress
+
+logger = logging.getLogger(__name__)
+
+STOP, GO = b"1", b"0"
+"""What rank 0 tells the others about a stop."""
+PR_SET_PDEATHSIG = 1
+LEADER = "OFFBEAT_LEADER_PID"
+"""Environment variable: the process that a follower ends with."""
+BLAME_S = 2.0
+"""How much later than the broken connection a rank's death may be seen."""
+DISMISSED_S = 30.0
+"""What a follower may take to end when it was told to."""
+STUCK_S = 15.0
+"""What the main thread gets to end by itself after a rank has died."""
+LOOK_S = 1.0
+"""How long a rank's end may go unnoticed."""
+
+
+class LeadingTrainer:
+    """Rank 0's trainer: says each call aloud before it makes it."""
+
+    def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+
+    @property
+    def kl_coef(self) -> float:
+        """See `Trainer.kl_coef`."""
+        return self._trainer.kl_coef
+
+    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
+        """See `Trainer.begin`. Each look at `stopped` is told to the others, so that all stop at the same step."""
+        self._say("begin")
+        return self._trainer.begin(progress, lambda: broadcast(self._ranks, STOP if stopped() else GO) == STOP)
+
+    def steer(self, learning_rate: float) -> None:
+        """See `Trainer.steer`."""
+        self._say("steer", learning_rate)
+        self._trainer.steer(learning_rate)
+
+    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
+        """See `Trainer.train`."""
+        self._say("train", [pack_group(group) for group in groups], step, silent, list(weights))
+        return self._trainer.train(groups, step, silent, weights)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Trainer.tensors`; must be used up."""
+        self._say("tensors")
+        yield from self._trainer.tensors()
+
+    def save(self, folder: Path) -> None:
+        """See `Trainer.save`."""
+        self._say("save", str(folder))
+        self._trainer.save(folder)
+
+    def load(self, folder: Path, kl_coef: float) -> None:
+        """See `Trainer.load`."""
+        self._say("load", str(folder), kl_coef)
+        self._trainer.load(folder, kl_coef)
+
+    def dismiss(self) -> None:
+        """Let the followers end."""
+        self._say("end")
+
+    def _say(self, *command: object) -> None:
+        if self._ranks.world_size > 1:
+            broadcast(self._ranks, cast(bytes, msgpack.packb(command)))
+
+
+def follow(trainer: Trainer, ranks: Ranks) -> None:
+    """Do what rank 0 does, until it says `end`."""
+    while True:
+        name, *arguments = cast(list[Any], msgpack.unpackb(broadcast(ranks)))
+        match name:
+            case "begin":
+                trainer.begin(lambda _done, _total: None, lambda: broadcast(ranks) == STOP)
+            case "steer":
+                trainer.steer(arguments[0])
+            case "train":
+                groups, step, silent, loss_weights = arguments
+                trainer.train([unpack_group(each) for each in groups], step, Silent(*silent), loss_weights)
+            case "tensors":
+                for _ in trainer.tensors():
+                    pass
+            case "save":
+                trainer.save(Path(arguments[0]))
+            case "load":
+                trainer.load(Path(arguments[0]), arguments[1])
+            case _:
+                return
+
+
+class RankDiedError(MeshError):
+    """One of the learner's processes ended while it was needed; the learner as a whole ends with it."""
+
+
+class Peers:
+    """Ranks 1 to N - 1 of this host, started by rank 0; they end when rank 0 does, however it ends."""
+
+    def __init__(self, running: Sequence["subprocess.Popen[bytes]"] = (), pulses: Sequence[Pulse] = ()) -> None:
+        """pulses: of the same ranks."""
+        self._running = running
+        self._pulses = pulses
+        self._ending = False
+
+    def check(self) -> None:
+        """Raises `RankDiedError` if one has ended."""
+        for rank, process in enumerate(self._running, start=1):
+            code = None if self._ending else process.poll()
+            if code:  # 0: it was dismissed
+                how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+                raise RankDiedError(
+                    f"rank {rank} (pid {process.pid}) {how}: all {len(self._running) + 1} processes end with it. "
+                    f"Its log is logs/learner-{rank}.log"
+                )
+
+    def kill_hung(self) -> None:
+        """End those that are stopped or don't run any more; their death then ends all."""
+        for rank, (process, pulse) in enumerate(zip(self._running, self._pulses, strict=True), start=1):
+            silent_s = pulse.silence_s()
+            if silent_s and process.poll() is None:
+                logger.error(
+                    "rank %d (pid %d) has given no sign of life for %.0f s: killed", rank, process.pid, silent_s
+                )
+                process.kill()
+
+    def blame(self) -> None:
+        """After a failed collective call: raise `RankDiedError` if a rank's death is why."""
+        deadline = time.monotonic() + BLAME_S
+        while self._running and time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.05)
+
+    def wait(self) -> None:
+        """Wait for all to end after they were dismissed."""
+        for process in self._running:
+            process.wait(timeout=DISMISSED_S)
+
+    def kill(self) -> None:
+        """End those that still run."""
+        self._ending = True
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterator[Peers]:
+    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so.
+
+    silent_s: one that gives no sign of life for so long is killed.
+    """
+    if num_processes == 1 or "WORLD_SIZE" in os.environ:
+        yield Peers()
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
+    os.environ.update(address, RANK="0", LOCAL_RANK="0")
+    # Sessions of their own: Ctrl-C in the terminal is for rank 0, which lets the running step end
+    pulses = [Pulse(silent_s) for _ in range(1, num_processes)]
+    started = Peers([_follower(command, rank, pulse) for rank, pulse in enumerate(pulses, start=1)], pulses)
+    threading.Thread(target=_end_with_the_dead, args=(started,), name="peers", daemon=True).start()
+    try:
+        yield started
+        started.wait()
+    finally:
+        started.kill()
+
+
+def _follower(command: Sequence[str], rank: int, pulse: Pulse) -> "subprocess.Popen[bytes]":
+    end = pulse.write_end
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LEADER: str(os.getpid()), PULSE: str(end)}
+    process = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True, pass_fds=(end,))
+    pulse.handed_over()
+    return process
+
+
+def _end_with_the_dead(started: Peers) -> None:
+    """End this process if a rank has died and the main thread, in a collective call that never returns, can't see it."""
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            started.kill_hung()
+            started.check()
+        except RankDiedError as error:
+            logger.error("%s", error)
+            time.sleep(STUCK_S)
+            logger.error("still here after %s s: ends now", STUCK_S)
+            os._exit(1)
+
+
+def die_with_leader() -> None:
+    """End when the process that started this one ends; leave Ctrl-C and SIGTERM to it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    leader = os.environ.get(LEADER)
+    if leader is not None and os.getppid() != int(leader):
+        os._exit(1)  # it ended before the kernel was asked to tell

@@ -1,0 +1,1 @@
+"""One optimizer step, its checkpoints and recorded batches."""

@@ -1,0 +1,203 @@
+"""Training again on what a run recorded: from a checkpoint, through its batches, to weights that must be the same.
+
+Invariant: nothing of the run is changed or asked for but its folder.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from offbeat.services.errors import ControlError
+from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.batch_log import BatchStore, RecordedBatch
+from offbeat.trainer.training.checkpoint import (
+    PREFIX,
+    Checkpoint,
+    CheckpointError,
+    read_checkpoint,
+)
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """One trajectory as the step saw it before its first optimizer step."""
+
+    group: int
+    index: int
+    reward: float
+    turns: int
+    tokens: int
+    """Sampled and trained on."""
+    versions: tuple[int, int]
+    """Oldest and newest that sampled one of them."""
+    staleness: int
+    ratio_mean: float
+    """exp(policy's logprob - recorded logprob), over its tokens."""
+    ratio_max: float
+    advantage_mean: float
+    advantage_min: float
+    advantage_max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Weights made again, held against a checkpoint's."""
+
+    step: int
+    equal: bool
+    """Bit for bit."""
+    tensors: int
+    largest_difference: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of it."""
+
+    start: int
+    """Step of the checkpoint it began from."""
+    steps: tuple[int, ...]
+    """Trained again."""
+    compared: tuple[Compared, ...]
+    samples: tuple[SampleView, ...] = ()
+    """Of the step that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """From which checkpoint through which steps, and what to hold the weights against."""
+
+    start: Checkpoint
+    steps: tuple[int, ...]
+    checkpoints: dict[int, Path]
+
+
+def find_route(run: LearnerRun, step: int | None) -> Route:
+    """The way to step `step`, or the longest way between two checkpoints.
+
+    Raises:
+        ControlError: what it takes is not in the run's folder; the message says what is missing.
+    """
+    whole = _whole(run.checkpoints)
+    recorded = BatchStore(run.output_dir).steps()
+    if not recorded:
+        raise ControlError(
+            f"{run.output_dir} holds no recorded batches: set record_batches to the steps to keep, and train"
+        )
+    goals = [step] if step is not None else sorted(whole, reverse=True)
+    for goal in goals:
+        for start in sorted(whole) if step is None else sorted(whole, reverse=True):
+            needed = tuple(range(start + 1, goal + 1))
+            if needed and set(needed) <= set(recorded):
+                paths = {each: checkpoint.path for each, checkpoint in whole.items() if start < each <= goal}
+                return Route(whole[start], needed, paths)
+    have = f"recorded are steps {recorded[0]} to {recorded[-1]}, whole checkpoints are of steps {sorted(whole)}"
+    if step is None:
+        raise ControlError(f"no two checkpoints with every batch between them: {have}")
+    raise ControlError(f"no way to step {step} from a checkpoint before it: {have}")
+
+
+def retrain(run: LearnerRun, route: Route, ranks: Ranks, *, shown: int | None, say: Callable[[str], None]) -> Replayed:
+    """Train the route again, inside the process group of `ranks`. shown: the step whose samples are told.
+
+    Raises:
+        ControlError: the checkpoint was written by several processes.
+        CodecError: a recorded batch can't be read.
+    """
+    start, store = route.start, BatchStore(run.output_dir)
+    if start.state.num_processes != 1:
+        raise ControlError(
+            f"{start.path} was written by {start.state.num_processes} processes: only what one process trained is trained "
+            "again bit for bit"
+        )
+    train = run.config.actor_train
+    torch.set_num_threads(train.num_threads)
+    torch.manual_seed(run.config.seed)
+    compared: list[Compared] = []
+    samples: Sequence[SampleView] = ()
+    trainer = PolicyTrainer(run, ranks)
+    trainer.load(start.path, start.state.kl_coef)
+    say(f"from {start.path}")
+    for step in route.steps:
+        batch = store.read(step)
+        trainer.steer(batch.learning_rate)
+        if step == shown:
+            samples = look(trainer, batch)
+        trainer.train(batch.groups, step - 1, batch.silent, batch.weights)
+        if step in route.checkpoints:
+            compared.append(_compare(step, trainer, route.checkpoints[step]))
+        say(f"step {step}: {len(batch.groups)} groups{_verdict(compared, step)}")
+    return Replayed(start.state.step, route.steps, tuple(compared), tuple(samples))
+
+
+def look(trainer: PolicyTrainer, batch: RecordedBatch) -> list[SampleView]:
+    """Each trajectory of a batch, with ratios and advantages under the weights as they stand."""
+    seen = trainer.look(batch.groups, batch.step - 1, batch.silent)
+    if seen is None:
+        return []
+    packed, targets = seen.batch, seen.targets
+    ratios = (seen.logprobs - packed.behavior_logprobs).exp()
+    views: list[SampleView] = []
+    members = [(group, trajectory) for group in seen.groups for trajectory in group.trajectories]
+    for place, (group, trajectory) in enumerate(members):
+        its = packed.trajectory == place
+        if not bool(its.any()):
+            continue
+        versions, advantages, ratio = packed.versions[its], targets.advantages[its], ratios[its]
+        views.append(
+            SampleView(
+                group=group.number,
+                index=trajectory.index,
+                reward=trajectory.reward,
+                turns=len(trajectory.turns),
+                tokens=int(its.sum()),
+                versions=(int(versions.min()), int(versions.max())),
+                staleness=batch.step - 1 - int(versions.min()),
+                ratio_mean=float(ratio.mean()),
+                ratio_max=float(ratio.max()),
+                advantage_mean=float(advantages.mean()),
+                advantage_min=float(advantages.min()),
+                advantage_max=float(advantages.max()),
+            )
+        )
+    return views
+
+
+def _whole(folder: Path) -> dict[int, Checkpoint]:
+    found: dict[int, Checkpoint] = {}
+    for path in folder.glob(f"{PREFIX}*"):
+        try:
+            checkpoint = read_checkpoint(path)
+        except CheckpointError:
+            continue
+        found[checkpoint.state.step] = checkpoint
+    return found
+
+
+def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> Compared:
+    saved = {name: tensor for path in checkpoint.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    made = {name: tensor.cpu() for name, tensor in trainer.whole_tensors()}
+    shared = made.keys() & saved.keys()
+    equal = made.keys() == saved.keys() and all(torch.equal(made[name], saved[name]) for name in shared)
+    largest = max((_difference(made[name], saved[name]) for name in shared), default=math.inf)
+    return Compared(step, equal, len(shared), largest)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).abs().max()) if one.shape == other.shape else math.inf
+
+
+def _verdict(compared: Sequence[Compared], step: int) -> str:
+    newest = compared[-1] if compared else None
+    if newest is None or newest.step != step:
+        return ""
+    if newest.equal:
+        return f", weights equal to the checkpoint's, bit for bit ({newest.tensors} tensors)"
+    return f", weights DIFFER from the checkpoint's by up to {newest.largest_difference:.3g}"

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning on scripted demonstrations before reinforcement learning."""

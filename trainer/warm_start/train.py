@@ -1,0 +1,80 @@
+"""A short supervised fine-tune on weak play, so that reinforcement learning starts from a policy that answers sensibly.
+
+Invariant: the same seed makes the same weights.
+"""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from offbeat.trainer.config.learner import WarmStartConfig
+from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
+from offbeat.trainer.engines.schedule import plateau_rate
+from offbeat.trainer.models.packing import PackedInput
+from offbeat.trainer.models.policy import Sampled
+from offbeat.trainer.warm_start.demonstrations import Demonstrate, pack_demonstrations
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""(steps done, steps in all)."""
+
+DEMO_STREAM = 0xDE30
+"""Sets demonstrations apart from everything else that the run's seed fixes."""
+
+
+def warm_start(
+    engine: TrainEngine[Sampled],
+    config: WarmStartConfig,
+    demonstrate: Demonstrate,
+    *,
+    seed: int,
+    progress: Progress,
+    stopped: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Train the engine's policy, then forget the optimizer's moments; collective over ranks.
+
+    progress: called now and then.
+
+    Returns:
+        The last step's loss in nats per token, or None if `stopped` said so first.
+    """
+    rng = np.random.default_rng([seed, DEMO_STREAM])
+    loss = 0.0
+    for step in range(config.steps):
+        if stopped():
+            return None
+        demos = [each for _ in range(config.episodes_per_step) for each in demonstrate(rng)]
+        shares = [demos[i :: engine.world_size] for i in range(min(engine.world_size, len(demos)))]
+        loss = _step(engine, [pack_demonstrations(share) for share in shares], _hyperparameters(config, step))
+        if step % 10 == 9 or step + 1 == config.steps:
+            progress(step + 1, config.steps)
+    engine.reset_optimizer()
+    logger.info("warm start: %d steps, last loss %.3f nats per token", config.steps, loss)
+    return loss
+
+
+def _step(engine: TrainEngine[Sampled], batch: list[PackedInput], hyperparameters: Hyperparameters) -> float:
+    count = sum(len(x.positions) for x in batch)
+    losses: list[float] = []
+
+    def nll(_: int, said: Sampled) -> Tensor:
+        loss = -said.logprobs.sum() / count
+        losses.append(float(loss.detach()))
+        return loss
+
+    engine.train(batch, nll, hyperparameters)
+    return sum(losses)
+
+
+def _hyperparameters(config: WarmStartConfig, step: int) -> Hyperparameters:
+    rate = plateau_rate(
+        step,
+        peak=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        total_steps=config.steps,
+        final_ratio=config.final_lr_ratio,
+    )
+    return Hyperparameters(rate, config.weight_decay)
