@@ -17,8 +17,8 @@ from rich.status import Status
 
 from offbeat.benchmarks.harness.environment import (
     TAG,
-    Ground,
-    ground,
+    BenchEnvironment,
+    bench_environment,
     manager,
     slow_lake,
     worker,
@@ -104,7 +104,7 @@ class AsyncBench:
     """Measures one setting after another on the same engine."""
 
     def __init__(
-        self, options: Options, base: Ground, rollouts: Rollouts, trainers: Callable[[RunConfig], Any]
+        self, options: Options, base: BenchEnvironment, rollouts: Rollouts, trainers: Callable[[RunConfig], Any]
     ) -> None:
         self._options = options
         self._ground = base
@@ -210,7 +210,7 @@ def _bench(options: Options, status: Status) -> Iterator[AsyncBench]:
     def say(text: str) -> None:
         status.update(text)
 
-    with ground() as base:
+    with bench_environment() as base:
         config = base.run_config("bench-first", custom_envs={TAG: slow_lake({})}).model_copy(
             update={"pretrain": "tiny"}
         )

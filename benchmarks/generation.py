@@ -22,12 +22,12 @@ from rich.status import Status
 from offbeat.benchmarks.generation_http import Agents, GatewayHost
 from offbeat.benchmarks.harness.environment import (
     TAG,
-    Ground,
-    ground,
+    BenchEnvironment,
+    bench_environment,
     slow_lake,
 )
 from offbeat.benchmarks.harness.load import Load, Prompts, under_load
-from offbeat.benchmarks.harness.process_actor import Servant
+from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.config import GenerationConfig
@@ -124,11 +124,11 @@ class Service:
 
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
-    with console().status("starting") as status, ground() as base:
+    with console().status("starting") as status, bench_environment() as base:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
         vocab_size = _publish_start(base, config, model)
-        with Servant(BareEngine(config.actor_infer, model, options.tokens), base.folder / "bare.log") as bare:
+        with ProcessActor(BareEngine(config.actor_infer, model, options.tokens), base.folder / "bare.log") as bare:
             status.update("starting the service")
             with _service(base, config, model) as address, ExitStack() as stack:
                 service = Service(config.exp_name, options, vocab_size)
@@ -136,7 +136,7 @@ def run(options: Options) -> dict[str, Any]:
                 if options.http:
                     host = GatewayHost(address, config.exp_name, model, options.coalesce_s)
                     agents = Agents(
-                        stack.enter_context(Servant(host, base.folder / "gateway.log")), vocab_size, options.tokens
+                        stack.enter_context(ProcessActor(host, base.folder / "gateway.log")), vocab_size, options.tokens
                     )
                     sides["http"] = agents.measure
                 levels = asyncio.run(_levels(options, sides, status))
@@ -145,7 +145,7 @@ def run(options: Options) -> dict[str, Any]:
     return result
 
 
-def _run_config(base: Ground, options: Options) -> RunConfig:
+def _run_config(base: BenchEnvironment, options: Options) -> RunConfig:
     first = base.run_config("bench-generation", custom_envs={TAG: slow_lake({})})
     infer = first.actor_infer.model_copy(update={"dtype": options.dtype, "max_num_seqs": 256})
     config = first.model_copy(update={"actor_infer": infer})
@@ -153,7 +153,7 @@ def _run_config(base: Ground, options: Options) -> RunConfig:
     return config
 
 
-def _publish_start(base: Ground, config: RunConfig, model: Path) -> int:
+def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
     """Version 0 through the broker, as a learner does; returns the size of the vocabulary."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
     from offbeat.trainer.config.learner import ModelArgs
@@ -168,7 +168,7 @@ def _publish_start(base: Ground, config: RunConfig, model: Path) -> int:
 
 
 @contextmanager
-def _service(base: Ground, config: RunConfig, model: Path) -> Iterator[str]:
+def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator[str]:
     """Gives the address of its Ray."""
     import ray
     from ray import serve
@@ -195,7 +195,7 @@ def _service(base: Ground, config: RunConfig, model: Path) -> Iterator[str]:
         ray.shutdown()
 
 
-async def _remotely(side: Servant, concurrency: int, count: int) -> Load:
+async def _remotely(side: ProcessActor, concurrency: int, count: int) -> Load:
     return await asyncio.to_thread(side.call, "measure", concurrency, count)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.benchmarks.harness.load import Load, Prompts, under_load
-from offbeat.benchmarks.harness.process_actor import Servant
+from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class GatewayHost:
 
     async def open(self, agents: int, tokens: int) -> tuple[str, list[str]]:
         """An episode for each agent, instead of those before; returns where, and their keys."""
-        from offbeat.services.gateway.session import Bounds, EpisodeSession
+        from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 
         self._episodes.close()
-        bounds = Bounds(SEQUENCE_LENGTH, tokens)
+        bounds = SessionLimits(SEQUENCE_LENGTH, tokens)
         sessions = [EpisodeSession(self._template, self._sample, bounds) for _ in range(agents)]
         for session in sessions:
             self._episodes.enter_context(self._gateway.opened(session))
@@ -82,7 +82,7 @@ class GatewayHost:
 class Agents:
     """The clients' side."""
 
-    def __init__(self, host: Servant, vocab_size: int, tokens: int) -> None:
+    def __init__(self, host: ProcessActor, vocab_size: int, tokens: int) -> None:
         self._host = host
         self._tokens = tokens
         self._prompts = Prompts(vocab_size, tokens, seed=3)

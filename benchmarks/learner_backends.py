@@ -122,7 +122,7 @@ def ours(task: Task, *, shared_prefix: bool = False) -> None:
     from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, _deepspeed
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
     from offbeat.trainer.models.policy import load_policy
-    from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+    from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 
     args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": task.budget}
     model = {"shared_prefix": shared_prefix}
@@ -135,7 +135,7 @@ def ours(task: Task, *, shared_prefix: bool = False) -> None:
         policy = load_policy(Path(task.model), config.actor_train.model_args, task.seed)
         data = data_of(task, policy.model.config.get_text_config().vocab_size)
         engine = DeepSpeedEngine(policy, config.actor_train.training_args, StrategyArgs(), ranks)
-        trainer = BatchTrainer(config, Models(engine), ranks)
+        trainer = BatchTrainer(config, StepModels(engine), ranks)
         groups = _groups(task, data)
         pace.ready()
         for step in range(sys.maxsize):

@@ -14,8 +14,8 @@ from rich.status import Status
 
 from offbeat.benchmarks.harness.environment import (
     TAG,
-    Ground,
-    ground,
+    BenchEnvironment,
+    bench_environment,
     manager,
     slow_lake,
     worker,
@@ -52,7 +52,7 @@ class Options:
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     grid = ((options.num_groups, options.group_size), *options.over)
-    with console().status("starting") as status, ground() as base:
+    with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
         policy = PolicySpec("engine", delay_s=options.answer_s)
@@ -74,7 +74,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _setting(
-    o: Options, base: Ground, rollouts: Rollouts, distribution: str, groups: int, members: int, status: Status
+    o: Options, base: BenchEnvironment, rollouts: Rollouts, distribution: str, groups: int, members: int, status: Status
 ) -> dict[str, Any]:
     std_s = o.normal_std_s if distribution == "normal" else o.lognormal_std_s
     latency = {"distribution": distribution, "mean_s": o.mean_s, "std_s": std_s}
@@ -112,7 +112,7 @@ def _batch_s(records: Sequence[MetricRecord]) -> list[float]:
     return [record.values["time/wait_s"].value for record in records[FIRST_BATCHES:]]
 
 
-def _total(base: Ground, run_id: str, name: str) -> float:
+def _total(base: BenchEnvironment, run_id: str, name: str) -> float:
     """Sum of a metric of the env worker over the run."""
     records = RedisMetrics(base.redis, run_id).read(count=100_000)
     return sum(r.values[name].total for _, r in records if r.source == "rollout" and name in r.values)

@@ -20,8 +20,8 @@ import psutil
 
 from offbeat.benchmarks.harness.environment import (
     TAG,
-    Ground,
-    ground,
+    BenchEnvironment,
+    bench_environment,
     manager,
     slow_lake,
 )
@@ -93,7 +93,7 @@ class Window:
 
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
-    with console().status("starting") as status, ground() as base:
+    with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
         policy = PolicySpec("client", delay_s=options.answer_s)
@@ -124,7 +124,7 @@ def cost_spread(costs: Sequence[Sequence[float]]) -> float:
 class _Setting:
     """One number of episodes at a time, in a run of its own."""
 
-    def __init__(self, options: Options, base: Ground, rollouts: Rollouts, count: int) -> None:
+    def __init__(self, options: Options, base: BenchEnvironment, rollouts: Rollouts, count: int) -> None:
         self._options = options
         self._ground = base
         self._rollouts = rollouts

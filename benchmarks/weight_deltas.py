@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.benchmarks.harness.environment import TAG, Ground, manager
+from offbeat.benchmarks.harness.environment import TAG, BenchEnvironment, manager
 from offbeat.benchmarks.harness.learner import real_trainers
 from offbeat.benchmarks.harness.result import Spread, show
 from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
@@ -23,7 +23,7 @@ from offbeat.services.messages.types import Group, Manifest
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import Stored, Transport, make_transport
-from offbeat.trainer.algorithms.aggregation import NOBODY_SILENT
+from offbeat.trainer.algorithms.aggregation import NO_MASKED
 
 GROUPS, GROUP_SIZE = 8, 8
 """Of a batch."""
@@ -52,7 +52,7 @@ class _Way:
     fetch_s: list[float]
 
 
-def measure(base: Ground, options: DeltaOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(base: BenchEnvironment, options: DeltaOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row for each learning rate."""
     lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
     changes = {"custom_envs": {TAG: lake}, "train_env_manager": manager(GROUPS, GROUP_SIZE), "max_steps": options.steps}
@@ -73,7 +73,7 @@ def _at(config: RunConfig, rate: float) -> RunConfig:
     return config.model_copy(update={"actor_train": config.actor_train.model_copy(update={"training_args": args})})
 
 
-def _batches(base: Ground, config: RunConfig) -> list[list[Group]]:
+def _batches(base: BenchEnvironment, config: RunConfig) -> list[list[Group]]:
     """What a scripted walker played, a batch for each step."""
     epoch = base.prepare(config)
     keys = RunKeys(config.exp_name)
@@ -96,7 +96,7 @@ def _taken(buffer: RedisLearnerBuffer) -> Group:
 
 
 def _row(
-    base: Ground,
+    base: BenchEnvironment,
     o: DeltaOptions,
     trainer: Any,
     rate: float,
@@ -106,7 +106,7 @@ def _row(
     whole, delta = (_way(base, rate, every) for every in (1, o.anchor_every))
     for step, groups in enumerate(batches):
         say(f"learning rate {rate:g}, step {step + 1}/{len(batches)}")
-        trainer.train(groups, step, NOBODY_SILENT)
+        trainer.train(groups, step, NO_MASKED)
         contents = [_passed_on(way, step, dict(trainer.tensors())) for way in (whole, delta)]
         if contents[0] != contents[1]:
             raise RuntimeError(f"version {step} is not the same both ways")
@@ -126,7 +126,7 @@ def _row(
     }
 
 
-def _way(base: Ground, rate: float, anchor_every: int) -> _Way:
+def _way(base: BenchEnvironment, rate: float, anchor_every: int) -> _Way:
     url = base.folder / f"versions-{rate:g}-{anchor_every}"
     config = WeightsConfig(transport="fs", url=str(url), dtype="bfloat16", anchor_every=anchor_every)
     ends = [make_transport(config, "bench-deltas", Path()) for _ in range(2)]

@@ -24,11 +24,11 @@ from rich.status import Status
 
 from offbeat.benchmarks.harness.environment import (
     TAG,
-    Ground,
-    ground,
+    BenchEnvironment,
+    bench_environment,
     slow_lake,
 )
-from offbeat.benchmarks.harness.process_actor import Servant
+from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.weight_deltas import DeltaOptions, measure, show_deltas
 from offbeat.deploy.config.run import RunConfig
@@ -150,7 +150,7 @@ class _Timed:
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     rows: list[dict[str, Any]] = []
-    with console().status("starting") as status, ground() as base:
+    with console().status("starting") as status, bench_environment() as base:
         for size in options.sizes:
             rows += [_Setting(base, options, size, replicas, status).measure() for replicas in options.replicas]
         deltas = measure(base, options.deltas, status.update)
@@ -162,7 +162,7 @@ def run(options: Options) -> dict[str, Any]:
 class _Setting:
     """One size and number of replicas."""
 
-    def __init__(self, base: Ground, options: Options, size: str, replicas: int, status: Status) -> None:
+    def __init__(self, base: BenchEnvironment, options: Options, size: str, replicas: int, status: Status) -> None:
         self._base = base
         self._options = options
         self._size = size
@@ -190,7 +190,7 @@ class _Setting:
         copies = _copies(weights, self._options.rounds, self._base.folder.name)
         return self._row(num_bytes, times, max(step_s), seen, copies)
 
-    def _step_s(self, hosts: Sequence[Servant]) -> list[float]:
+    def _step_s(self, hosts: Sequence[ProcessActor]) -> list[float]:
         """A step of each engine, once whole requests have been answered under version 0."""
         self._seen(hosts)
         deadline = time.monotonic() + SERVED_TIMEOUT_S
@@ -208,10 +208,10 @@ class _Setting:
         self._base.prepare(config)
         return config
 
-    def _host(self, config: RunConfig, number: int) -> Servant:
+    def _host(self, config: RunConfig, number: int) -> ProcessActor:
         name, folder = f"replica-{number}", config.output_dir
         replica = LoadedReplica(name, config.exp_name, self._base.redis_url, folder, folder / "policy", self._options)
-        return Servant(replica, folder / f"{name}.log")
+        return ProcessActor(replica, folder / f"{name}.log")
 
     def _weights(self, config: RunConfig) -> list[tuple[str, Any]]:
         import torch
@@ -253,7 +253,7 @@ class _Setting:
         newest = cast(Any, self._base.redis.xrevrange(RunKeys(config.exp_name).versions, count=1))
         return int(newest[0][0].partition(b"-")[0]) / 1000
 
-    def _seen(self, hosts: Sequence[Servant]) -> list[ReplicaSeen]:
+    def _seen(self, hosts: Sequence[ProcessActor]) -> list[ReplicaSeen]:
         return [host.call("seen") for host in hosts]
 
     def _row(

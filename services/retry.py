@@ -16,7 +16,7 @@ T = TypeVar("T")
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
-async def patiently(call: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
+async def retry_until_answered(call: Callable[[], Awaitable[T]], patience_s: float = math.inf) -> T:
     """Make a call that may be made again until it is answered; raises its `RetryableError` once `patience_s` are over."""
     deadline = time.monotonic() + patience_s
     wait_s = FIRST_WAIT_S

@@ -22,7 +22,7 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.services.telemetry import MetricRecord, Partial
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 
 
 def make_trajectory(
@@ -214,19 +214,19 @@ class FakeTrainer:
     history: list[tuple[int, tuple[int, ...]]] = field(default_factory=list[tuple[int, tuple[int, ...]]])
     kl_coef: float = 0.5
     rates: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
-    """(steps trained before, learning rate) of each `steer`."""
-    silent: list[Silent] = field(default_factory=list[Silent])
+    """(steps trained before, learning rate) of each `set_learning_rate`."""
+    silent: list[MaskedCounts] = field(default_factory=list[MaskedCounts])
     gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
 
     def begin(self, progress: Callable[[int, int], None], stopped: Callable[[], bool]) -> bool:
         progress(1, 1)
         return not stopped()
 
-    def steer(self, learning_rate: float) -> None:
+    def set_learning_rate(self, learning_rate: float) -> None:
         self.rates.append((len(self.history), learning_rate))
 
     def train(
-        self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()
+        self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()
     ) -> dict[str, Partial]:
         self.silent.append(silent)
         assert not weights or len(weights) == len(groups)

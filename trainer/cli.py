@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
     from offbeat.trainer.learner.progress_view import LearnerView
-    from offbeat.trainer.process.learner_process import Ended
+    from offbeat.trainer.process.learner_process import LearnerResult
     from offbeat.trainer.run import LearnerRun
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: 
     return DONE
 
 
-def _last_words(run: "LearnerRun", ended: "Ended", again: str) -> str:
+def _last_words(run: "LearnerRun", ended: "LearnerResult", again: str) -> str:
     held = f"; {ended.checkpoint} holds it" if ended.checkpoint else ""
     if ended.finished:
         return f"Trained all {run.config.max_steps} steps{held}."

@@ -23,7 +23,7 @@ from offbeat.benchmarks.buffer.load import (
     make_load,
 )
 from offbeat.benchmarks.buffer.reverb import REVERB_VENV, Reverb, ReverbError
-from offbeat.benchmarks.harness.environment import Ground, ground
+from offbeat.benchmarks.harness.environment import BenchEnvironment, bench_environment
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.harness.venv import VenvError
 
@@ -53,7 +53,7 @@ class Options:
 def run(options: Options) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, ExitStack() as stack:
-        base = stack.enter_context(ground())
+        base = stack.enter_context(bench_environment())
         on_redis: dict[str, Side] = {
             OURS: offbeat_side(base.redis, base.redis_url),
             "raw": raw_side(base.redis, base.redis_url, pipelined=False),
@@ -74,7 +74,7 @@ def run(options: Options) -> dict[str, Any]:
     return {"loads": rows, "reverb_left_out": refusal}
 
 
-def _reverb(options: Options, base: Ground, stack: ExitStack) -> tuple[Reverb | None, str]:
+def _reverb(options: Options, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:
     """Reverb, or why there is none."""
     try:
         python = REVERB_VENV.ensure(options.venv or REVERB_VENV.default_folder())

@@ -17,7 +17,7 @@ STOP_S = (2.0, 8.0)
 SHARED_TRACKER = "resource_tracker"
 
 
-class Act(StrEnum):
+class FaultKind(StrEnum):
     """What is done."""
 
     KILL = "killed"
@@ -41,7 +41,7 @@ class Fault:
     """One kind of fault."""
 
     name: str
-    act: Act = Act.KILL
+    act: FaultKind = FaultKind.KILL
     what: str = ""
     """KILL and STOP: what the command line of the process holds; else what exactly is done."""
     comes_back: bool = False
@@ -52,7 +52,7 @@ class Fault:
     @property
     def has_victim(self) -> bool:
         """Whether it strikes a process."""
-        return self.act in (Act.KILL, Act.STOP, Act.HANG)
+        return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG)
 
 
 RAYLET = "raylet/raylet"
@@ -75,24 +75,24 @@ SPARE = ("single env",)
 HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
 """Kinds that are replaced when they hang for good."""
 FAULTS = (
-    *(Fault(f"{kind} killed", Act.KILL, mark, kind not in SPARE) for kind, mark in PROCESSES.items()),
-    *(Fault(f"{kind} stopped", Act.STOP, mark) for kind, mark in PROCESSES.items()),
-    *(Fault(f"{kind} hangs", Act.HANG, PROCESSES[kind], kind not in SPARE) for kind in HUNG),
+    *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in SPARE) for kind, mark in PROCESSES.items()),
+    *(Fault(f"{kind} stopped", FaultKind.STOP, mark) for kind, mark in PROCESSES.items()),
+    *(Fault(f"{kind} hangs", FaultKind.HANG, PROCESSES[kind], kind not in SPARE) for kind in HUNG),
     *(
-        Fault(f"learner {act} in a {stage}", act, PROCESSES["learner"], act is Act.KILL, during=stage)
-        for act in (Act.KILL, Act.STOP)
+        Fault(f"learner {act} in a {stage}", act, PROCESSES["learner"], act is FaultKind.KILL, during=stage)
+        for act in (FaultKind.KILL, FaultKind.STOP)
         for stage in ("checkpoint", "publish")
     ),
-    Fault("env hangs", Act.MISBEHAVE, "hang"),
-    Fault("env crashes", Act.MISBEHAVE, "crash"),
-    Fault("env prints without end", Act.MISBEHAVE, "flood"),
-    Fault("env takes all memory", Act.MISBEHAVE, "hog"),
-    Fault("Redis connections cut", Act.CONNECTIONS, "cut"),
-    Fault("Redis answers cut in the middle", Act.CONNECTIONS, "torn"),
-    Fault("Redis connections slow", Act.CONNECTIONS, "delayed"),
-    Fault("Redis connections silent", Act.CONNECTIONS, "silent"),
-    Fault("Redis refuses writes", Act.MEMORY),
-    Fault("checkpoint disk full", Act.DISK),
+    Fault("env hangs", FaultKind.MISBEHAVE, "hang"),
+    Fault("env crashes", FaultKind.MISBEHAVE, "crash"),
+    Fault("env prints without end", FaultKind.MISBEHAVE, "flood"),
+    Fault("env takes all memory", FaultKind.MISBEHAVE, "hog"),
+    Fault("Redis connections cut", FaultKind.CONNECTIONS, "cut"),
+    Fault("Redis answers cut in the middle", FaultKind.CONNECTIONS, "torn"),
+    Fault("Redis connections slow", FaultKind.CONNECTIONS, "delayed"),
+    Fault("Redis connections silent", FaultKind.CONNECTIONS, "silent"),
+    Fault("Redis refuses writes", FaultKind.MEMORY),
+    Fault("checkpoint disk full", FaultKind.DISK),
 )
 
 
@@ -127,8 +127,8 @@ def strike(
     fault: Fault, victim: psutil.Process, rng: random.Random, sleep: Callable[[float], None] = time.sleep
 ) -> float:
     """Kill or stop a process; returns for how long it was stopped, s."""
-    if fault.act in (Act.KILL, Act.HANG):
-        victim.send_signal(signal.SIGKILL if fault.act is Act.KILL else signal.SIGSTOP)
+    if fault.act in (FaultKind.KILL, FaultKind.HANG):
+        victim.send_signal(signal.SIGKILL if fault.act is FaultKind.KILL else signal.SIGSTOP)
         return 0.0
     duration_s = rng.uniform(*STOP_S)
     victim.send_signal(signal.SIGSTOP)

@@ -15,7 +15,7 @@ from offbeat.envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
 BLOCK_BYTES = 64 * 2**20
 
 
-class MisbehavingConfig(FrozenLakeConfig):
+class FaultyLakeConfig(FrozenLakeConfig):
     """`env_config` of the tag."""
 
     orders: Path
@@ -46,13 +46,13 @@ def _hog() -> NoReturn:
 MISDEEDS: dict[str, Callable[[], None]] = {"hang": _hang, "crash": _crash, "flood": _flood, "hog": _hog}
 
 
-class MisbehavingLakeEnv(FrozenLakeEnv):
+class FaultyLakeEnv(FrozenLakeEnv):
     """FrozenLake, except in the step in which it finds an order."""
 
-    config_class: ClassVar[type[FrozenLakeConfig]] = MisbehavingConfig
+    config_class: ClassVar[type[FrozenLakeConfig]] = FaultyLakeConfig
     words: ClassVar[tuple[str, ...]] = WORDS
 
-    def __init__(self, config: MisbehavingConfig) -> None:
+    def __init__(self, config: FaultyLakeConfig) -> None:
         super().__init__(config)
         self._orders = config.orders
 

@@ -13,8 +13,8 @@ from offbeat.benchmarks.chaos.disk import SmallDisk
 from offbeat.benchmarks.chaos.faults import (
     PROCESSES,
     RAYLET,
-    Act,
     Fault,
+    FaultKind,
     processes_of,
     strike,
 )
@@ -43,7 +43,7 @@ class MissedError(Exception):
     """The fault could not be done; the message says why."""
 
 
-class Hand:
+class FaultInjector:
     """Everything that is done to one run."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Hand:
         if fault.what == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         found = processes_of([psutil.Process()], fault.what)
-        if fault.during or (fault.act is Act.HANG and fault.what == LEARNER):  # of learners, the one that trains
+        if fault.during or (fault.act is FaultKind.HANG and fault.what == LEARNER):  # of learners, the one that trains
             leader = self._run.leader()
             return [process for process in found if leader in (process.pid, process.ppid())]
         return found
@@ -78,15 +78,15 @@ class Hand:
     def strike(self, fault: Fault) -> float:
         """Do it, and return for how long it lasted, s. Raises MissedError."""
         match fault.act:
-            case Act.KILL | Act.STOP | Act.HANG:
+            case FaultKind.KILL | FaultKind.STOP | FaultKind.HANG:
                 return self._process(fault)
-            case Act.MISBEHAVE:
+            case FaultKind.MISBEHAVE:
                 return self._misbehave(fault.what)
-            case Act.CONNECTIONS:
+            case FaultKind.CONNECTIONS:
                 return self._connections(fault.what)
-            case Act.MEMORY:
+            case FaultKind.MEMORY:
                 return self._refuse_writes()
-            case Act.DISK:
+            case FaultKind.DISK:
                 return self._fill_disk()
 
     def _process(self, fault: Fault) -> float:

@@ -59,7 +59,7 @@ def become_server(server: str, orders: str) -> None:
 
 
 @dataclass
-class Weather:
+class NetworkConditions:
     """What becomes of the connections now."""
 
     delay_s: float = 0.0
@@ -75,7 +75,7 @@ class Proxy:
     def __init__(self, port: int, orders: Path) -> None:
         self._port = port
         self._orders = orders
-        self._weather = Weather()
+        self._weather = NetworkConditions()
         self._open: set[asyncio.StreamWriter] = set()
 
     async def run(self, public: int) -> None:

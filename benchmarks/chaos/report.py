@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass
-class Struck:
+class InjectedFault:
     """One fault and what became of it."""
 
     fault: str
@@ -29,7 +29,7 @@ class ChaosReport:
     """Everything that was seen."""
 
     seed: int
-    struck: list[Struck] = field(default_factory=list[Struck])
+    struck: list[InjectedFault] = field(default_factory=list[InjectedFault])
     exit_code: int | None = None
     steps: int = 0
     wall_s: float = 0.0
@@ -44,7 +44,7 @@ class ChaosReport:
         return self.exit_code == 0 and bool(self.audit.get("proven")) and not self.leftovers and not self.complaints
 
     @property
-    def done(self) -> list[Struck]:
+    def done(self) -> list[InjectedFault]:
         """Faults that were done."""
         return [each for each in self.struck if not each.missed]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from offbeat.benchmarks.chaos import proxy
 from offbeat.benchmarks.chaos.disk import SmallDisk
 from offbeat.benchmarks.chaos.faults import (
-    Act,
     Fault,
+    FaultKind,
     pids,
     plan,
 )
-from offbeat.benchmarks.chaos.injector import Hand, MissedError
-from offbeat.benchmarks.chaos.report import ChaosReport, Struck
+from offbeat.benchmarks.chaos.injector import FaultInjector, MissedError
+from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
 from offbeat.benchmarks.chaos.run_monitor import FOLDER_S, RunUnderChaos
 from offbeat.benchmarks.chaos.second_node import SecondNode, cluster_environment
 from offbeat.deploy.cli.audit import AuditError, as_tree, examine
@@ -29,7 +29,7 @@ START_S = 900.0
 END_S = 360.0
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
 SMALL = (
-    "custom_envs.FrozenLake.env_type=offbeat.benchmarks.chaos.faulty_env:MisbehavingLakeEnv",
+    "custom_envs.FrozenLake.env_type=offbeat.benchmarks.chaos.faulty_env:FaultyLakeEnv",
     "custom_envs.FrozenLake.execution=process",
     "custom_envs.FrozenLake.step_timeout_s=5",
     "+custom_envs.FrozenLake.memory_gib=0.5",
@@ -77,7 +77,7 @@ class Chaos:
         """Wait for the first step, do faults for up to `minutes`, wait for the end, up to `end_s` without a step, audit."""
         started = time.monotonic()
         self._node = node
-        self._hand = Hand(
+        self._hand = FaultInjector(
             self._run,
             node,
             disk,
@@ -130,7 +130,7 @@ class Chaos:
 
     def _strike(self, number: int, fault: Fault) -> None:
         at_s, step = round(time.monotonic() - self._began, 2), self._run.step()
-        struck = Struck(fault.name, at_s, -1 if step is None else step)
+        struck = InjectedFault(fault.name, at_s, -1 if step is None else step)
         self._report.struck.append(struck)
         before = pids(self._hand.victims(fault)) if fault.has_victim else set[int]()
         try:
@@ -154,20 +154,20 @@ class Chaos:
         steps = "no step since" if struck.next_step_s is None else f"two steps after {struck.next_step_s:.1f} s"
         self._say(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
 
-    def _see_it_back(self, fault: Fault, struck: Struck, before: set[int], hit: float) -> None:
-        if fault.act is Act.DISK:
+    def _see_it_back(self, fault: Fault, struck: InjectedFault, before: set[int], hit: float) -> None:
+        if fault.act is FaultKind.DISK:
             struck.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=hit)
-        elif fault.act in (Act.KILL, Act.HANG) and fault.comes_back:
+        elif fault.act in (FaultKind.KILL, FaultKind.HANG) and fault.comes_back:
             struck.back_s = self._wait(
                 lambda: bool(pids(self._hand.victims(fault)) - before), self._patience_s, since=hit
             )
         else:
             return
         if struck.back_s is None and self._run.running:
-            what = "no checkpoint was written" if fault.act is Act.DISK else "no process of its kind came back"
+            what = "no checkpoint was written" if fault.act is FaultKind.DISK else "no process of its kind came back"
             self._complain(f"{fault.name}: {what} within {self._patience_s:.0f} s")
 
-    def _see_progress(self, struck: Struck, step: int, hit: float) -> None:
+    def _see_progress(self, struck: InjectedFault, step: int, hit: float) -> None:
         struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, self._patience_s, since=hit)
         if struck.next_step_s is None and self._run.running:
             self._complain(

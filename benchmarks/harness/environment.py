@@ -12,7 +12,7 @@ from typing import Any
 
 from redis import Redis
 
-from offbeat.benchmarks.harness.leftovers import swept
+from offbeat.benchmarks.harness.leftovers import cleaned_up_after
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import buffer_limits, prepare_folder, worker_settings
@@ -35,7 +35,7 @@ WORKER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class BenchEnvironment:
     """A benchmark's own Redis and folder."""
 
     folder: Path
@@ -62,16 +62,16 @@ class Ground:
 
 
 @contextmanager
-def ground() -> Iterator[Ground]:
+def bench_environment() -> Iterator[BenchEnvironment]:
     """A folder and a Redis until the context ends; append-only file on, synced every second, as in a run."""
     with (
         tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name,
-        swept(Path(name)) as folder,
+        cleaned_up_after(Path(name)) as folder,
         EmbeddedRedis(folder / "redis", RedisConfig()) as server,
         connect(server.url) as redis,
     ):
         assert server.pid is not None
-        yield Ground(folder, server.url, redis, server.pid)
+        yield BenchEnvironment(folder, server.url, redis, server.pid)
 
 
 def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.benchmarks.harness.environment import Ground
+from offbeat.benchmarks.harness.environment import BenchEnvironment
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.services.weights.publisher import RedisWeightPublisher
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
-from offbeat.trainer.learner.components import parts_of
+from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.reporter import Reporter
@@ -53,11 +53,11 @@ class TimedTrainer:
         """See `Trainer.load`."""
         raise NotImplementedError("a benchmark starts from the beginning")
 
-    def steer(self, learning_rate: float) -> None:
-        """See `Trainer.steer`."""
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `Trainer.set_learning_rate`."""
 
     def train(
-        self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()
+        self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()
     ) -> dict[str, Partial]:
         """See `Trainer.train`."""
         del groups, silent, weights
@@ -99,7 +99,7 @@ class BenchLearner:
 
     def __init__(
         self,
-        ground: Ground,
+        ground: BenchEnvironment,
         config: RunConfig,
         epoch: int,
         trainer: Any,
@@ -125,7 +125,7 @@ class BenchLearner:
             return time.monotonic() > ends_at
 
         buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
-        parts = parts_of(
+        parts = build_components(
             run,
             trainer=trainer,
             vocab_size=trainer.vocab_size,
@@ -164,7 +164,7 @@ def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunC
 
 @contextmanager
 def real_trainers(
-    ground: Ground, config: RunConfig, show: Callable[[str], None]
+    ground: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
 ) -> Iterator[Callable[[RunConfig], Any]]:
     """Warm-start the tiny policy once; gives what makes a fresh real trainer of those weights for a run."""
     torch.set_num_threads(config.actor_train.num_threads)

@@ -17,7 +17,7 @@ CLEAN = b"clean"
 
 
 @contextmanager
-def swept(folder: Path) -> Iterator[Path]:
+def cleaned_up_after(folder: Path) -> Iterator[Path]:
     """`folder`, in which each run has a folder of its name. What they hold in shared memory, and what else lies there under
     a name that begins with the folder's, goes when the context or the process ends."""
     with subprocess.Popen(

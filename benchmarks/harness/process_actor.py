@@ -19,7 +19,7 @@ class Served(Protocol):
     def close(self) -> None: ...
 
 
-class Servant(Child):
+class ProcessActor(Child):
     """The parent's end."""
 
     def __init__(self, served: Served, log: Path) -> None:

@@ -32,7 +32,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class PolicySnapshot:
     """Weights that are evaluated afterwards."""
 
     step: int
@@ -49,7 +49,7 @@ class SideRun:
     startup_s: float
     """From the command to the moment from which `seconds` count."""
     steps: tuple[Step, ...]
-    snapshots: tuple[Snapshot, ...]
+    snapshots: tuple[PolicySnapshot, ...]
     cpu: tuple[tuple[float, float], ...] = ()
     """(Unix time, CPU seconds that all its processes had taken)."""
     cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
@@ -90,7 +90,7 @@ class SideRun:
     def seconds_to(self, target: float) -> float | None:
         """When the held-out success first was `target`, between two snapshots on the straight line; None: never."""
         rated = [each for each in self.snapshots if each.success is not None]
-        before: Snapshot | None = None
+        before: PolicySnapshot | None = None
         for each in rated:
             assert each.success is not None
             if each.success >= target:
@@ -119,14 +119,14 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
     learner = [r for r in records if r["source"] == "learner" and r["step"] is not None]
     steps = tuple(Step(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
     seconds = {each.step: each.seconds for each in steps}
-    snapshots = (Snapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
+    snapshots = (PolicySnapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
     return SideRun(zero - began, steps, snapshots, *_cpu(folder.parent))
 
 
-def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[Snapshot, ...]:
+def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[PolicySnapshot, ...]:
     """The `step-*` folders of steps whose time is known."""
     found = [(int(each.name.removeprefix("step-")), each) for each in sorted(folder.glob("step-*"))]
-    return tuple(Snapshot(step, seconds[step], each) for step, each in found if step in seconds)
+    return tuple(PolicySnapshot(step, seconds[step], each) for step, each in found if step in seconds)
 
 
 def _cpu(folder: Path) -> tuple[tuple[tuple[float, float], ...], dict[str, tuple[float, ...]]]:

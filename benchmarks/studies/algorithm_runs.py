@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offbeat.benchmarks.harness.environment import Ground, ground
+from offbeat.benchmarks.harness.environment import BenchEnvironment, bench_environment
 from offbeat.benchmarks.harness.learner import BenchLearner, learner_config
 from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
 from offbeat.deploy.config.loader import load_run
@@ -36,7 +36,7 @@ SAMPLINGS = ("sampled", "greedy")
 class Field:
     """One engine, one Redis, one env worker's process."""
 
-    def __init__(self, base: Ground, rollouts: Rollouts, ranks: Ranks, policy: Path) -> None:
+    def __init__(self, base: BenchEnvironment, rollouts: Rollouts, ranks: Ranks, policy: Path) -> None:
         self._ground = base
         self._rollouts = rollouts
         self._ranks = ranks
@@ -122,7 +122,7 @@ def field(file: Path, overrides: list[str], policy: Path) -> Iterator[Field]:
     spec = PolicySpec("vllm", config=config.actor_infer)
     ranks = ranks_of_environment("cpu")
     with (
-        ground() as base,
+        bench_environment() as base,
         Rollouts(spec, policy, sequence_length=config.sequence_length) as rollouts,
         process_group(ranks),
     ):

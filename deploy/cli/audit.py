@@ -38,7 +38,7 @@ from offbeat.services.buffer.scripts import BufferScripts
 from offbeat.services.errors import MeshError
 from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
-from offbeat.trainer.learner.step_ledger import STEPS_FILE, read_journal
+from offbeat.trainer.learner.step_ledger import STEPS_FILE, read_step_ledger
 from offbeat.trainer.training.checkpoint import PREFIX, CheckpointError, read_checkpoint
 
 RUNS = Path("runs")
@@ -81,7 +81,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
         raise AuditError(f"{folder / run_folder.CONFIG}: {error}") from error
     if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():
         raise AuditError(f"{folder} has no ledger/: its learner never came to a step, or an older build wrote it")
-    journal, broken = read_journal(folder)
+    journal, broken = read_step_ledger(folder)
     events, counters, complaint = _events(folder, config, redis_url)
     evidence = Evidence(
         events=events,

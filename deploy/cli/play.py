@@ -68,12 +68,12 @@ def play(
         _refuse("a URL and --model belong to --agent openai")
     from dataclasses import replace
 
-    from offbeat.deploy.play.target import find_setting
+    from offbeat.deploy.play.target import find_target
 
     endpoint = (urls[0], model) if urls else None
     changes = parse_settings([word for word in settings if word not in urls])
     try:
-        setting = find_setting(env, changes, tag, max_steps, template)
+        setting = find_target(env, changes, tag, max_steps, template)
         if temperature is not None:
             setting = replace(setting, temperature=temperature)
         asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
@@ -170,7 +170,7 @@ def rollout(
     Tasks and rules are the run's own; tokens, masks, logprobs and rewards go into a parquet file that `offbeat inspect`
     shows.
     """
-    from offbeat.deploy.play.rollouts import Order
+    from offbeat.deploy.play.rollouts import EpisodeRequest
     from offbeat.services.messages.types import EpisodeKind
 
     if episodes % group_size:
@@ -184,7 +184,7 @@ def rollout(
         if agent is not None:
             agent, overrides = _named_policy(agent, overrides or [])
         loaded = load_config(config, overrides)
-        order = Order(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
+        order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
         _rollout(loaded, order, agent, temperature, out)
     except _errors() as error:
         _refuse(_told(error))
@@ -197,8 +197,8 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     from offbeat.deploy.play.parquet import record, write_parquet
     from offbeat.deploy.play.policy import CHECKPOINTS, policy_folder
     from offbeat.deploy.play.rollouts import play_many
-    from offbeat.deploy.play.target import check_shown, setting_of
-    from offbeat.services.rollout.agents.episode import desk_for
+    from offbeat.deploy.play.target import check_shown, target_of
+    from offbeat.services.rollout.agents.episode import runtime_for
 
     if temperature is not None:
         args = config.actor_infer.generating_args.model_copy(update={"temperature": temperature})
@@ -214,9 +214,9 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
     chat = chat_of(folder)
     for env in config.custom_envs.values():
         check_shown(env, chat)
-    setting = setting_of(config, next(iter(config.custom_envs)))
+    setting = target_of(config, next(iter(config.custom_envs)))
     sample = None if folder is None else _policy_sampler(folder, chat, setting, order.seed)
-    desk = None if folder is None else desk_for(config.custom_envs, folder)
+    desk = None if folder is None else runtime_for(config.custom_envs, folder)
     with Progress(transient=True) as bar:
         line = bar.add_task("episodes", total=order.episodes)
 
@@ -269,10 +269,10 @@ def inspect(
 
 
 def _policy_sampler(folder: Path | None, chat: Any, setting: Any, seed: int) -> Any:
-    from offbeat.deploy.play.policy import Chance, TogetherSampler, load_policy
+    from offbeat.deploy.play.policy import SamplingParams, TogetherSampler, load_policy
 
     assert folder is not None, "a policy has a folder"
-    chance = Chance(setting.temperature, setting.top_p, setting.top_k)
+    chance = SamplingParams(setting.temperature, setting.top_p, setting.top_k)
     return TogetherSampler(load_policy(folder, chat.stop_ids, seed=seed), chance, max_new_tokens=setting.max_new_tokens)
 
 

@@ -16,7 +16,7 @@ from offbeat.deploy.config.loader import load_run
 from offbeat.services.errors import CodecError, ControlError
 
 if TYPE_CHECKING:
-    from offbeat.trainer.training.reproduction import Replayed, SampleView
+    from offbeat.trainer.training.reproduction import ReproductionResult, SampleView
 
 SHOWN = 40
 """Samples in the table; `--json` has them all."""
@@ -38,16 +38,16 @@ def replay_run(run: str, step: int | None, *, console: Console, as_json: bool) -
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
     from offbeat.trainer.run import LearnerRun, LearnerRunConfig
-    from offbeat.trainer.training.reproduction import find_route, retrain
+    from offbeat.trainer.training.reproduction import find_plan, reproduce
 
     learner_run = LearnerRun(
         config.exp_name, "replay", folder, LearnerRunConfig.model_validate_json(config.model_dump_json())
     )
     say = _quiet if as_json else console.print
     try:
-        route, ranks = find_route(learner_run, step), ranks_of_environment(config.actor_train.device)
+        route, ranks = find_plan(learner_run, step), ranks_of_environment(config.actor_train.device)
         with process_group(ranks):
-            replayed = retrain(learner_run, route, ranks, shown=step, say=say)
+            replayed = reproduce(learner_run, route, ranks, shown=step, say=say)
     except (ControlError, CodecError, RuntimeError, OSError) as error:
         raise ReplayError(str(error)) from error
     if as_json:
@@ -61,7 +61,7 @@ def _quiet(_: str) -> None:
     """Say nothing."""
 
 
-def _show(replayed: "Replayed", step: int | None, console: Console) -> None:
+def _show(replayed: "ReproductionResult", step: int | None, console: Console) -> None:
     if step is not None:
         console.print(_table(step, replayed.samples))
     if not replayed.compared:

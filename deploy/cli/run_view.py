@@ -62,10 +62,10 @@ def open_view(run_id: str, console: Console | None = None, *, began: float | Non
     """The view that fits where the output goes. began: Unix time from which it counts; None takes now."""
     console = console or Console(highlight=False)
     began = time.time() if began is None else began
-    return TerminalView(run_id, console, began) if console.is_terminal else LineView(console, began)
+    return RunTerminalView(run_id, console, began) if console.is_terminal else RunLineView(console, began)
 
 
-class LineView:
+class RunLineView:
     """A line now and then, for logs and pipes."""
 
     def __init__(self, console: Console, began: float) -> None:
@@ -105,7 +105,7 @@ class LineView:
         """Nothing to let go of."""
 
 
-class TerminalView:
+class RunTerminalView:
     """One panel that is redrawn in place."""
 
     def __init__(self, run_id: str, console: Console, began: float) -> None:

@@ -22,7 +22,7 @@ from offbeat.services.redis import serve_app as redis_app
 from offbeat.services.redis.url import address_problem
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CONTROL_WIRING = "offbeat.deploy.cluster.ray_run_factory:ClusterWiring"
+CONTROL_WIRING = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"
 BEFORE_REDIS_ENDS = "offbeat.deploy.cluster.reaper:end_learners"
 
 T = TypeVar("T", bound=Config)
@@ -59,7 +59,7 @@ class GenerationArguments(Config):
     """Keys of a run that hold instead of those of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
 
-class ControlArguments(Config):
+class ControlAppArgs(Config):
     """`args` of the control application."""
 
     redis_url: RedisUrl
@@ -103,7 +103,7 @@ def generation(args: dict[str, Any]) -> Application:
 
 def control(args: dict[str, Any]) -> Application:
     """The control service."""
-    arguments = arguments_of(ControlArguments, args)
+    arguments = arguments_of(ControlAppArgs, args)
     working_dir = (arguments.working_dir or Path()).resolve()
     if arguments.read_token_file is not None and arguments.token_file is None:
         raise ConfigError([Problem("read_token_file", "has no effect without token_file: set it too")])

@@ -15,7 +15,7 @@ from offbeat.deploy.config.errors import Problem
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import words_of
 from offbeat.services.generation.config import GenerationConfig, app_name
-from offbeat.services.generation.tenancy import Offer, read_architecture
+from offbeat.services.generation.tenancy import EngineOffer, read_architecture
 from offbeat.services.generation.vllm.engine import BACKENDS
 
 KEY = "actor_infer.app"
@@ -26,7 +26,7 @@ OF_THE_RUN = {"app", "generating_args", "request_timeout_s", "update_timeout_s",
 
 
 def choose_app(
-    config: RunConfig, offers: Mapping[str, Offer], is_free: Callable[[str], bool]
+    config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[Problem]]:
     """The application of the deploy file that samples for a run, or None for one of its own; and what forbids it.
 
@@ -54,7 +54,7 @@ def choose_app(
     return named, [Problem(KEY, f"{named}: {misfit}") for misfit in misfits(config, architecture_of(config), offer)]
 
 
-def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: Offer) -> Iterator[str]:
+def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
     """Why the application can't sample for the run."""
     other = sorted(key for key in architecture.keys() | offer.architecture.keys() if _differ(key, architecture, offer))
     if other:
@@ -70,7 +70,7 @@ def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: Off
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 
 
-def is_alike(wanted: GenerationConfig, offer: Offer) -> bool:
+def is_alike(wanted: GenerationConfig, offer: EngineOffer) -> bool:
     """Whether the application is what the run would have deployed."""
     return wanted.model_dump(exclude=OF_THE_RUN) == offer.config.model_dump(exclude=OF_THE_RUN)
 
@@ -86,5 +86,5 @@ def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
         return read_architecture(Path(folder))
 
 
-def _differ(key: str, architecture: Mapping[str, JsonValue], offer: Offer) -> bool:
+def _differ(key: str, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> bool:
     return key not in NOT_ARCHITECTURE and architecture.get(key) != offer.architecture.get(key)

@@ -14,8 +14,8 @@ import ray
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
-from offbeat.deploy.cluster.reaper import keep_warden
-from offbeat.deploy.cluster.run_factory import RunParts, Wiring
+from offbeat.deploy.cluster.reaper import keep_reaper
+from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents
 from offbeat.deploy.components.serve_status import app_statuses
 from offbeat.deploy.config.errors import ConfigError, Problem
 from offbeat.deploy.config.loader import load_document
@@ -25,7 +25,7 @@ from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.generation.config import app_name
-from offbeat.services.generation.tenancy import APP, Offer, read_offers
+from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
 from offbeat.services.keys import RunKeys, claims_key
 
 
@@ -45,15 +45,15 @@ class Cluster:
         return cls(resources.get("CPU", 0.0), resources.get("GPU", 0.0), len(hosts))
 
 
-class ClusterWiring(Wiring):
+class RayRunFactory(MeshRunFactory):
     """What `offbeat.services.control.app` asks of this project on a cluster that outlives its runs."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
-        keep_warden()
+        keep_reaper()
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """See `Wiring.load`."""
+        """See `MeshRunFactory.load`."""
         cluster = Cluster.of_ray()
         config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
         going_on = self._going_on(config.exp_name)
@@ -68,7 +68,7 @@ class ClusterWiring(Wiring):
         return config.model_copy(update={"actor_infer": infer})
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """See `Wiring.validate_change`."""
+        """See `MeshRunFactory.validate_change`."""
         app = RunConfig.model_validate_json(record.config).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
             message = f"the run samples from {app} of the deploy file: change num_replicas there, and `serve deploy` it"
@@ -82,7 +82,7 @@ class ClusterWiring(Wiring):
             return None
         return RunConfig.model_validate_json(config)
 
-    def _deployed_offers(self) -> dict[str, Offer]:
+    def _deployed_offers(self) -> dict[str, EngineOffer]:
         deployed = app_statuses()
         return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
 
@@ -94,12 +94,12 @@ class ClusterWiring(Wiring):
         state = cast(bytes | None, self._redis.hget(RunKeys(holder.decode()).record, "state"))
         return state is None or RunState(state.decode()).over
 
-    def build_mesh(self, record: RunRecord) -> RunParts:
-        """See `Wiring.build_mesh`; nobody else has made room for the run."""
+    def build_mesh(self, record: RunRecord) -> RunComponents:
+        """See `MeshRunFactory.build_mesh`; nobody else has made room for the run."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         claim = f"{record.run_id} {record.created_at}"
-        return RunParts(config, self._redis, watch, self._redis_url, self._serve_status, claim=claim)
+        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=claim)
 
 
 def cluster_problems(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[Problem]:

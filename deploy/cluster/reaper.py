@@ -39,11 +39,11 @@ ENDING_S = 30
 """How long no learner is started; a shutdown takes less, and a mesh that is deployed again at once waits no longer."""
 
 
-class Warden:
+class Reaper:
     """An actor that lives as long as Serve."""
 
     def __init__(self) -> None:
-        configure_logging(ray_actors.WARDEN, None)
+        configure_logging(ray_actors.REAPER, None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def alive(self) -> bool:
@@ -53,7 +53,7 @@ class Warden:
     async def _watch(self) -> None:
         await asyncio.to_thread(wait_for_shutdown)
         logger.info("Serve is shut down: what is left ends")
-        left = [name for name in await asyncio.to_thread(our_actors) if name != ray_actors.WARDEN]
+        left = [name for name in await asyncio.to_thread(our_actors) if name != ray_actors.REAPER]
         await asyncio.gather(*(self._end(name) for name in left))
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
@@ -115,24 +115,24 @@ def our_actors() -> list[str]:
     return [actor["name"] for actor in everywhere if actor["namespace"] == ray_actors.NAMESPACE]
 
 
-def keep_warden() -> None:
-    """See to it, for as long as this process lives, that there is a warden."""
-    threading.Thread(target=_keep_warden, name="keep warden", daemon=True).start()
+def keep_reaper() -> None:
+    """See to it, for as long as this process lives, that there is a reaper."""
+    threading.Thread(target=_keep_reaper, name="keep reaper", daemon=True).start()
 
 
-def _keep_warden() -> None:
+def _keep_reaper() -> None:
     while True:
         try:
-            start_warden()
+            start_reaper()
         except RayError as error:
-            logger.warning("no warden can be started: %s", error)
+            logger.warning("no reaper can be started: %s", error)
         time.sleep(ENSURE_S)
 
 
-def start_warden() -> None:
-    """Start the cluster's warden, unless there is one; returns as soon as that is under way."""
-    ray.remote(Warden).options(
-        name=ray_actors.WARDEN,
+def start_reaper() -> None:
+    """Start the cluster's reaper, unless there is one; returns as soon as that is under way."""
+    ray.remote(Reaper).options(
+        name=ray_actors.REAPER,
         namespace=ray_actors.NAMESPACE,
         lifetime="detached",
         get_if_exists=True,

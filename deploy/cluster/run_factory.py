@@ -49,7 +49,7 @@ CLAIM = ".claim"
 """Names the start of a run that the folder was made ready for."""
 
 
-class RunParts:
+class RunComponents:
     """The parts of one run, in the order in which they are stopped."""
 
     def __init__(
@@ -87,8 +87,8 @@ class RunParts:
         await asyncio.to_thread(release_all_workers, self._redis, self._config.exp_name)
         await self._watch.set_paused(False)
 
-    async def steer(self, settings: Settings, *, paused: bool) -> None:
-        """See `RunMesh.steer`."""
+    async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
+        """See `RunMesh.apply_settings`."""
         await self._watch.set_paused(paused)
         await self._workers.resize(settings.num_workers)
         await self._generation.resize(settings.num_replicas)
@@ -114,7 +114,7 @@ def _generation(config: RunConfig, redis: Redis, redis_url: str, status: ServeSt
     return generation_component(config, redis_url, model_folder(config), status)
 
 
-class Wiring:
+class MeshRunFactory:
     """What `offbeat.services.control.app` asks of this project."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
@@ -136,11 +136,11 @@ class Wiring:
         """The configuration that a document describes, checked. Raises `ConfigError`."""
         return load_document(document, working_dir=self._working_dir)
 
-    def build_mesh(self, record: RunRecord) -> RunParts:
+    def build_mesh(self, record: RunRecord) -> RunComponents:
         """The parts of a run."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
-        return RunParts(config, self._redis, watch, self._redis_url, self._serve_status)
+        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         """See whether a run's settings may become `values`. Raises `InvalidRunError`."""

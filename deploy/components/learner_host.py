@@ -24,10 +24,10 @@ from redis.exceptions import RedisError
 from offbeat.deploy.local.processes import dying_with_this_thread
 from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
-from offbeat.services.redis.connection import PatientRetry, connect
+from offbeat.services.redis.connection import OutageRetry, connect
 from offbeat.services.redis.lease import free_lease_of, owner_of
 from offbeat.trainer.cli import REDIS_VARIABLE
-from offbeat.trainer.process.watchdog import HUNG
+from offbeat.trainer.process.watchdog import EXIT_HUNG
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class LearnerStatus:
 
 
 def _how(code: int) -> str:
-    if code == HUNG:
+    if code == EXIT_HUNG:
         return "its main thread hung: logs/learner.log tells where"
     return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
 
@@ -182,7 +182,7 @@ class LearnerHost:
         process = self._process = self._spawn()
         self._held_at = None
         asked = ""
-        retry = PatientRetry(PATIENCE_S)
+        retry = OutageRetry(PATIENCE_S)
         redis = Redis.from_url(self._redis_url, socket_timeout=2.0, socket_connect_timeout=2.0, retry=retry)
         try:
             while True:

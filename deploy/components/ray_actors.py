@@ -34,7 +34,7 @@ def last_line(text: str) -> str:
 NAMESPACE = "offbeat"
 """Ray namespace of our named actors."""
 CONTROL_APP = "control"
-WARDEN = "warden"
+REAPER = "reaper"
 LEARNER_HOST = "learner-"
 
 

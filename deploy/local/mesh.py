@@ -39,7 +39,7 @@ from offbeat.deploy.local.ray_process import (
     AGAIN,
     CONTROL,
     UP,
-    ControlArguments,
+    LocalControlArgs,
     RaySettings,
     to_line,
 )
@@ -53,21 +53,21 @@ from offbeat.deploy.run_setup import (
 )
 from offbeat.services.buffer.admin import release_all_workers
 from offbeat.services.control.client import ControlClient
-from offbeat.services.control.run import RunState, UnknownRunError, Wanted
+from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import place, refusal
-from offbeat.services.retry import patiently
+from offbeat.services.retry import retry_until_answered
 from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.transports.base import cleanup
 from offbeat.trainer.trackers.registry import STOP_S, has_processes
 
 logger = logging.getLogger(__name__)
 
-CONTROL_WIRING = "offbeat.deploy.cluster.run_factory:Wiring"
+CONTROL_WIRING = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
 OBJECT_STORE_BYTES = 128 * 2**20
 """Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
 SPARE_CPUS = 2.0
@@ -141,7 +141,7 @@ class LocalMesh:
         await self._give_the_learner_a_head_start()
         await self._hear_of_ray(UP)
         self._mark("ray")
-        arguments = ControlArguments(
+        arguments = LocalControlArgs(
             redis_url=self._redis_url,
             wiring=CONTROL_WIRING,
             token=control.token,
@@ -155,7 +155,7 @@ class LocalMesh:
         self._mark("control")
         url = f"http://{_reachable(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
-        await patiently(lambda: client.create(self._config.model_dump_json()), ANSWER_S)
+        await retry_until_answered(lambda: client.create(self._config.model_dump_json()), ANSWER_S)
         write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
         return client
 
@@ -223,7 +223,7 @@ class LocalMesh:
             )
         self._tell_ray(settings)
 
-    def _tell_ray(self, message: RaySettings | ControlArguments) -> None:
+    def _tell_ray(self, message: RaySettings | LocalControlArgs) -> None:
         assert self._ray is not None
         assert self._ray.stdin is not None
         with suppress(BrokenPipeError):  # what it was up to when it ended is heard by who waits for its answer
@@ -280,7 +280,7 @@ class LocalMesh:
             return -1
         try:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
-                await RunStore(async_redis).want(self._config.exp_name, Wanted.STOPPED)
+                await RunStore(async_redis).want(self._config.exp_name, DesiredState.STOPPED)
             await asyncio.to_thread(ask_to_stop, self._redis, self._config.exp_name, now=False)
             grace_s = await asyncio.to_thread(_learner_grace_s, self._redis, self._config.exp_name)
             grace_s += STOP_S if has_processes(self._config.track_with) else 0.0

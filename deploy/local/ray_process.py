@@ -39,7 +39,7 @@ class RaySettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlArguments:
+class LocalControlArgs:
     """`offbeat.services.control.app.ControlSettings` as JSON can say it."""
 
     redis_url: str
@@ -51,7 +51,7 @@ class ControlArguments:
     app: str
 
 
-def to_line(message: RaySettings | ControlArguments) -> bytes:
+def to_line(message: RaySettings | LocalControlArgs) -> bytes:
     """A message to this process."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
@@ -98,7 +98,7 @@ def _tidy() -> None:
     end_descendants(GRACE_S)
 
 
-def start_control(arguments: ControlArguments) -> None:
+def start_control(arguments: LocalControlArgs) -> None:
     """Deploy the control service and wait until it answers."""
     from ray import serve
 
@@ -128,7 +128,7 @@ def serve_parent(requests: TextIO, answers: TextIO) -> None:
     say(UP)
     line = requests.readline()
     if line:
-        start_control(ControlArguments(**json.loads(line)))
+        start_control(LocalControlArgs(**json.loads(line)))
         say(CONTROL)
         requests.read()
     ray.shutdown()

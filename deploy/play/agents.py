@@ -66,7 +66,7 @@ class OneToken:
         self.image_token_id = image_token_id
 
     def count(self, _: bytes, /) -> int:
-        """See `offbeat.services.chat.image_tokens.Reader.count`."""
+        """See `offbeat.services.chat.image_tokens.ImageReader.count`."""
         return 1
 
 

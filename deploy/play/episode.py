@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import typer
 
-from offbeat.deploy.play.target import Setting
+from offbeat.deploy.play.target import PlayTarget
 from offbeat.deploy.report.episodes import (
     Picture,
     PlayedEpisode,
@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass
-class WatchedEnv:
+class TracedEnv:
     """An env on this loop; keeps what it showed."""
 
     env: TextEnv
@@ -71,10 +71,10 @@ class WatchedEnv:
         self.pictures.append(picture_of(self.env))
 
 
-class WatchedSample:
+class TracedSampler:
     """Tells each turn's prompt and completion."""
 
-    def __init__(self, sample: Sample, chat: ChatFormat, env: WatchedEnv, tell: Tell, *, show_tokens: bool) -> None:
+    def __init__(self, sample: Sample, chat: ChatFormat, env: TracedEnv, tell: Tell, *, show_tokens: bool) -> None:
         self._sample, self._chat, self._env, self._tell = sample, chat, env, tell
         self._show_tokens = show_tokens
         self._said: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class WatchedSample:
 
 
 async def watch(
-    setting: Setting,
+    setting: PlayTarget,
     env: TextEnv,
     sample: Sample,
     chat: ChatFormat,
@@ -129,7 +129,7 @@ async def watch(
     Raises:
         EpisodeError: the policy said something that is no completion.
     """
-    watched = WatchedEnv(env, tell)
+    watched = TracedEnv(env, tell)
     traits = traits_of(env)
     tell(f"{setting.tag}, seed {seed}; at most {setting.env.max_steps} turns")
     system = setting.env.agent_system_template
@@ -139,7 +139,7 @@ async def watch(
     sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, setting.max_new_tokens, chat.stop_ids)
     task = EpisodeTask(EpisodeKind.EVAL, "play", 0, 0, 0, 0)
     plan = EpisodePlan(task, setting.tag, seed, setting.env, setting.sequence_length, sampling, True, "play")
-    told = WatchedSample(sample, chat, watched, tell, show_tokens=show_tokens)
+    told = TracedSampler(sample, chat, watched, tell, show_tokens=show_tokens)
     trajectory = await play(plan, watched, traits, told, chat)
     tell(typer.style("-- end " + "-" * 43, dim=True))
     tell(watched.observations[-1])
@@ -148,7 +148,7 @@ async def watch(
     return trajectory, _played(setting, seed, watched, trajectory)
 
 
-def _played(setting: Setting, seed: int, watched: WatchedEnv, trajectory: Trajectory) -> PlayedEpisode:
+def _played(setting: PlayTarget, seed: int, watched: TracedEnv, trajectory: Trajectory) -> PlayedEpisode:
     success = trajectory.metrics.get("success")
     recorded = RecordedEpisode(
         title="played",

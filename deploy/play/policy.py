@@ -40,7 +40,7 @@ def version_of(folder: Path) -> int:
     return int(found[1]) if found else 0
 
 
-class Asked(NamedTuple):
+class PromptRequest(NamedTuple):
     """One turn that wants an answer."""
 
     prompt: tuple[int, ...]
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
     pictures: tuple[Picture, ...] = ()
 
 
-class Chance(NamedTuple):
+class SamplingParams(NamedTuple):
     """How tokens are drawn; temperature 0 is greedy, `top_k` below 1 is all of them."""
 
     temperature: float
@@ -60,7 +60,7 @@ class Chance(NamedTuple):
 class Policy(Protocol):
     """Answers prompts of tokens. Not thread-safe."""
 
-    def complete(self, asked: Sequence[Asked], chance: Chance) -> list[Completion]:
+    def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
         """One completion for each prompt."""
         ...
 
@@ -69,9 +69,9 @@ def load_policy(folder: Path, stop_ids: Sequence[int], *, seed: int) -> Policy:
     """The policy of a folder, which sees where its model does."""
     if model_family(folder) is None:
         return TransformersPolicy(folder, stop_ids, seed=seed)
-    from offbeat.deploy.play.vision_policy import SeeingPolicy
+    from offbeat.deploy.play.vision_policy import VisionPolicy
 
-    return SeeingPolicy(folder, stop_ids, seed=seed)
+    return VisionPolicy(folder, stop_ids, seed=seed)
 
 
 class TransformersPolicy:
@@ -89,7 +89,7 @@ class TransformersPolicy:
         self._version = version_of(folder)
         torch.manual_seed(seed)
 
-    def complete(self, asked: Sequence[Asked], chance: Chance) -> list[Completion]:
+    def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
         """See `Policy.complete`."""
         prompts, most = [each.prompt for each in asked], [each.most for each in asked]
         torch, longest = self._torch, max(map(len, prompts))
@@ -138,17 +138,17 @@ def completion_of(
 class TogetherSampler:
     """Collects the turns that are ready and has them answered in one batch, in a thread."""
 
-    def __init__(self, policy: Policy, chance: Chance, *, max_new_tokens: int) -> None:
+    def __init__(self, policy: Policy, chance: SamplingParams, *, max_new_tokens: int) -> None:
         self._policy = policy
         self._chance = chance
         self._most = max_new_tokens
-        self._waiting: list[tuple[Asked, asyncio.Future[Completion]]] = []
+        self._waiting: list[tuple[PromptRequest, asyncio.Future[Completion]]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
         """See `offbeat.services.rollout.episodes.episode.Sample`."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((Asked(tuple(prompt), min(most, self._most), pictures), future))
+        self._waiting.append((PromptRequest(tuple(prompt), min(most, self._most), pictures), future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._answer_all())
         return await future

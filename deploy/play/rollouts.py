@@ -8,7 +8,7 @@ from math import comb
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import SpokenAnswers, random_speaker
-from offbeat.deploy.play.target import setting_of, unbounded
+from offbeat.deploy.play.target import target_of, unbounded
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError
@@ -18,7 +18,7 @@ from offbeat.services.messages.types import (
     Sampling,
     Trajectory,
 )
-from offbeat.services.rollout.agents.episode import AgentDesk, play_with_agent
+from offbeat.services.rollout.agents.episode import AgentRuntime, play_with_agent
 from offbeat.services.rollout.envs.pool import EnvPool
 from offbeat.services.rollout.envs.runners import (
     EnvTraits,
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EpisodeRequest:
     """What to play."""
 
     episodes: int
@@ -52,7 +52,7 @@ class Order:
 
 
 @dataclass(slots=True)
-class Played:
+class EpisodeResult:
     """What came of it."""
 
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
@@ -76,7 +76,7 @@ class _LocalEnv:
         return do_picture(self.env)
 
 
-def tasks_of(config: RunConfig, order: Order) -> list[Task]:
+def tasks_of(config: RunConfig, order: EpisodeRequest) -> list[Task]:
     """The task of each episode: those of an evaluation, or of training's first groups; `group_size` in a row share one."""
     if order.kind is EpisodeKind.EVAL:
         manager = config.val_env_manager.model_copy(update={"group_size": order.group_size})
@@ -87,14 +87,14 @@ def tasks_of(config: RunConfig, order: Order) -> list[Task]:
 
 async def play_many(
     config: RunConfig,
-    order: Order,
+    order: EpisodeRequest,
     chat: ChatFormat,
     sample: Sample | None,
     progress: Progress,
-    desk: AgentDesk | None = None,
-) -> Played:
+    desk: AgentRuntime | None = None,
+) -> EpisodeResult:
     """Play all episodes of the order; `sample` None plays at random. desk: for tags that agents of their own play."""
-    played, room = Played(), asyncio.Semaphore(order.concurrency)
+    played, room = EpisodeResult(), asyncio.Semaphore(order.concurrency)
     pool = EnvPool(config.custom_envs, min(order.concurrency, 32))
     tasks = tasks_of(config, order)
 
@@ -120,15 +120,15 @@ async def play_many(
 
 async def _play(
     config: RunConfig,
-    order: Order,
+    order: EpisodeRequest,
     number: int,
     task: Task,
     chat: ChatFormat,
     sample: Sample | None,
     pool: EnvPool,
-    desk: AgentDesk | None,
+    desk: AgentRuntime | None,
 ) -> Trajectory:
-    setting = setting_of(config, task.tag)
+    setting = target_of(config, task.tag)
     if sample is None:
         setting = unbounded(setting)
     group, member = divmod(number, order.group_size)

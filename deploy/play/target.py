@@ -18,7 +18,7 @@ LONGEST = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PlayTarget:
     """One tag and the bounds of its episodes."""
 
     tag: str
@@ -29,7 +29,7 @@ class Setting:
     top_k: int = -1
     max_new_tokens: int = LONGEST
 
-    def with_env_config(self, changes: dict[str, Any]) -> "Setting":
+    def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
         """The same with other settings of the env."""
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
 
@@ -60,10 +60,10 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     return config
 
 
-def setting_of(config: RunConfig, tag: str) -> Setting:
+def target_of(config: RunConfig, tag: str) -> PlayTarget:
     """A tag of a run, sampled as in training."""
     args = config.actor_infer.generating_args
-    return Setting(
+    return PlayTarget(
         tag,
         config.custom_envs[tag],
         config.sequence_length,
@@ -90,15 +90,15 @@ def check_shown(env: CustomEnv, chat: ChatFormat) -> None:
         made.close()
 
 
-def unbounded(setting: Setting) -> Setting:
+def unbounded(setting: PlayTarget) -> PlayTarget:
     """Without limits on tokens: for agents that speak words, whose tokens nobody will train on."""
     env = setting.env.model_copy(update={"max_tokens_per_step": LONGEST})
     return replace(setting, env=env, sequence_length=LONGEST, max_new_tokens=LONGEST)
 
 
-def find_setting(
+def find_target(
     env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
-) -> Setting:
+) -> PlayTarget:
     """An env by its name or `module:Class`, or a tag of a run's YAML file; where the policy is shown pictures, the env draws
     them unless it is told otherwise.
 
@@ -112,10 +112,10 @@ def find_setting(
         tag = tag or next(iter(config.custom_envs))
         if tag not in config.custom_envs:
             raise ConfigError([Problem("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
-        setting = setting_of(config, tag).with_env_config(env_config)
+        setting = target_of(config, tag).with_env_config(env_config)
     else:
         steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=LONGEST, env_config=env_config)
-        setting = Setting(env, steps, LONGEST)
+        setting = PlayTarget(env, steps, LONGEST)
     changes = {"max_steps": max_steps, "agent_template": template}
     changes = {key: value for key, value in changes.items() if value is not None}
     try:

@@ -21,8 +21,8 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from offbeat.deploy.play.policy import (
-    Asked,
-    Chance,
+    PromptRequest,
+    SamplingParams,
     completion_of,
     version_of,
 )
@@ -32,7 +32,7 @@ from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.vision import rope_positions
 
 
-class SeeingPolicy:
+class VisionPolicy:
     """Answers prompts of text and pictures (`offbeat.deploy.play.policy.Policy`)."""
 
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
@@ -46,7 +46,7 @@ class SeeingPolicy:
         torch.manual_seed(seed)
 
     @torch.inference_mode()
-    def complete(self, asked: Sequence[Asked], chance: Chance) -> list[Completion]:
+    def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
         """See `offbeat.deploy.play.policy.Policy.complete`. Prompts stand at the right of a batch, padding at their left."""
         embedded, mask, positions, following = self._batch(asked)
         cache, draw = DynamicCache(config=self._model.config), _drawing(chance)
@@ -76,7 +76,7 @@ class SeeingPolicy:
             completion_of(ids[: each.most], values[: each.most], stop_ids, self._version) for ids, values, each in rows
         ]
 
-    def _batch(self, asked: Sequence[Asked]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _batch(self, asked: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of B prompts: embeddings [B, N, D], mask [B, N], positions [4, B, N] and those of the next token [4, B, 1]."""
         longest = max(len(each.prompt) for each in asked)
         embedded = torch.zeros(len(asked), longest, self._embed.embedding_dim)
@@ -88,7 +88,7 @@ class SeeingPolicy:
             embedded[row, start:], positions[:, row, start:] = self._read(each)
         return embedded, mask, positions[:, :, :-1], positions[:, :, -1:]
 
-    def _read(self, asked: Asked) -> tuple[Tensor, Tensor]:
+    def _read(self, asked: PromptRequest) -> tuple[Tensor, Tensor]:
         """Of a prompt: embeddings [N, D] with what the tower sees in place, and positions [4, N + 1]."""
         embedded = self._embed(torch.tensor(asked.prompt))
         pixels = [self._reader.pixels(picture.png) for picture in asked.pictures]
@@ -102,7 +102,7 @@ class SeeingPolicy:
         return embedded, rope_positions(packing, asked.pictures, grids, self._reader.merge)[:, 0]
 
 
-def _drawing(chance: Chance) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def _drawing(chance: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Logits [B, V] -> tokens [B] and their log-probabilities [B], in the distribution that they are drawn from."""
     warpers = LogitsProcessorList()
     if chance.temperature > 0:

@@ -64,7 +64,7 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvaluationResult:
     """One evaluation on held-out tasks."""
 
     kind: str
@@ -87,7 +87,9 @@ class RunHistory:
     steps: Steps = field(default_factory=Steps)
     last_step: Step | None = None
     """The newest, with all of its values."""
-    evaluations: dict[tuple[str, str, int], Evaluation] = field(default_factory=dict[tuple[str, str, int], Evaluation])
+    evaluations: dict[tuple[str, str, int], EvaluationResult] = field(
+        default_factory=dict[tuple[str, str, int], EvaluationResult]
+    )
     totals: dict[str, float] = field(default_factory=dict[str, float])
     """`source/metric` -> sum over all records, of metrics that are sums."""
     peaks: dict[str, float] = field(default_factory=dict[str, float])
@@ -149,7 +151,7 @@ class RunHistory:
 
     def _add_evaluation(self, record: MetricRecord) -> None:
         values = record.values
-        found = Evaluation(
+        found = EvaluationResult(
             kind=record.labels.get("when", "during"),
             sampling=record.labels.get("sampling", "sampled"),
             step=record.step or 0,
@@ -166,12 +168,12 @@ class RunHistory:
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
 
-    def evaluation(self, kind: str, sampling: str) -> Evaluation | None:
+    def evaluation(self, kind: str, sampling: str) -> EvaluationResult | None:
         """The newest evaluation of that kind."""
         found = [each for each in self.evaluations.values() if (each.kind, each.sampling) == (kind, sampling)]
         return max(found, key=lambda each: (each.step, each.time), default=None)
 
-    def curve(self) -> list[Evaluation]:
+    def curve(self) -> list[EvaluationResult]:
         """Sampled evaluations by step: before, during and after."""
         found = [each for each in self.evaluations.values() if each.sampling == "sampled"]
         return sorted(found, key=lambda each: (each.step, each.time))

@@ -14,7 +14,7 @@ REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
 """Codes of a server that says that the action, not itself, is at fault."""
 
 
-class RefusedError(ValueError):
+class ActionRejectedError(ValueError):
     """The server takes the answer for no action."""
 
 
@@ -76,7 +76,7 @@ class OpenEnvEnv(TextEnv):
             return self._refused("the answer is no JSON object")
         try:
             result = self._ask("step", made)
-        except RefusedError as error:
+        except ActionRejectedError as error:
             return self._refused(str(error))
         reward, done = float(result.reward or 0.0), bool(result.done)
         self._shown = self._text(result.observation)
@@ -116,7 +116,7 @@ class OpenEnvEnv(TextEnv):
             return getattr(self._client, what)(*args, **kwargs)
         except Exception as error:
             if what == "step" and any(code in str(error) for code in REFUSED):
-                raise RefusedError(str(error)) from error
+                raise ActionRejectedError(str(error)) from error
             self.close()
             raise
 

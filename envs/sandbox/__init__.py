@@ -3,7 +3,7 @@
 from offbeat.envs.sandbox.run import (
     IsolationError,
     Limits,
-    Outcome,
+    ProgramResult,
     check_isolation,
     lacking,
     platform_isolation,
@@ -14,7 +14,7 @@ from offbeat.envs.sandbox.run import (
 __all__ = [
     "IsolationError",
     "Limits",
-    "Outcome",
+    "ProgramResult",
     "check_isolation",
     "lacking",
     "platform_isolation",

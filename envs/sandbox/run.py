@@ -71,7 +71,7 @@ class Limits(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramResult:
     """How a program ended."""
 
     stdout: str
@@ -97,7 +97,7 @@ class Outcome:
 
 def run_python(
     code: str, *, stdin: str = "", limits: Limits | None = None, layers: tuple[Layer, ...] = LAYERS
-) -> Outcome:
+) -> ProgramResult:
     """Run a program to its end, or to that of its time.
 
     layers: those of them that the kernel offers are used.
@@ -114,13 +114,13 @@ def run_python(
         _run(folder, limits, layers)
         out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
         if not (folder / "outcome.json").is_file():
-            return Outcome(out, err, -signal.SIGKILL, True, ())
+            return ProgramResult(out, err, -signal.SIGKILL, True, ())
         ended = json.loads((folder / "outcome.json").read_text())
         if ended["started"]:
             _warn_once(tuple(lacking(ended["layers"])))
         else:
             check_isolation(limits, tuple(ended["layers"]))
-        return Outcome(out, err, ended["exit_code"], ended["timed_out"], tuple(ended["layers"]))
+        return ProgramResult(out, err, ended["exit_code"], ended["timed_out"], tuple(ended["layers"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -31,7 +31,7 @@ from offbeat.envs.webshop.pages import (
     clickables,
     page_text,
 )
-from offbeat.envs.webshop.reward import Judge, Worth
+from offbeat.envs.webshop.reward import PurchaseReward, PurchaseScorer
 from offbeat.envs.webshop.search import ProductSearch
 
 SYSTEM_PROMPT = "Buy what the instruction asks for . Answer search[ words ] or click[ text ] ."
@@ -106,7 +106,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
             self.config.data_dir, self.config.num_products, self.config.human_goals, self.config.catalogue_seed
         )
         self._goals = self._catalogue.split(self.config.split)
-        self._judge = Judge()
+        self._judge = PurchaseScorer()
         self._pattern = compile_pattern(self.config.action_pattern)
         self._goal: Goal | None = None
         self._page: Page = SearchPage()
@@ -193,7 +193,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return None if found is None else ("click", found)
 
     def _after(
-        self, before: Page, reward: float, bought: Worth | None, *, valid: bool
+        self, before: Page, reward: float, bought: PurchaseReward | None, *, valid: bool
     ) -> tuple[str, float, bool, bool, dict[str, Any]]:
         info: dict[str, Any] = {
             "success": bought is not None and bought.reward == 1.0,

@@ -21,7 +21,7 @@ STOP_WORDS = frozenset(
 )
 
 
-class Worth(NamedTuple):
+class PurchaseReward(NamedTuple):
     """A reward and what it consists of."""
 
     reward: float
@@ -32,7 +32,7 @@ class Worth(NamedTuple):
     r_price: float
 
 
-class Judge:
+class PurchaseScorer:
     """Compares purchases with goals."""
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Judge:
         self._ratio: Any = fuzz.token_set_ratio
         self._process: Any = utils.default_process
 
-    def __call__(self, goal: Goal, bought: Product, chosen: Mapping[str, str]) -> Worth:
+    def __call__(self, goal: Goal, bought: Product, chosen: Mapping[str, str]) -> PurchaseReward:
         """chosen: option's name -> value."""
         r_type = type_reward(goal.product, bought)
         attributes = sum(self._has(bought, attribute) for attribute in goal.attributes)
         options = sum(self._is_chosen(option, chosen) for option in goal.options)
         price = float(bought.price <= goal.price_upper)
         wanted = len(goal.attributes) + len(goal.options) + 1
-        return Worth(
+        return PurchaseReward(
             r_type * (attributes + options + price) / wanted,
             r_type,
             attributes / max(1, len(goal.attributes)),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from tokenizers import Tokenizer
 
-from offbeat.services.chat.image_tokens import Reader, Sight
+from offbeat.services.chat.image_tokens import ImageReader, ImageTokens
 from offbeat.services.chat.template import ChatTemplate, load_chat_template
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.chat.vision import PictureReader
@@ -48,7 +48,7 @@ class ChatFormat:
         render: Render,
         tokenizer: Tokenizer,
         extra_stop_ids: Sequence[int] = (),
-        reader: Callable[[], Reader] | None = None,
+        reader: Callable[[], ImageReader] | None = None,
         template: Callable[[], ChatTemplate] | None = None,
         calling: FunctionTemplate | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class ChatFormat:
             _check_tokens(self, render)
 
     @cached_property
-    def sight(self) -> Sight:
+    def sight(self) -> ImageTokens:
         """What is needed to write pictures into messages.
 
         Raises:
@@ -97,7 +97,7 @@ class ChatFormat:
         """
         if self._reader is None:
             raise RolloutError("pictures are read as a model folder says, and none is known")
-        return Sight(_picture_of(self._render), self._reader())
+        return ImageTokens(_picture_of(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
         """What renders conversations in which an env's functions are called; from any thread, loaded once.
@@ -182,7 +182,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
     def render(messages: Sequence[Message], prompt: bool) -> str:
         return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
 
-    def reader() -> Reader:
+    def reader() -> ImageReader:
         return PictureReader(folder)
 
     eos = tokenizer.eos_token_id

@@ -7,7 +7,7 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.types import Picture
 
 
-class Reader(Protocol):
+class ImageReader(Protocol):
     """How many tokens pictures take (`offbeat.services.chat.vision.PictureReader`)."""
 
     image_token_id: int
@@ -18,12 +18,12 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ImageTokens:
     """What a policy that sees needs to know of pictures."""
 
     mark: str
     """How a message writes a picture."""
-    reader: Reader
+    reader: ImageReader
 
     def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
         """Write out the placeholders of a prompt, each for the same picture; their places count from its start.

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
 
-from offbeat.services.control.auth import NO_TOKENS, Guard, Tokens
+from offbeat.services.control.auth import NO_TOKENS, AuthMiddleware, Tokens
 from offbeat.services.control.http_errors import answer_errors, refusals
 from offbeat.services.control.routes import run_routes
 from offbeat.services.control.schemas import HealthView
@@ -32,7 +32,7 @@ def create_api(
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
     if tokens.operate is not None:
-        # Says in the documentation what `Guard` demands.
+        # Says in the documentation what `AuthMiddleware` demands.
         bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)
 
@@ -43,5 +43,5 @@ def create_api(
         return HealthView()
 
     answer_errors(api)
-    api.add_middleware(Guard, tokens=tokens)
+    api.add_middleware(AuthMiddleware, tokens=tokens)
     return api

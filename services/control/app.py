@@ -39,7 +39,7 @@ class ControlSettings:
 
     redis_url: str
     wiring: str
-    """`module:name` of a callable (redis, redis_url, working_dir) -> `services.control.service.Wiring` with `build_mesh`."""
+    """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh`."""
     token: str | None = None
     read_token: str | None = None
     """Of callers who may look and change nothing."""

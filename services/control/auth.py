@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from offbeat.services.control.http_errors import error_response
 
 
-class Bucket:
+class TokenBucket:
     """Lets `burst` calls through at once, and `per_s` in the long run."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,14 +67,14 @@ class Tokens:
 NO_TOKENS = Tokens()
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
         self._tokens = tokens
-        self._calls = Bucket(CALLS_PER_S, CALLS_AT_ONCE)
-        self._wrong = Bucket(WRONG_PER_S, WRONG_AT_ONCE)
+        self._calls = TokenBucket(CALLS_PER_S, CALLS_AT_ONCE)
+        self._wrong = TokenBucket(WRONG_PER_S, WRONG_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on, or refuse it."""

@@ -25,7 +25,7 @@ EVALUATING = "evaluating"
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Cause:
     """One part, and what it waits for."""
 
     who: str
@@ -43,7 +43,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class RunSnapshot:
     """All that the chain is made of, as Redis has it now."""
 
     now: float
@@ -63,36 +63,36 @@ class Picture:
     """What is wrong with Redis, where it lets itself be read and nothing be written."""
 
 
-def chain(picture: Picture) -> list[Link]:
+def chain(picture: RunSnapshot) -> list[Cause]:
     """From the one who waits most to the one who keeps all waiting; never empty."""
     return [*_refused(picture), *_chain(picture), *_unattended(picture)]
 
 
-def _refused(picture: Picture) -> list[Link]:
+def _refused(picture: RunSnapshot) -> list[Cause]:
     """Before all others: what they said last is old, and none of them goes on."""
     if not picture.redis_trouble or picture.record.state.over:
         return []
     says = f"{picture.redis_trouble}: all wait for it, and go on by themselves then; what follows was said before"
-    return [Link("redis", "refuses", says)]
+    return [Cause("redis", "refuses", says)]
 
 
-def _unattended(picture: Picture) -> list[Link]:
+def _unattended(picture: RunSnapshot) -> list[Cause]:
     """What dies in a run that nobody looks after stays dead."""
     silent_s = picture.now - picture.record.beat
     if picture.record.state.over or picture.redis_trouble or not picture.record.beat or silent_s < UNATTENDED_S:
         return []
     says = f"and nobody has looked after the run for {silent_s:.0f} s: the control service hangs, or is being replaced"
-    return [Link("control", "silent", says, None, silent_s)]
+    return [Cause("control", "silent", says, None, silent_s)]
 
 
-def _chain(picture: Picture) -> list[Link]:
+def _chain(picture: RunSnapshot) -> list[Cause]:
     record = picture.record
     match record.state:
         case RunState.FINISHED | RunState.STOPPED | RunState.FAILED:
             why = f": {record.error}" if record.error else ""
-            return [Link("run", record.state.value, f"Nobody waits: the run is {record.state}{why}")]
+            return [Cause("run", record.state.value, f"Nobody waits: the run is {record.state}{why}")]
         case RunState.PREPARING:
-            return [Link("run", "preparing", "The run makes its folder and its model ready")]
+            return [Cause("run", "preparing", "The run makes its folder and its model ready")]
         case RunState.STARTING:
             return _starting(picture)
         case RunState.DRAINING:
@@ -103,54 +103,54 @@ def _chain(picture: Picture) -> list[Link]:
             return _running(picture)
 
 
-def sentence(links: Sequence[Link]) -> str:
+def sentence(links: Sequence[Cause]) -> str:
     """The chain as one sentence."""
     clauses = "; ".join(link.says for link in links)
     return f"{clauses[:1].upper()}{clauses[1:]}."
 
 
-def _starting(picture: Picture) -> list[Link]:
+def _starting(picture: RunSnapshot) -> list[Cause]:
     missing = {name: seen for name, seen in picture.observations.items() if seen.health is not Health.READY}
     if not missing:
-        return [Link("run", "starting", "The run starts; no part of it has been looked at yet")]
+        return [Cause("run", "starting", "The run starts; no part of it has been looked at yet")]
     names = _listed(sorted(missing))
-    links = [Link("run", "waits", f"The run starts and waits for {names}", next(iter(missing)))]
+    links = [Cause("run", "waits", f"The run starts and waits for {names}", next(iter(missing)))]
     links += [_component(picture, name, seen) for name, seen in missing.items()]
     return [*links, *_slow_fetches(picture)]
 
 
-def _component(picture: Picture, name: str, seen: Observation) -> Link:
+def _component(picture: RunSnapshot, name: str, seen: Observation) -> Cause:
     detail = picture.learner.phase if name == "learner" and seen.health is Health.STARTING else ""
     detail = detail or seen.detail
     clause = f"{_the(name)} is {seen.health}" + (f" ({detail})" if detail else "")
-    return Link(name, seen.health.value, clause, detail={"detail": detail, "log": seen.log})
+    return Cause(name, seen.health.value, clause, detail={"detail": detail, "log": seen.log})
 
 
-def _draining(picture: Picture) -> list[Link]:
+def _draining(picture: RunSnapshot) -> list[Cause]:
     left = [name for name, seen in picture.observations.items() if seen.health in (Health.READY, Health.STARTING)]
     since = picture.now - picture.record.draining_at
-    first = Link("run", "draining", f"The run ends since {since:.1f} s and waits for {_listed(left)}", None, since)
+    first = Cause("run", "draining", f"The run ends since {since:.1f} s and waits for {_listed(left)}", None, since)
     if "learner" not in left:
         return [first]
-    doing = _learner_busy(picture) or Link("learner", "ends", "the learner ends its step and saves a checkpoint")
-    return [Link("run", "draining", first.says, "learner", since), doing]
+    doing = _learner_busy(picture) or Cause("learner", "ends", "the learner ends its step and saves a checkpoint")
+    return [Cause("run", "draining", first.says, "learner", since), doing]
 
 
-def _paused(picture: Picture) -> list[Link]:
+def _paused(picture: RunSnapshot) -> list[Cause]:
     playing = sum(worker.episodes for worker in picture.buffer.workers)
     rest = f"; {playing} episodes are played to their end" if playing else ""
     learner = _learner_busy(picture)
     says = f"The run is paused: `offbeat runs resume {picture.record.run_id}` lets it go on{rest}"
-    return [Link("run", "paused", says), *([learner] if learner else [])]
+    return [Cause("run", "paused", says), *([learner] if learner else [])]
 
 
-def _running(picture: Picture) -> list[Link]:
+def _running(picture: RunSnapshot) -> list[Cause]:
     seen = picture.observations.get("learner")
     if seen is not None and seen.health in (Health.DEAD, Health.ABSENT, Health.BROKEN):
         return [*_rollouts_wait(picture), _no_learner(picture, seen)]
     if not picture.leased:
         phase = f" ({picture.learner.phase})" if picture.learner.phase else ""
-        starting = Link("learner", "starting", f"the learner starts and does not hold the run yet{phase}")
+        starting = Cause("learner", "starting", f"the learner starts and does not hold the run yet{phase}")
         return [*_rollouts_wait(picture), starting]
     busy = _learner_busy(picture)
     if busy is not None:
@@ -160,16 +160,16 @@ def _running(picture: Picture) -> list[Link]:
     return [*_learner_waits(picture), *_trouble(picture)]
 
 
-def _trouble(picture: Picture) -> list[Link]:
+def _trouble(picture: RunSnapshot) -> list[Cause]:
     """What goes wrong though nobody waits for it yet."""
     what = picture.learner.trouble
-    unsaved = [Link("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
+    unsaved = [Cause("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
     return [*unsaved, *_slow_fetches(picture)]
 
 
-def _slow_fetches(picture: Picture) -> list[Link]:
+def _slow_fetches(picture: RunSnapshot) -> list[Cause]:
     """Replicas that go on with what they serve because newer weights do not come."""
-    links: list[Link] = []
+    links: list[Cause] = []
     for name, each in picture.replicas.items():
         if each.fetching is None or picture.now - each.at >= SILENT_S:
             continue
@@ -179,20 +179,20 @@ def _slow_fetches(picture: Picture) -> list[Link]:
             says = f"but replica {name} {serves} and has been fetching version {version} for {since:.0f} s from "
             detail = {"replica": name, "version": version, "source": each.fetching.source}
             says += f"{each.fetching.source}: the share may hang"
-            links.append(Link("generation", "fetches", says, None, since, detail))
+            links.append(Cause("generation", "fetches", says, None, since, detail))
     return links
 
 
-def _no_learner(picture: Picture, seen: Observation) -> Link:
+def _no_learner(picture: RunSnapshot, seen: Observation) -> Cause:
     ready = picture.buffer.ready + picture.buffer.consumed
     if seen.health is Health.ABSENT:
         says = f"no learner trains it ({seen.detail or 'none was started'}), and {ready} complete groups wait for one"
     else:
         says = f"the learner is {seen.health} ({seen.detail}) and is being replaced"
-    return Link("learner", seen.health.value, says, detail={"groups_ready": ready, "log": seen.log})
+    return Cause("learner", seen.health.value, says, detail={"groups_ready": ready, "log": seen.log})
 
 
-def _learner_busy(picture: Picture) -> Link | None:
+def _learner_busy(picture: RunSnapshot) -> Cause | None:
     """What the learner is at, unless it waits for groups."""
     doing = picture.learner.doing
     stage, step = doing.get("stage"), doing.get("step", 0)
@@ -207,34 +207,34 @@ def _learner_busy(picture: Picture) -> Link | None:
     if stage not in clauses:
         return None
     since = max(picture.now - float(doing.get("since", picture.now)), 0.0)
-    return Link("learner", str(stage), clauses[stage] + _for(since), None, since, {"step": step})
+    return Cause("learner", str(stage), clauses[stage] + _for(since), None, since, {"step": step})
 
 
-def _rollouts_wait(picture: Picture) -> list[Link]:
+def _rollouts_wait(picture: RunSnapshot) -> list[Cause]:
     """The env workers, if they wait for the learner."""
     if picture.buffer.admission is Admission.STALENESS_BOUND and not _playing(picture):
         says = "The env workers wait for the learner: they are as far ahead as max_staleness allows"
-        return [Link("env workers", "waits", says, "learner", detail={"admission": picture.buffer.admission.value})]
+        return [Cause("env workers", "waits", says, "learner", detail={"admission": picture.buffer.admission.value})]
     return []
 
 
-def _learner_waits(picture: Picture) -> list[Link]:
+def _learner_waits(picture: RunSnapshot) -> list[Cause]:
     doing = picture.learner.doing
     since = max(picture.now - float(doing.get("since", picture.now)), 0.0)
     step = int(doing.get("step", picture.buffer.step or 0))
     if picture.buffer.ready:
         says = f"The learner takes groups for step {step + 1}; {picture.buffer.ready} are ready"
-        return [Link("learner", "takes", says, None, since, {"step": step, "ready": picture.buffer.ready})]
+        return [Cause("learner", "takes", says, None, since, {"step": step, "ready": picture.buffer.ready})]
     group = min(picture.groups, key=lambda each: (each.missing, each.number), default=None)
     if group is None:
         return _nothing_played(picture, step, since)
     who = f"group {group.number}"
     detail = {"step": step, "groups_needed": doing.get("groups"), "groups_taken": picture.buffer.consumed}
-    first = Link("learner", "waits", f"The learner waits for {who}" + _for(since), who, since, detail)
+    first = Cause("learner", "waits", f"The learner waits for {who}" + _for(since), who, since, detail)
     return [first, *_group(picture, group)]
 
 
-def _nothing_played(picture: Picture, step: int, since: float) -> list[Link]:
+def _nothing_played(picture: RunSnapshot, step: int, since: float) -> list[Cause]:
     """No group is being played though the learner wants one."""
     admission = picture.buffer.admission
     reasons = {
@@ -245,97 +245,97 @@ def _nothing_played(picture: Picture, step: int, since: float) -> list[Link]:
     }
     says = f"The learner waits for groups of step {step + 1}" + _for(since)
     if admission in reasons:
-        first = Link("learner", "waits", says, "admission", since)
-        return [first, Link("admission", admission.value, f"none is played: {reasons[admission]}")]
-    return [Link("learner", "waits", says, "env workers", since), _workers(picture, "none is played yet: ")]
+        first = Cause("learner", "waits", says, "admission", since)
+        return [first, Cause("admission", admission.value, f"none is played: {reasons[admission]}")]
+    return [Cause("learner", "waits", says, "env workers", since), _workers(picture, "none is played yet: ")]
 
 
-def _workers(picture: Picture, opening: str) -> Link:
+def _workers(picture: RunSnapshot, opening: str) -> Cause:
     alive = picture.buffer.workers
     if not alive:
         seen = picture.observations.get("env-workers")
         how = f" ({seen.health}{f', {seen.detail}' if seen.detail else ''})" if seen else ""
-        return Link("env workers", "absent", f"{opening}no env worker is there{how}")
+        return Cause("env workers", "absent", f"{opening}no env worker is there{how}")
     playing = sum(each.episodes for each in alive)
     says = f"{opening}{len(alive)} env worker(s) play {playing} episodes and take more as places get free"
-    return Link("env workers", "busy", says, detail={"workers": len(alive)})
+    return Cause("env workers", "busy", says, detail={"workers": len(alive)})
 
 
-def _group(picture: Picture, group: GroupProgress) -> list[Link]:
+def _group(picture: RunSnapshot, group: GroupProgress) -> list[Cause]:
     still = min(group.missing, group.played + group.queued)
     said = _waits(picture.workers.values(), "groups", str(group.number), picture.now)
     if not group.played:
         says = f"{group.missing} of its {group.size} episodes are played by nobody yet"
-        first = Link(f"group {group.number}", "queued", says, "env workers", detail=_progress(group))
+        first = Cause(f"group {group.number}", "queued", says, "env workers", detail=_progress(group))
         return [first, _workers(picture, "")]
     says = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still playing"
     whom = _longest(said)
-    first = Link(f"group {group.number}", "playing", says, "episodes", detail=_progress(group))
+    first = Cause(f"group {group.number}", "playing", says, "episodes", detail=_progress(group))
     return [first, *_episodes(picture, said, whom, still)]
 
 
-def _episodes(picture: Picture, said: Mapping[str, tuple[int, float]], whom: str | None, still: int) -> list[Link]:
+def _episodes(picture: RunSnapshot, said: Mapping[str, tuple[int, float]], whom: str | None, still: int) -> list[Cause]:
     """What the `still` episodes wait for, by the one that has waited longest; their workers spoke a moment ago."""
     if whom is None:
         silent = [each for each in picture.buffer.workers if each.silent_s > SILENT_S]
         about = f"their env worker has been silent for {max(each.silent_s for each in silent):.0f} s" if silent else ""
-        return [Link("episodes", "unknown", about or "their env workers have not said yet what they wait for")]
+        return [Cause("episodes", "unknown", about or "their env workers have not said yet what they wait for")]
     count, since = said[whom]
     they = "it waits" if still == 1 else "they wait" if count >= still else f"{count} of them wait{'s' * (count == 1)}"
     detail: dict[str, Any] = {wait: number for wait, (number, _) in said.items()}
     match whom:
         case "generation":
-            first = Link("episodes", "waits", f"{they} for generation", "generation", picture.now - since, detail)
+            first = Cause("episodes", "waits", f"{they} for generation", "generation", picture.now - since, detail)
             return [first, _generation(picture)]
         case "env":
             says = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(picture.now - since)
-            return [Link("episodes", "waits", says, "env", picture.now - since, detail)]
+            return [Cause("episodes", "waits", says, "env", picture.now - since, detail)]
         case "agent":
             says = f"{they} for {'its' if still == 1 else 'their'} agent to go on" + _for(picture.now - since)
-            return [Link("episodes", "waits", says, "agent", picture.now - since, detail)]
+            return [Cause("episodes", "waits", says, "agent", picture.now - since, detail)]
         case "place":
-            return [Link("episodes", "waits", f"{they} for an env of the pool", "env", picture.now - since, detail)]
+            return [Cause("episodes", "waits", f"{they} for an env of the pool", "env", picture.now - since, detail)]
         case _:
             says = "it is being handed in" if still == 1 else "they are being handed in"
-            return [Link("episodes", "waits", says, "buffer", picture.now - since, detail)]
+            return [Cause("episodes", "waits", says, "buffer", picture.now - since, detail)]
 
 
-def _generation(picture: Picture) -> Link:
+def _generation(picture: RunSnapshot) -> Cause:
     replicas = {name: each for name, each in picture.replicas.items() if picture.now - each.at < SILENT_S}
     detail = {"replicas": len(replicas), "newest_version": picture.version}
     if not replicas:
         seen = picture.observations.get("generation")
         how = f" ({seen.health}{f', {seen.detail}' if seen.detail else ''})" if seen else ""
-        return Link("generation", "absent", f"no replica of which answers{how}", detail=detail)
+        return Cause("generation", "absent", f"no replica of which answers{how}", detail=detail)
     whose = "whose replica is" if len(replicas) == 1 else f"of whose {len(replicas)} replicas one is"
     for each in replicas.values():
         if each.load.loading is not None:
             since = picture.now - each.load.loading_since
             says = f"{whose} loading version {each.load.loading} since {since:.1f} s"
-            return Link("generation", "loads", says, None, since, {**detail, "version": each.load.loading})
+            return Cause("generation", "loads", says, None, since, {**detail, "version": each.load.loading})
     behind = [each for each in replicas.values() if each.load.waiting and each.version < picture.version]
     if behind:
         says = f"which serves version {behind[0].version} and fetches version {picture.version}"
-        return Link("generation", "fetches", says, detail=detail)
+        return Cause("generation", "fetches", says, detail=detail)
     running = sum(each.load.running for each in replicas.values())
     says = f"which samples {running} request(s) under version {max(each.version for each in replicas.values())}"
-    return Link("generation", "samples", says, detail={**detail, "requests": running})
+    return Cause("generation", "samples", says, detail={**detail, "requests": running})
 
 
-def _evaluating(picture: Picture) -> list[Link]:
+def _evaluating(picture: RunSnapshot) -> list[Cause]:
     units = {name for report in picture.workers.values() for name in report.get("evaluations", {})}
     says = f"The learner waits for an evaluation ({picture.learner.phase})"
-    first = Link("learner", "waits", says, "evaluation")
+    first = Cause("learner", "waits", says, "evaluation")
     said: dict[str, tuple[int, float]] = {}
     for unit in units:
         said = _merged(said, _waits(picture.workers.values(), "evaluations", unit, picture.now))
     if not said:
         workers = _workers(picture, "")
         says = f"{picture.buffer.queued_eval} of its episodes are played by nobody yet"
-        return [first, Link("evaluation", "queued", says, workers.who), workers]
+        return [first, Cause("evaluation", "queued", says, workers.who), workers]
     playing = sum(number for number, _ in said.values())
     says = f"{playing} of its episodes are playing and {picture.buffer.queued_eval} are queued"
-    second = Link("evaluation", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
+    second = Cause("evaluation", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
     return [first, second, *_episodes(picture, said, _longest(said), playing)]
 
 
@@ -363,7 +363,7 @@ def _longest(said: Mapping[str, tuple[int, float]]) -> str | None:
     return min(said, key=lambda wait: said[wait][1], default=None)
 
 
-def _playing(picture: Picture) -> int:
+def _playing(picture: RunSnapshot) -> int:
     return sum(worker.episodes for worker in picture.buffer.workers)
 
 

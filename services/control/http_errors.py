@@ -23,7 +23,7 @@ from offbeat.services.control.run import (
 from offbeat.services.control.schemas import ErrorBody, ErrorView, ProblemView
 from offbeat.services.control.service import InvalidPlaceError, InvalidRunError
 from offbeat.services.errors import MeshError, RetryableError
-from offbeat.services.redis.errors import RefusesWritesError
+from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ ANSWERS: dict[type[Exception], tuple[int, str]] = {
 }
 
 
-class RefusedError(MeshError):
+class HttpError(MeshError):
     """A call that is answered by a 4xx."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -91,8 +91,8 @@ def answer_errors(api: FastAPI) -> None:
         problem = ProblemView(path="query.after", message=str(error))
         return error_response(422, "invalid_request", "a parameter was refused", [problem])
 
-    @api.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> Response:
+    @api.exception_handler(HttpError)
+    async def refused(_: Request, error: HttpError) -> Response:
         return error_response(error.status, error.code, str(error))
 
     @api.exception_handler(RequestValidationError)
@@ -108,8 +108,8 @@ def answer_errors(api: FastAPI) -> None:
     @api.exception_handler(RetryableError)
     async def unreachable(request: Request, error: Exception) -> Response:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
-        refusal = error if isinstance(error, RefusesWritesError) else error.__cause__
-        what = str(refusal) if isinstance(refusal, RefusesWritesError) else "Redis does not answer"
+        refusal = error if isinstance(error, RedisReadOnlyError) else error.__cause__
+        what = str(refusal) if isinstance(refusal, RedisReadOnlyError) else "Redis does not answer"
         return error_response(503, "state_unreachable", f"{what}: try again")
 
     @api.exception_handler(Exception)

@@ -71,7 +71,7 @@ class RunMesh(Protocol):
         """Make what must be there before anything starts: the model folder, the buffer's limits."""
         ...
 
-    async def steer(self, settings: Settings, *, paused: bool) -> None:
+    async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
         """Want as many workers and replicas as `settings` says, and let new episodes begin unless `paused`; what is right
         already is left alone. `ensure` and `observe` go by it from then on."""
         ...

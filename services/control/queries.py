@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from offbeat.services.buffer.api import GroupProgress, Quarantined, Snapshot
-from offbeat.services.control.explain import Link, Picture, chain
+from offbeat.services.control.explain import Cause, RunSnapshot, chain
 from offbeat.services.control.run import ForeignRecordError, LearnerReport, RunRecord
 from offbeat.services.control.schemas import (
     ChangeView,
@@ -103,7 +103,7 @@ class Overview:
             places=places(record),
         )
 
-    async def why(self, record: RunRecord) -> list[Link]:
+    async def why(self, record: RunRecord) -> list[Cause]:
         """Who waits for whom."""
         store, run_id = self._store, record.run_id
         seen, learner, progress, reports = await asyncio.gather(
@@ -111,7 +111,7 @@ class Overview:
         )
         snapshot, groups = await asyncio.gather(self._buffer.snapshot(run_id), self._buffer.groups(run_id))
         return chain(
-            Picture(
+            RunSnapshot(
                 now=store.clock(),
                 record=record,
                 observations=seen,

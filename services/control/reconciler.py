@@ -22,15 +22,15 @@ from offbeat.services.control.interfaces import (
     RunMesh,
 )
 from offbeat.services.control.run import (
+    DesiredState,
     ForeignRecordError,
     Restarts,
     RunRecord,
     RunState,
     UnknownRunError,
-    Wanted,
 )
 from offbeat.services.control.store import RunStore
-from offbeat.services.redis.errors import RefusesWritesError
+from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Reconciler:
     def _redis_fails(self, error: redis_errors.RedisError) -> None:
         self._troubled_at = time.monotonic()
         self._excused.clear()
-        if isinstance(error, RefusesWritesError):  # of one that does not answer nobody can read anything
+        if isinstance(error, RedisReadOnlyError):  # of one that does not answer nobody can read anything
             self.redis_trouble = str(error)
 
     async def look(self, run_id: str) -> RunState:
@@ -195,7 +195,7 @@ class Reconciler:
 
     async def _keep_up(self, record: RunRecord, mesh: RunMesh) -> RunState:
         """Bring up what is missing, replace what died, and notice when all is done."""
-        await mesh.steer(await self._store.settings(record), paused=record.wanted is Wanted.PAUSED)
+        await mesh.apply_settings(await self._store.settings(record), paused=record.wanted is DesiredState.PAUSED)
         seen = await self._observe(record, mesh.components)
         if time.monotonic() < self._troubled_at + SETTLE_S:
             return record.state
@@ -212,7 +212,7 @@ class Reconciler:
 
     async def _runs(self, record: RunRecord) -> RunState:
         """Note that the run goes on, or that it pauses."""
-        state = RunState.PAUSED if record.wanted is Wanted.PAUSED else RunState.RUNNING
+        state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING
         if state is not record.state:
             first = {} if record.running_at else {"running_at": self._store.clock()}
             await self._store.update(record.run_id, state=state, **first)
@@ -285,7 +285,7 @@ class Reconciler:
 
     async def _drain(self, record: RunRecord, mesh: RunMesh) -> RunState:
         """Stop the components, gracefully the first (the learner) before the others, then clean up."""
-        now = record.wanted is Wanted.KILLED or record.outcome is not RunState.STOPPED
+        now = record.wanted is DesiredState.KILLED or record.outcome is not RunState.STOPPED
         now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
         if not now:
             await mesh.drain()

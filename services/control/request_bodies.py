@@ -8,8 +8,8 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from offbeat.services.control.events import Position
-from offbeat.services.control.http_errors import RefusedError
-from offbeat.services.control.schemas import ChangeBody, ProblemView
+from offbeat.services.control.http_errors import HttpError
+from offbeat.services.control.schemas import ProblemView, SettingsPatch
 from offbeat.services.control.service import InvalidRunError
 
 MAX_BODY_BYTES = 1_000_000
@@ -23,7 +23,7 @@ LEAVES = {"rollout.num_workers": "num_workers", "env_workers": "num_workers", "r
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
-    """The body as YAML text or as a JSON object. Raises `RefusedError`."""
+    """The body as YAML text or as a JSON object. Raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE and kind not in YAML_TYPES:
         raise _unsupported(kind, f"{JSON_TYPE} or {YAML_TYPES[0]}")
@@ -33,17 +33,17 @@ async def read_document(request: Request) -> str | dict[str, Any]:
     try:
         return body.decode()
     except ValueError as error:
-        raise RefusedError(400, "malformed", f"the body can't be read: {error}") from error
+        raise HttpError(400, "malformed", f"the body can't be read: {error}") from error
 
 
-async def read_change(request: Request) -> ChangeBody:
-    """The body as settings to change. Raises `RefusedError`, `InvalidRunError`."""
+async def read_change(request: Request) -> SettingsPatch:
+    """The body as settings to change. Raises `HttpError`, `InvalidRunError`."""
     kind = _kind(request)
     if kind != JSON_TYPE:
         raise _unsupported(kind, JSON_TYPE)
     tree = _object(await _body(request))
     try:
-        return ChangeBody.model_validate(tree)
+        return SettingsPatch.model_validate(tree)
     except ValidationError as error:
         problems = [_problem(".".join(map(str, each["loc"])), each["type"], each["msg"]) for each in error.errors()]
         raise InvalidRunError(problems) from error
@@ -52,7 +52,7 @@ async def read_change(request: Request) -> ChangeBody:
 def _problem(key: str, kind: str, message: str) -> ProblemView:
     if kind != "extra_forbidden":
         return ProblemView(path=key, message=message)
-    known = list(ChangeBody.model_fields)
+    known = list(SettingsPatch.model_fields)
     near = get_close_matches(key.rpartition(".")[2], known, 1, CLOSE)
     nearest = LEAVES.get(key) or (near[0] if near else None)
     if nearest is None:
@@ -61,11 +61,11 @@ def _problem(key: str, kind: str, message: str) -> ProblemView:
 
 
 def read_position(text: str) -> Position:
-    """Where a watcher stands. Raises `RefusedError`."""
+    """Where a watcher stands. Raises `HttpError`."""
     try:
         return Position.parse(text)
     except ValueError as error:
-        raise RefusedError(422, "invalid_request", f"Last-Event-ID: {error}") from error
+        raise HttpError(422, "invalid_request", f"Last-Event-ID: {error}") from error
 
 
 def entry_id(text: str) -> str:
@@ -79,8 +79,8 @@ def _kind(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def _unsupported(kind: str, right: str) -> RefusedError:
-    return RefusedError(415, "unsupported_media_type", f"send {right}, not {kind or 'nothing'}")
+def _unsupported(kind: str, right: str) -> HttpError:
+    return HttpError(415, "unsupported_media_type", f"send {right}, not {kind or 'nothing'}")
 
 
 async def _body(request: Request) -> bytes:
@@ -88,7 +88,7 @@ async def _body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise RefusedError(413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} bytes")
+            raise HttpError(413, "too_large", f"a body has at most {MAX_BODY_BYTES:,} bytes")
     return bytes(body)
 
 
@@ -96,7 +96,7 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         tree = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(400, "malformed", f"the body can't be read: {error}") from error
+        raise HttpError(400, "malformed", f"the body can't be read: {error}") from error
     if not isinstance(tree, dict):
-        raise RefusedError(400, "malformed", "expected a JSON object")
+        raise HttpError(400, "malformed", "expected a JSON object")
     return tree

@@ -15,7 +15,7 @@ from offbeat.services.control.events import (
     Feed,
     Position,
 )
-from offbeat.services.control.http_errors import RefusedError, refusals
+from offbeat.services.control.http_errors import HttpError, refusals
 from offbeat.services.control.request_bodies import (
     JSON_TYPE,
     YAML_TYPES,
@@ -24,13 +24,13 @@ from offbeat.services.control.request_bodies import (
     read_document,
     read_position,
 )
-from offbeat.services.control.run import RunState, UnknownRunError, Wanted
+from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
 from offbeat.services.control.schemas import (
-    ChangeBody,
     DeletedView,
     QuarantineView,
     RunsView,
     RunView,
+    SettingsPatch,
     WhyView,
 )
 from offbeat.services.control.service import ControlService
@@ -55,7 +55,7 @@ YAML_OR_JSON: dict[str, Any] = {
 CHANGE: dict[str, Any] = {
     "requestBody": {
         "required": True,
-        "content": {JSON_TYPE: {"schema": ChangeBody.model_json_schema()}},
+        "content": {JSON_TYPE: {"schema": SettingsPatch.model_json_schema()}},
     }
 }
 EVENTS: dict[int | str, dict[str, Any]] = {
@@ -114,17 +114,17 @@ def run_routes(service: ControlService) -> APIRouter:
     @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 409, 422))
     async def stop_run(run_id: RunId, now: bool = False) -> RunView:
         """Drain, checkpoint and end; with `now`, end without draining. A run that is over stays as it is."""
-        return await service.want(run_id, Wanted.KILLED if now else Wanted.STOPPED)
+        return await service.want(run_id, DesiredState.KILLED if now else DesiredState.STOPPED)
 
     @routes.post("/runs/{run_id}/pause", status_code=202, responses=refusals(404, 409, 422))
     async def pause_run(run_id: RunId) -> RunView:
         """Begin no episode and no step until it is resumed; what is being played is played to its end."""
-        return await service.want(run_id, Wanted.PAUSED)
+        return await service.want(run_id, DesiredState.PAUSED)
 
     @routes.post("/runs/{run_id}/resume", status_code=202, responses=refusals(404, 409, 422))
     async def resume_run(run_id: RunId) -> RunView:
         """Let a paused run go on."""
-        return await service.want(run_id, Wanted.RUNNING)
+        return await service.want(run_id, DesiredState.RUNNING)
 
     @routes.get("/runs/{run_id}/why", responses=refusals(404, 409, 422))
     async def explain_run(run_id: RunId) -> WhyView:
@@ -162,7 +162,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
         """What happens, as server-sent events, until the run is over; goes on after `Last-Event-ID`."""
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
-            raise RefusedError(429, "too_many_watchers", f"{MAX_WATCHERS} streams of events are open already")
+            raise HttpError(429, "too_many_watchers", f"{MAX_WATCHERS} streams of events are open already")
         feed = Feed(service.store.redis, run_id, lambda: service.view(run_id), kind or tuple(EventKind))
         position = Position(START, START, START)
         if last_event_id is not None:

@@ -10,7 +10,7 @@ from offbeat.services.live_settings import Settings, decode_settings, encode_set
 from offbeat.services.weights.replica_reports import ReplicaReport
 
 
-class Wanted(StrEnum):
+class DesiredState(StrEnum):
     """What a person wants of a run."""
 
     RUNNING = "running"
@@ -23,7 +23,7 @@ class Wanted(StrEnum):
 
     @property
     def ends(self) -> bool:
-        return self in (Wanted.STOPPED, Wanted.KILLED)
+        return self in (DesiredState.STOPPED, DesiredState.KILLED)
 
 
 class RunState(StrEnum):
@@ -91,7 +91,7 @@ class RunRecord:
     max_steps: int
     settings: Settings
     """As the configuration has them; `RunStore.changes` came after."""
-    wanted: Wanted = Wanted.RUNNING
+    wanted: DesiredState = DesiredState.RUNNING
     state: RunState = RunState.PREPARING
     outcome: RunState = RunState.FINISHED
     """What it becomes when it has drained."""
@@ -123,7 +123,7 @@ class RunRecord:
             "max_steps": int,
             "attempt": int,
             "settings": decode_settings,
-            "wanted": Wanted,
+            "wanted": DesiredState,
             "state": RunState,
             "outcome": RunState,
         }
@@ -181,7 +181,7 @@ class LearnerReport:
 
 
 @dataclass(frozen=True, slots=True)
-class PartReports:
+class ComponentReports:
     """What the parts of a run said last, however long ago."""
 
     workers: Mapping[str, Mapping[str, Any]]

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from offbeat.services.buffer.api import Counters
-from offbeat.services.control.explain import Link, sentence
+from offbeat.services.control.explain import Cause, sentence
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import (
+    DesiredState,
     Restarts,
     RunRecord,
     RunState,
-    Wanted,
 )
 from offbeat.services.live_settings import Change, Settings
 
@@ -94,7 +94,7 @@ class SettingsView(View):
         return cls.model_validate(settings, from_attributes=True)
 
 
-class ChangeBody(BaseModel):
+class SettingsPatch(BaseModel):
     """Settings to change; what is left out stays."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -134,7 +134,7 @@ class ChangeView(View):
         return cls(values=change.values, at=change.at, from_step=change.step, why=change.why)
 
 
-class PlacesView(View):
+class PathsView(View):
     """Where things lie on the host that runs it."""
 
     output_dir: str
@@ -148,7 +148,7 @@ class RunView(View):
 
     id: str
     state: RunState
-    wanted: Wanted
+    wanted: DesiredState
     phase: str
     """What the learner is at, in a word: `warm start`, `evaluating`, `training`."""
     error: str
@@ -174,7 +174,7 @@ class RunView(View):
     """Of the settings, in the order in which they were asked for."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
     """The learner's newest record."""
-    places: PlacesView
+    places: PathsView
 
 
 class UnreadableView(View):
@@ -234,7 +234,7 @@ class WhyView(View):
     """From the one who waits most to the one who keeps all waiting."""
 
     @classmethod
-    def of(cls, run_id: str, links: Sequence[Link]) -> "WhyView":
+    def of(cls, run_id: str, links: Sequence[Cause]) -> "WhyView":
         chain = [LinkView.model_validate(link, from_attributes=True) for link in links]
         return cls(run=run_id, sentence=sentence(links), chain=chain)
 
@@ -281,10 +281,10 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def places(record: RunRecord) -> PlacesView:
+def places(record: RunRecord) -> PathsView:
     """Where a run's things lie."""
     folder = record.output_dir
-    return PlacesView(
+    return PathsView(
         output_dir=folder,
         logs=f"{folder}/logs",
         checkpoints=f"{folder}/checkpoints",

@@ -11,21 +11,21 @@ from typing import Any, Protocol, TypeVar
 from offbeat.services.control.event_schemas import MetricsView, MetricView
 from offbeat.services.control.queries import BufferReader, Overview
 from offbeat.services.control.run import (
+    DesiredState,
     ForeignRecordError,
     RunRecord,
     RunSpec,
     RunState,
     UnknownRunError,
-    Wanted,
 )
 from offbeat.services.control.schemas import (
-    ChangeBody,
     DeletedView,
     ProblemView,
     QuarantinedView,
     QuarantineView,
     RunsView,
     RunView,
+    SettingsPatch,
     UnreadableView,
     WhyView,
 )
@@ -53,7 +53,7 @@ class InvalidPlaceError(ControlError):
     """`after` names no place in the list of runs."""
 
 
-class Wiring(BufferReader, Protocol):
+class RunFactory(BufferReader, Protocol):
     """What the control service asks of the project that it serves."""
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
@@ -75,7 +75,7 @@ class ControlService:
     def __init__(
         self,
         store: RunStore,
-        wiring: Wiring,
+        wiring: RunFactory,
         *,
         wake: Callable[[], None],
         redis_trouble: Callable[[], str] = lambda: "",
@@ -140,13 +140,13 @@ class ControlService:
         """One run."""
         return await self._overview.view(await self.store.load(run_id))
 
-    async def want(self, run_id: str, wanted: Wanted) -> RunView:
+    async def want(self, run_id: str, wanted: DesiredState) -> RunView:
         """Stop, pause or resume a run. Raises `RunStateError` where that makes no sense any more."""
         record = await self.store.want(run_id, wanted)
         self._wake()
         return await self._overview.view(record)
 
-    async def change(self, run_id: str, body: ChangeBody) -> RunView:
+    async def change(self, run_id: str, body: SettingsPatch) -> RunView:
         """Change a run's settings.
 
         Raises:
@@ -156,7 +156,7 @@ class ControlService:
         record = await self.store.load(run_id)
         values = body.values()
         if not values:
-            known = ", ".join(ChangeBody.model_fields)
+            known = ", ".join(SettingsPatch.model_fields)
             raise InvalidRunError([ProblemView(path="", message=f"nothing to change: name at least one of {known}")])
         if not record.state.over:
             await self._validated(self._wiring.validate_change, record, values)

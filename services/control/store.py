@@ -20,9 +20,10 @@ from redis.exceptions import WatchError
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import (
     BusyError,
+    ComponentReports,
+    DesiredState,
     ForeignRecordError,
     LearnerReport,
-    PartReports,
     Progress,
     Restarts,
     RunExistsError,
@@ -31,7 +32,6 @@ from offbeat.services.control.run import (
     RunState,
     RunStateError,
     UnknownRunError,
-    Wanted,
 )
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
@@ -186,7 +186,7 @@ class RunStore:
             if fnmatch.fnmatchcase(place[1], name) and (after is None or place < after)
         ]
 
-    async def want(self, run_id: str, wanted: Wanted) -> RunRecord:
+    async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
         """Say what a run should be. Ending what is over or ends already changes nothing.
 
         Raises:
@@ -210,11 +210,11 @@ class RunStore:
                 return replace(record, wanted=wanted)
 
     @staticmethod
-    def _may_want(record: RunRecord, wanted: Wanted) -> bool:
+    def _may_want(record: RunRecord, wanted: DesiredState) -> bool:
         """Whether that is news. Raises `RunStateError`."""
         if wanted.ends:
-            return not record.state.over and record.wanted not in (wanted, Wanted.KILLED)
-        verb = "pause" if wanted is Wanted.PAUSED else "go on"
+            return not record.state.over and record.wanted not in (wanted, DesiredState.KILLED)
+        verb = "pause" if wanted is DesiredState.PAUSED else "go on"
         if record.state.over:
             raise RunStateError(f"run {record.run_id!r} is {record.state}: it can't {verb}")
         if record.wanted.ends or record.state is RunState.DRAINING:
@@ -329,7 +329,7 @@ class RunStore:
             trouble.decode() if trouble else "",
         )
 
-    async def reports(self, run_id: str) -> PartReports:
+    async def reports(self, run_id: str) -> ComponentReports:
         """What env workers and replicas said last, and whether a learner holds the run."""
         keys = RunKeys(run_id)
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -339,7 +339,7 @@ class RunStore:
             doing, served, leased = await pipe.execute()
         workers = {name.decode(): json.loads(blob) for name, blob in doing.items()}
         replicas = {name.decode(): decode_report(blob) for name, blob in served.items()}
-        return PartReports(workers, replicas, bool(leased))
+        return ComponentReports(workers, replicas, bool(leased))
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
         """All metric records that were appended after the Unix time `at`, oldest first."""

@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`, to and from `Ask` and `Reply`."""
+"""Anthropic's `/v1/messages`, to and from `ModelRequest` and `ModelReply`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,19 +22,19 @@ from offbeat.services.gateway.request_fields import (
     stop_words,
     words,
 )
-from offbeat.services.gateway.session import Ask, RefusedError, Reply
+from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read_messages(body: Body) -> Ask:
+def read_messages(body: Body) -> ModelRequest:
     """A request. Raises RefusedError."""
     system = words(body.get("system"), "system")
     messages = [ChatMessage("system", system)] if system else []
     for place, message in enumerate(list_of(body, "messages")):
         messages += _read(message, f"messages[{place}]")
     choice = object_of(body, "tool_choice").get("type", "auto")
-    return Ask(
+    return ModelRequest(
         need_messages(tuple(messages)),
         () if choice == "none" else _tools(items_of(body, "tools")),
         max_tokens=number(body, "max_tokens"),
@@ -80,13 +80,13 @@ def _call(part: Body, where: str) -> ToolCall:
     try:
         return ToolCall(str(part["name"]), one_form(part["input"]), str(part.get("id") or ""))
     except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(f"{where}: {part!r} is no use of a tool: {error}") from error
+        raise InvalidCallError(f"{where}: {part!r} is no use of a tool: {error}") from error
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def write_message(reply: Reply, answer_id: str, model: str) -> dict[str, Any]:
+def write_message(reply: ModelReply, answer_id: str, model: str) -> dict[str, Any]:
     """A message."""
     content: list[dict[str, Any]] = []
     if reply.message.content or not reply.message.tool_calls:
@@ -107,7 +107,7 @@ def write_message(reply: Reply, answer_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def stream_message(reply: Reply, answer_id: str, model: str) -> Iterator[str]:
+def stream_message(reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
     """The same as server-sent events."""
     whole = write_message(reply, answer_id, model)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}

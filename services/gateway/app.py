@@ -17,11 +17,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from offbeat.services.chat.template import UnusableError
 from offbeat.services.gateway import anthropic_messages, openai_chat, openai_responses
 from offbeat.services.gateway.session import (
-    Ask,
     EpisodeEnv,
     EpisodeSession,
-    RefusedError,
-    Reply,
+    InvalidCallError,
+    ModelReply,
+    ModelRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def _guarded(sessions: Sessions, handler: Handler) -> Callable[[Request], Corout
             return _refusal(request, 401, "no episode is open under this key", "authentication_error")
         try:
             return await handler(request, session, await _body(request))
-        except RefusedError as error:
+        except InvalidCallError as error:
             return _refusal(request, 400, str(error), error.kind)
         except UnusableError as error:
             return _refusal(request, 400, str(error), "invalid_request_error")
@@ -89,13 +89,13 @@ async def _body(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         content += chunk
         if len(content) > MAX_BODY_BYTES:
-            raise RefusedError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB")
+            raise InvalidCallError(f"the body has more than {MAX_BODY_BYTES >> 20} MiB")
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the body is no JSON: {error}") from error
+        raise InvalidCallError(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise RefusedError("the body is no JSON object")
+        raise InvalidCallError("the body is no JSON object")
     return body
 
 
@@ -127,12 +127,16 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _answer(request: Request, session: EpisodeSession, ask: Ask) -> list[Reply]:
+async def _answer(request: Request, session: EpisodeSession, ask: ModelRequest) -> list[ModelReply]:
     return await _while_waited_for(request, session.answer(ask))
 
 
 def _send(
-    body: dict[str, Any], session: EpisodeSession, replies: list[Reply], whole: Callable[[], Any], stream: Iterator[str]
+    body: dict[str, Any],
+    session: EpisodeSession,
+    replies: list[ModelReply],
+    whole: Callable[[], Any],
+    stream: Iterator[str],
 ) -> Response:
     """The answer whole, or in events; delivered when the last of it is taken."""
     if not body.get("stream"):
@@ -177,7 +181,7 @@ async def _response(request: Request, session: EpisodeSession, body: dict[str, A
     before = body.get("previous_response_id")
     earlier = session.conversations.get(str(before)) if before else ()
     if earlier is None:
-        raise RefusedError(f"previous_response_id {before!r} is not known in this episode")
+        raise InvalidCallError(f"previous_response_id {before!r} is not known in this episode")
     ask = openai_responses.read_responses(body, earlier)
     replies = await _answer(request, session, ask)
     answer_id = f"resp_{uuid.uuid4().hex}"
@@ -214,11 +218,11 @@ async def _task(_: Request, session: EpisodeSession, __: dict[str, Any]) -> Resp
 async def _step(_: Request, session: EpisodeSession, body: dict[str, Any]) -> Response:
     action = body.get("action")
     if not isinstance(action, str):
-        raise RefusedError(f"action is {action!r}: a text is needed")
+        raise InvalidCallError(f"action is {action!r}: a text is needed")
     return JSONResponse(await _env_of(session).step(action))
 
 
 def _env_of(session: EpisodeSession) -> EpisodeEnv:
     if session.env is None:
-        raise RefusedError("this episode has no env", "no_env")
+        raise InvalidCallError("this episode has no env", "no_env")
     return session.env

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions` and `/v1/completions`, to and from `Ask` and `Reply`."""
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`, to and from `ModelRequest` and `ModelReply`."""
 
 import json
 import time
@@ -23,21 +23,21 @@ from offbeat.services.gateway.request_fields import (
     stop_words,
     words,
 )
-from offbeat.services.gateway.session import Ask, RefusedError, Reply
+from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
 
 SYSTEM_ROLES = ("system", "developer")
 TOKEN_IDS = range(1 << 31)
 """Those that can travel: turns of other episodes travel in the same call, and would fail with it."""
 
 
-def read_chat(body: Body) -> Ask:
+def read_chat(body: Body) -> ModelRequest:
     """A chat completion request. Raises RefusedError."""
     messages = tuple(_message(message, i) for i, message in enumerate(list_of(body, "messages")))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
     shape = object_of(body, "response_format")
     shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
-    return Ask(
+    return ModelRequest(
         need_messages(messages),
         () if choice == "none" else _tools(items_of(body, "tools")),
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
@@ -56,7 +56,7 @@ def _tools(value: list[Any]) -> Tools:
     return tuple(value)
 
 
-def read_completion(body: Body) -> Ask:
+def read_completion(body: Body) -> ModelRequest:
     """A bare-text request. Raises RefusedError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -64,8 +64,8 @@ def read_completion(body: Body) -> Ask:
     if isinstance(prompt, list) and all(isinstance(token, int) and token in TOKEN_IDS for token in prompt):
         prompt = tuple(prompt)
     if not isinstance(prompt, str | tuple):
-        raise RefusedError("prompt: one text or one list of token ids is needed")
-    return Ask(
+        raise InvalidCallError("prompt: one text or one list of token ids is needed")
+    return ModelRequest(
         prompt=prompt,
         max_tokens=number(body, "max_tokens") or 16,
         num_answers=number(body, "n") or 1,
@@ -93,13 +93,13 @@ def _call(call: Any, where: str) -> ToolCall:
         function = call["function"]
         return ToolCall(str(function["name"]), one_form(function["arguments"]), str(call.get("id") or ""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RefusedError(f"{where}.tool_calls: {call!r} is no call of a function: {error}") from error
+        raise InvalidCallError(f"{where}.tool_calls: {call!r} is no call of a function: {error}") from error
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def write_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> dict[str, Any]:
+def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> dict[str, Any]:
     """A chat completion."""
     choices = [
         {
@@ -117,7 +117,7 @@ def write_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str)
     return {**_head("chat.completion", answer_id, model), "choices": choices, "usage": usage(replies)}
 
 
-def stream_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> Iterator[str]:
+def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
     """The same as server-sent events; an answer's words come in one piece."""
     head = _head("chat.completion.chunk", answer_id, model)
 
@@ -138,7 +138,7 @@ def stream_chat(body: Body, replies: Sequence[Reply], answer_id: str, model: str
     yield "data: [DONE]\n\n"
 
 
-def write_completion(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> dict[str, Any]:
+def write_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> dict[str, Any]:
     """A bare-text completion."""
     choices = [
         {
@@ -152,7 +152,7 @@ def write_completion(body: Body, replies: Sequence[Reply], answer_id: str, model
     return {**_head("text_completion", answer_id, model), "choices": choices, "usage": usage(replies)}
 
 
-def stream_completion(body: Body, replies: Sequence[Reply], answer_id: str, model: str) -> Iterator[str]:
+def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
     """The same as server-sent events."""
     whole = write_completion(body, replies, answer_id, model)
     counts = whole.pop("usage")
@@ -168,7 +168,7 @@ def event(data: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def usage(replies: Sequence[Reply]) -> dict[str, int]:
+def usage(replies: Sequence[ModelReply]) -> dict[str, int]:
     """Tokens of one call; the prompt counts once."""
     prompt, sampled = replies[0].prompt_tokens, sum(len(reply.token_ids) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
@@ -178,7 +178,7 @@ def _head(kind: str, answer_id: str, model: str) -> dict[str, Any]:
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _calls(reply: Reply) -> dict[str, Any]:
+def _calls(reply: ModelReply) -> dict[str, Any]:
     calls = [
         {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in reply.message.tool_calls
@@ -186,7 +186,7 @@ def _calls(reply: Reply) -> dict[str, Any]:
     return {"tool_calls": calls} if calls else {}
 
 
-def _chat_logprobs(reply: Reply) -> dict[str, Any]:
+def _chat_logprobs(reply: ModelReply) -> dict[str, Any]:
     entries = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in zip(reply.token_texts, reply.logprobs, strict=True)
@@ -194,7 +194,7 @@ def _chat_logprobs(reply: Reply) -> dict[str, Any]:
     return {"content": entries, "refusal": None}
 
 
-def _text_logprobs(reply: Reply) -> dict[str, Any]:
+def _text_logprobs(reply: ModelReply) -> dict[str, Any]:
     starts = [sum(map(len, reply.token_texts[:i])) for i in range(len(reply.token_texts))]
     return {
         "tokens": list(reply.token_texts),

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`, to and from `Ask` and `Reply`."""
+"""OpenAI's `/v1/responses`, to and from `ModelRequest` and `ModelReply`."""
 
 import json
 import time
@@ -22,10 +22,10 @@ from offbeat.services.gateway.request_fields import (
     refuse_unless,
     words,
 )
-from offbeat.services.gateway.session import Ask, RefusedError, Reply
+from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
 
 
-def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> Ask:
+def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     """A request; `earlier` is the conversation that `previous_response_id` names. Raises RefusedError."""
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
@@ -37,7 +37,7 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> Ask:
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
     shape = object_of(object_of(body, "text"), "format")
     shaped = ("text.format",) if shape.get("type", "text") != "text" else ()
-    return Ask(
+    return ModelRequest(
         need_messages(messages),
         () if choice == "none" else _tools(items_of(body, "tools")),
         max_tokens=number(body, "max_output_tokens"),
@@ -45,7 +45,7 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> Ask:
     )
 
 
-def without_instructions(body: Body, ask: Ask) -> tuple[ChatMessage, ...]:
+def without_instructions(body: Body, ask: ModelRequest) -> tuple[ChatMessage, ...]:
     """What a later call with `previous_response_id` goes on from: instructions are not carried over."""
     return ask.messages[1:] if body.get("instructions") else ask.messages
 
@@ -80,7 +80,7 @@ def _messages(items: Sequence[Any]) -> list[ChatMessage]:
             case "reasoning":
                 continue
             case other:
-                raise RefusedError(f"{where}: items of type {other!r} can't be read")
+                raise InvalidCallError(f"{where}: items of type {other!r} can't be read")
     return messages
 
 
@@ -88,7 +88,7 @@ def _add_call(messages: list[ChatMessage], item: Body, where: str) -> None:
     try:
         call = ToolCall(str(item["name"]), one_form(item["arguments"]), str(item.get("call_id") or ""))
     except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(f"{where} is no call of a function: {error}") from error
+        raise InvalidCallError(f"{where} is no call of a function: {error}") from error
     if messages and messages[-1].role == "assistant":
         last = messages.pop()
         messages.append(ChatMessage("assistant", last.content, (*last.tool_calls, call)))
@@ -99,7 +99,7 @@ def _add_call(messages: list[ChatMessage], item: Body, where: str) -> None:
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def write_response(body: Body, reply: Reply, answer_id: str, model: str) -> dict[str, Any]:
+def write_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> dict[str, Any]:
     """A response."""
     cut = reply.finish_reason == "length"
     sampled = len(reply.token_ids)
@@ -130,7 +130,7 @@ def write_response(body: Body, reply: Reply, answer_id: str, model: str) -> dict
     }
 
 
-def stream_response(body: Body, reply: Reply, answer_id: str, model: str) -> Iterator[str]:
+def stream_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
     """The same as server-sent events."""
     whole = write_response(body, reply, answer_id, model)
     number_of = iter(range(1_000_000))
@@ -159,7 +159,7 @@ def stream_response(body: Body, reply: Reply, answer_id: str, model: str) -> Ite
     yield event("response.incomplete" if whole["incomplete_details"] else "response.completed", response=whole)
 
 
-def _output(reply: Reply, answer_id: str) -> list[dict[str, Any]]:
+def _output(reply: ModelReply, answer_id: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     status = "incomplete" if reply.finish_reason == "length" else "completed"
     if reply.message.content or not reply.message.tool_calls:

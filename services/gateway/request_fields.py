@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offbeat.services.chat.messages import ChatMessage
-from offbeat.services.gateway.session import RefusedError
+from offbeat.services.gateway.session import InvalidCallError
 
 Body = Mapping[str, Any]
 
@@ -16,14 +16,14 @@ REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "e
 def refuse_unless(holds: bool, message: str) -> None:
     """Raises RefusedError."""
     if not holds:
-        raise RefusedError(message)
+        raise InvalidCallError(message)
 
 
 def list_of(body: Body, key: str) -> list[Any]:
     """A list that must be there."""
     value = body.get(key)
     if not isinstance(value, list):
-        raise RefusedError(f"{key} is {value!r}: a list is needed")
+        raise InvalidCallError(f"{key} is {value!r}: a list is needed")
     return value
 
 
@@ -33,7 +33,7 @@ def object_of(body: Body, key: str) -> Body:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RefusedError(f"{key} is {value!r}: an object is needed")
+        raise InvalidCallError(f"{key} is {value!r}: an object is needed")
     return value
 
 
@@ -65,7 +65,7 @@ def words(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise RefusedError(f"{where} is a {type(value).__name__}: text or a list of parts is needed")
+        raise InvalidCallError(f"{where} is a {type(value).__name__}: text or a list of parts is needed")
     return "\n".join(_part(part, where) for part in value if _kind(part) not in ("thinking", "redacted_thinking"))
 
 

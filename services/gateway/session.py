@@ -24,7 +24,7 @@ NO_LIMIT = 1 << 30
 MOST_SIBLINGS = 16
 
 
-class RefusedError(Exception):
+class InvalidCallError(Exception):
     """A call that can't be answered: the agent's mistake.
 
     kind: a short name for machines, OpenAI's where it has one.
@@ -36,7 +36,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class SessionLimits:
     """How long answers and conversations may be."""
 
     sequence_length: int
@@ -48,7 +48,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ModelRequest:
     """One call, translated from whichever API."""
 
     messages: tuple[ChatMessage, ...] = ()
@@ -63,7 +63,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ModelReply:
     """One answer."""
 
     node: int
@@ -100,7 +100,7 @@ class EpisodeSession:
 
     template: ChatTemplate
     sample: Sample
-    bounds: Bounds
+    bounds: SessionLimits
     model: str = "policy"
     """The name under which the policy is offered; any name is answered."""
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
@@ -121,7 +121,7 @@ class EpisodeSession:
         """So far."""
         self._asked = 0
 
-    async def answer(self, ask: Ask) -> list[Reply]:
+    async def answer(self, ask: ModelRequest) -> list[ModelReply]:
         """Sample `num_answers` answers to one call and record them, undelivered.
 
         Raises:
@@ -133,7 +133,7 @@ class EpisodeSession:
         room = self.bounds.sequence_length - len(prompt.tokens)
         if room < 1:
             self.ran_out = True
-            raise RefusedError(
+            raise InvalidCallError(
                 f"this model's maximum context length is {self.bounds.sequence_length} tokens; the messages have "
                 f"{len(prompt.tokens)} tokens and leave no room for an answer",
                 "context_length_exceeded",
@@ -153,7 +153,7 @@ class EpisodeSession:
                 task.cancel()
         return [self._keep(prompt, completion, ask) for completion in completions]
 
-    def deliver(self, replies: list[Reply]) -> None:
+    def deliver(self, replies: list[ModelReply]) -> None:
         """The agent has these."""
         if not self.closed:
             for reply in replies:
@@ -175,26 +175,28 @@ class EpisodeSession:
         counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
         return Captured(captured.segments, captured.turns, counts)
 
-    def _admit(self, ask: Ask) -> None:
+    def _admit(self, ask: ModelRequest) -> None:
         if self.closed:
-            raise RefusedError("the episode of this key is over", "episode_over")
+            raise InvalidCallError("the episode of this key is over", "episode_over")
         if not 1 <= ask.num_answers <= MOST_SIBLINGS:
-            raise RefusedError(f"n is {ask.num_answers}; 1 to {MOST_SIBLINGS} answers can be asked for in one call")
+            raise InvalidCallError(f"n is {ask.num_answers}; 1 to {MOST_SIBLINGS} answers can be asked for in one call")
         if ask.max_tokens is not None and ask.max_tokens < 1:
-            raise RefusedError(f"max_tokens is {ask.max_tokens}; it must be 1 or more")
+            raise InvalidCallError(f"max_tokens is {ask.max_tokens}; it must be 1 or more")
         self._asked += ask.num_answers
         if self._asked > self.bounds.max_calls:
-            raise RefusedError(f"an episode may ask for {self.bounds.max_calls} answers (max_calls)", "too_many_calls")
+            raise InvalidCallError(
+                f"an episode may ask for {self.bounds.max_calls} answers (max_calls)", "too_many_calls"
+            )
 
-    def _plan(self, ask: Ask) -> Prompt:
+    def _plan(self, ask: ModelRequest) -> Prompt:
         if ask.prompt is None:
             return self.tree.plan_chat(ask.messages, ask.tools)
         prompt = self.tree.plan_text(ask.prompt) if isinstance(ask.prompt, str) else self.tree.plan_tokens(ask.prompt)
         if not prompt.tokens:
-            raise RefusedError("the prompt is empty")
+            raise InvalidCallError("the prompt is empty")
         return prompt
 
-    def _keep(self, prompt: Prompt, completion: Completion, ask: Ask) -> Reply:
+    def _keep(self, prompt: Prompt, completion: Completion, ask: ModelRequest) -> ModelReply:
         kept, text, stop_word = self._until_stop(completion, ask.stop)
         message = self.template.message_of(text, tools=ask.tools)
         # so a history that comes back tells which answer it holds
@@ -204,7 +206,7 @@ class EpisodeSession:
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
         ids = completion.token_ids[:kept]
         texts = tuple(self.template.token_text(token) for token in ids)
-        return Reply(
+        return ModelReply(
             node, message, ids, completion.logprobs[:kept], texts, reason, stop_word, prompt_tokens=len(prompt.tokens)
         )
 

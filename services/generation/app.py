@@ -17,7 +17,7 @@ from offbeat.services.generation.client import DEPLOYMENT
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.replica import ReplicaStatus
 from offbeat.services.generation.tenancy import (
-    Offer,
+    EngineOffer,
     Tenancy,
     Tenant,
     find_tenant,
@@ -145,7 +145,7 @@ class GenerationDeployment:
     async def _make_offer(self) -> None:
         s = self._settings
         context = s.config.max_model_len or s.sequence_length
-        offer = Offer(
+        offer = EngineOffer(
             architecture=read_architecture(s.model),
             sequence_length=context,
             config=s.config,

@@ -23,7 +23,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.replica import GenerationReplica
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.keys import OFFERS, RunKeys, claims_key
-from offbeat.services.redis.connection import PatientRetry, connect_async
+from offbeat.services.redis.connection import OutageRetry, connect_async
 from offbeat.services.telemetry import AsyncRedisMetrics
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
@@ -46,7 +46,7 @@ class Tenant:
     """Tells one start of a run from the next one under the same name."""
 
 
-class Offer(BaseModel):
+class EngineOffer(BaseModel):
     """What an application that serves whichever run claims it can do."""
 
     architecture: dict[str, JsonValue]
@@ -58,7 +58,7 @@ class Offer(BaseModel):
     log_dir: str
 
 
-class _Terms(BaseModel):
+class _SharingRules(BaseModel):
     """What a run's configuration says to its engines."""
 
     model_config = ConfigDict(extra="ignore")
@@ -71,15 +71,15 @@ def read_architecture(model: Path) -> dict[str, JsonValue]:
     return json.loads((model / "config.json").read_text())
 
 
-async def make_offer(redis: Redis, app: str, offer: Offer) -> None:
+async def make_offer(redis: Redis, app: str, offer: EngineOffer) -> None:
     """Let the control service know what the application can do."""
     await cast(Any, redis.hset(OFFERS, app, offer.model_dump_json()))
 
 
-def read_offers(redis: SyncRedis) -> dict[str, Offer]:
+def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
     """Every application that was ever offered; whether it still runs is for Serve to say."""
     raw = cast(dict[bytes, bytes], redis.hgetall(OFFERS))
-    return {name.decode(): Offer.model_validate_json(blob) for name, blob in raw.items()}
+    return {name.decode(): EngineOffer.model_validate_json(blob) for name, blob in raw.items()}
 
 
 async def find_tenant(redis: Redis, app: str) -> Tenant | None:
@@ -92,7 +92,7 @@ async def find_tenant(redis: Redis, app: str) -> Tenant | None:
     if None in record:
         return None
     config, output_dir, created_at, attempt = (value.decode() for value in record)
-    weights = _Terms.model_validate_json(config).weights
+    weights = _SharingRules.model_validate_json(config).weights
     return Tenant(run_id.decode(), Path(output_dir), weights, f"{created_at}/{attempt}")
 
 
@@ -104,7 +104,7 @@ class Tenancy:
     ) -> None:
         redis = connect_async(redis_url)
         # Without patience: a request that came twice would be served twice.
-        pulls = SyncRedis.from_url(redis_url, retry=PatientRetry(0.0))
+        pulls = SyncRedis.from_url(redis_url, retry=OutageRetry(0.0))
         self._replica_id = replica_id
         self._subscriber = subscriber = RedisWeightSubscriber(
             redis,

@@ -23,7 +23,7 @@ from offbeat.services.messages.envelope import (
 from offbeat.services.messages.images import PictureRow, picture_rows, read_pictures
 from offbeat.services.messages.segments import SegmentRow, read_segment, segment_row
 from offbeat.services.messages.types import (
-    Anchor,
+    BaseVersion,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -320,5 +320,5 @@ def decode_manifest(blob: bytes) -> Manifest:
         row.num_bytes,
         tuple(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in row.tensors),
         row.published_at,
-        Anchor(anchor.location, anchor.digest, anchor.num_bytes) if anchor else None,
+        BaseVersion(anchor.location, anchor.digest, anchor.num_bytes) if anchor else None,
     )

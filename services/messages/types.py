@@ -241,7 +241,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class BaseVersion:
     """A whole weight version that another one is told as a difference to; as in `Manifest`."""
 
     location: str
@@ -268,5 +268,5 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     published_at: float
     """Unix time, s."""
-    anchor: Anchor | None = None
+    anchor: BaseVersion | None = None
     """What the bytes at `location` are a difference to; None: they are the whole version."""

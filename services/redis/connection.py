@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from offbeat.services.redis.errors import IN_PIPELINE, RefusesWritesError, refused
+from offbeat.services.redis.errors import IN_PIPELINE, RedisReadOnlyError, refused
 
 T = TypeVar("T")
 WhilePatient = Callable[[Exception], bool]
@@ -62,7 +62,7 @@ class _Patience:
             raise error
         return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
 
-    def refused(self, error: redis_errors.ResponseError) -> RefusesWritesError:
+    def refused(self, error: redis_errors.ResponseError) -> RedisReadOnlyError:
         """Count a refusal; raises `error` if it is none, and at once the refusal of a transaction: what that watched is not
         watched any more, so it must be begun anew."""
         told = refused(error)
@@ -74,7 +74,7 @@ class _Patience:
         return told
 
 
-class PatientRetry(Retry):
+class OutageRetry(Retry):
     """Tries again until `patience_s` is over, however long a single try takes, and then for as long as `goes_on` says so;
     redis-py's own counts tries, and a server that hangs costs a socket timeout with each."""
 
@@ -83,7 +83,7 @@ class PatientRetry(Retry):
         self._patience_s = patience_s
         self._goes_on = goes_on
 
-    def __deepcopy__(self, _: object) -> "PatientRetry":
+    def __deepcopy__(self, _: object) -> "OutageRetry":
         return self  # redis-py copies it for each connection; it holds nothing of any
 
     def call_with_retry(
@@ -110,8 +110,8 @@ class PatientRetry(Retry):
             time.sleep(patience.delay_s(failure))
 
 
-class AsyncPatientRetry(AsyncRetry):
-    """`PatientRetry` for a loop."""
+class AsyncOutageRetry(AsyncRetry):
+    """`OutageRetry` for a loop."""
 
     def __init__(self, patience_s: float) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
@@ -124,7 +124,7 @@ class AsyncPatientRetry(AsyncRetry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """See `PatientRetry.call_with_retry`."""
+        """See `OutageRetry.call_with_retry`."""
         patience = _Patience(self._patience_s, _never)
         while True:
             try:
@@ -167,7 +167,7 @@ def connect(url: str, *, patience_s: float = 30.0, goes_on: WhilePatient = _neve
     calls, once a call's patience is over."""
     return Redis.from_url(
         url,
-        retry=PatientRetry(patience_s, goes_on),
+        retry=OutageRetry(patience_s, goes_on),
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,
@@ -180,7 +180,7 @@ def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 
         url,
         max_connections=max_connections,
         timeout=None,
-        retry=AsyncPatientRetry(patience_s),
+        retry=AsyncOutageRetry(patience_s),
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,

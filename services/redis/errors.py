@@ -36,14 +36,14 @@ AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
 """How its asynchronous pipelines write the error there."""
 
 
-class RefusesWritesError(redis_errors.ConnectionError):
+class RedisReadOnlyError(redis_errors.ConnectionError):
     """Redis is there and can't take writes now; it has done nothing of what it refused. To its callers it is as one that
     does not answer."""
 
 
 def complaint(error: Exception) -> str:
     """What is wrong with a Redis that raised `error`, for people."""
-    return str(error) if isinstance(error, RefusesWritesError) else f"Redis does not answer: {error}"
+    return str(error) if isinstance(error, RedisReadOnlyError) else f"Redis does not answer: {error}"
 
 
 def retryable(error: Exception) -> RetryableError:
@@ -51,7 +51,7 @@ def retryable(error: Exception) -> RetryableError:
     return RetryableError(complaint(error))
 
 
-def refused(error: redis_errors.ResponseError) -> RefusesWritesError | None:
+def refused(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
     """What Redis says if it refuses writes for now; None for every other error of a command. It checks before a command, or
     a script's first write, so nothing has been done."""
     text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
@@ -61,6 +61,6 @@ def refused(error: redis_errors.ResponseError) -> RefusesWritesError | None:
         if found is None:
             return None
         code, text = found["code"], found["why"]
-    told = RefusesWritesError(f"Redis refuses writes: {code} {text.rstrip('.')} ({REMEDIES[code]})")
+    told = RedisReadOnlyError(f"Redis refuses writes: {code} {text.rstrip('.')} ({REMEDIES[code]})")
     told.__cause__ = error
     return told

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 from redis.exceptions import AuthenticationError, AuthenticationWrongNumberOfArgsError, RedisError, ResponseError
 
 from offbeat.services.redis.connection import connect
-from offbeat.services.redis.errors import RefusesWritesError
+from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def refusal(url: str) -> str:
         if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
             return f"Redis at {place(url)} refuses the password: {error}"
         logger.debug("Redis does not tell its settings: %s", error)
-    except RefusesWritesError as error:  # every part waits until it takes them again
+    except RedisReadOnlyError as error:  # every part waits until it takes them again
         logger.error("%s: %s", place(url), error)
     except (RedisError, OSError) as error:
         return f"no Redis answers at {place(url)}: {error}{_hint(str(error), url)}"

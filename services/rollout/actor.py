@@ -114,7 +114,7 @@ class EnvWorkerActor:
                 generation=generation,
                 metrics=_PatientMetrics(redis, self._settings.run_id),
                 chat=self._chat,
-                board=_WaitsBoard(redis, self._settings.run_id),
+                board=_WaitStatusWriter(redis, self._settings.run_id),
             )
             calm_collector(self._settings.rollout.max_env_num_per_worker)
             log.info("%s works", self._name)
@@ -137,7 +137,7 @@ class EnvWorkerActor:
                 await asyncio.sleep(LOOK_EVERY_S)
 
 
-class _WaitsBoard:
+class _WaitStatusWriter:
     """The run's hash of what each part does, in Redis."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:

@@ -29,7 +29,7 @@ SLOW_S = 0.01
 """Between two chunks of a child that has printed too much: 6 MB/s, so that it can't keep its worker busy."""
 
 
-class PipedChild:
+class ChildProcess:
     """One process of a module that serves commands by `offbeat.services.rollout.child_main`; one caller at a time."""
 
     def __init__(self, module: str, crash_reason: str) -> None:

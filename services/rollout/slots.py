@@ -10,14 +10,14 @@ GATHER_S = 0.01
 """From one departure to the next, at least, while anybody is still playing."""
 
 
-class Places:
+class SlotPool:
     """As many as episodes are played at a time."""
 
     def __init__(self, count: int, gather_s: float = GATHER_S) -> None:
         self._count = count
         self._gather_s = gather_s
         self._num_playing = 0
-        self._finished: list[Place] = []
+        self._finished: list[Slot] = []
         self._freed = asyncio.Event()
         self._departure: asyncio.Handle | None = None
         self._not_before = 0.0
@@ -28,17 +28,17 @@ class Places:
         # A claim whose answer had got lost may have given more than there are places.
         return max(0, self._count - self._num_playing - len(self._finished))
 
-    def take(self) -> "Place":
+    def take(self) -> "Slot":
         """For an episode that begins."""
         self._num_playing += 1
-        return Place(self)
+        return Slot(self)
 
     async def freed(self) -> None:
         """Return once places were freed since the last time, after those who left them had their turn."""
         await self._freed.wait()
         self._freed.clear()
 
-    def finish(self, place: "Place") -> None:
+    def finish(self, place: "Slot") -> None:
         """Its episode leaves at the next departure."""
         self._num_playing -= 1
         self._finished.append(place)
@@ -65,21 +65,21 @@ class Places:
         self._not_before = asyncio.get_running_loop().time() + self._gather_s
         leaving, self._finished = self._finished, []
         for place in leaving:
-            place.let_go()
+            place.flush()
         self._freed.set()
 
 
-class Place:
+class Slot:
     """Of one episode."""
 
     __slots__ = ("_gate", "_is_playing", "_places")
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: SlotPool) -> None:
         self._places = places
         self._is_playing = True
         self._gate = asyncio.get_running_loop().create_future()
 
-    async def depart(self) -> None:
+    async def finish_and_wait_for_flush(self) -> None:
         """The episode is finished: return when it leaves. From then on its place is free."""
         self._is_playing = False
         self._places.finish(self)
@@ -91,7 +91,7 @@ class Place:
             self._is_playing = False
             self._places.vacate()
 
-    def let_go(self) -> None:
+    def flush(self) -> None:
         """Its episode leaves now, if it has not been cancelled meanwhile."""
         if not self._gate.done():
             self._gate.set_result(None)

@@ -5,14 +5,14 @@ import json
 from collections import OrderedDict
 
 from offbeat.services.buffer.api import RolloutBuffer
-from offbeat.services.retry import patiently
+from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
 
 MOST_KNOWN = 4096
 """Groups that are remembered; an older one is asked for again."""
 
 
-class TaskBook:
+class TaskAssigner:
     """Asks the buffer, and draws where nobody has drawn yet."""
 
     def __init__(self, config: TaskConfig, seed: int, buffer: RolloutBuffer) -> None:
@@ -38,8 +38,8 @@ class TaskBook:
             return self._known[number]
 
     async def _settle(self, number: int) -> Task:
-        told, state = await patiently(lambda: self._buffer.task(number))
+        told, state = await retry_until_answered(lambda: self._buffer.task(number))
         if not told:
             drawn = json.dumps(train_task(self._config, self._seed, number, state))
-            told, _ = await patiently(lambda: self._buffer.task(number, drawn))
+            told, _ = await retry_until_answered(lambda: self._buffer.task(number, drawn))
         return Task(*json.loads(told))

@@ -16,17 +16,17 @@ from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
 from offbeat.services.generation.client import GenerationClient
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
-from offbeat.services.retry import patiently
-from offbeat.services.rollout.agents.episode import desk_for, play_with_agent
+from offbeat.services.retry import retry_until_answered
+from offbeat.services.rollout.agents.episode import play_with_agent, runtime_for
 from offbeat.services.rollout.config import WorkerSettings
-from offbeat.services.rollout.envs.pool import EnvPool, Lent
+from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
-from offbeat.services.rollout.episodes.instrumented import EpisodeCalls
+from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import Reporter
-from offbeat.services.rollout.slots import Place, Places
-from offbeat.services.rollout.task_assigner import TaskBook
+from offbeat.services.rollout.slots import Slot, SlotPool
+from offbeat.services.rollout.task_assigner import TaskAssigner
 from offbeat.services.rollout.tasks import EvalTasks, Task
 from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
@@ -55,7 +55,7 @@ class WaitsWriter(Protocol):
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
 
 
-class MetricsWriter(Protocol):
+class MetricsSink(Protocol):
     """Where metric records go."""
 
     async def append(self, record: MetricRecord) -> None: ...
@@ -71,7 +71,7 @@ class EnvWorker:
         *,
         buffer: RolloutBuffer,
         generation: GenerationClient,
-        metrics: MetricsWriter,
+        metrics: MetricsSink,
         chat: ChatFormat,
         board: WaitsWriter | None = None,
     ) -> None:
@@ -85,14 +85,14 @@ class EnvWorker:
         self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
-        self._desk = desk_for(settings.custom_envs, settings.model_folder)
+        self._desk = runtime_for(settings.custom_envs, settings.model_folder)
         self._reporter = Reporter(worker_id)
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._finding = asyncio.Lock()
-        self._train_tasks = TaskBook(settings, settings.seed, buffer)
+        self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
         self._samplings = samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
-        self._places = Places(settings.rollout.max_env_num_per_worker)
+        self._places = SlotPool(settings.rollout.max_env_num_per_worker)
         self._may_claim = asyncio.Event()
         self._may_claim.set()
         self._drained = False
@@ -170,18 +170,22 @@ class EnvWorker:
         while True:
             await self._may_claim.wait()
             free = self._places.num_free
-            tasks = await patiently(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
+            tasks = (
+                await retry_until_answered(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
+            )
             for task in tasks:
                 self._begin(task)
             if len(tasks) < free:
-                position = await patiently(lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S))
+                position = await retry_until_answered(
+                    lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S)
+                )
             else:
                 await self._places.freed()
 
     async def _heartbeat(self) -> None:
         every_s = min(LONGEST_HEARTBEAT_S, self._settings.worker_timeout_s / 5)
         while True:
-            orders = await patiently(lambda: self._buffer.heartbeat(self._worker_id))
+            orders = await retry_until_answered(lambda: self._buffer.heartbeat(self._worker_id))
             for task in orders.cancelled:
                 if playing := self._playing.get(task):
                     playing.cancel()
@@ -203,7 +207,7 @@ class EnvWorker:
             await asyncio.Event().wait()
             return
         while True:
-            await patiently(lambda board=self._board: board.show(self._worker_id, self._waits.report()))
+            await retry_until_answered(lambda board=self._board: board.show(self._worker_id, self._waits.report()))
             await asyncio.sleep(SHOW_S)
 
     async def _write_metrics(self) -> None:
@@ -213,7 +217,7 @@ class EnvWorker:
         )
         self._calls_reported = calls
         for record in records:
-            await patiently(lambda record=record: self._metrics.append(record))
+            await retry_until_answered(lambda record=record: self._metrics.append(record))
 
     # --- one episode ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class EnvWorker:
         self._playing[task] = playing
         playing.add_done_callback(lambda done: self._let_go(task, place, done))
 
-    def _let_go(self, task: EpisodeTask, place: Place, done: "asyncio.Task[None]") -> None:
+    def _let_go(self, task: EpisodeTask, place: Slot, done: "asyncio.Task[None]") -> None:
         if self._playing.get(task) is done:  # and not its next attempt
             del self._playing[task]
             self._waits.leave(task)
@@ -234,7 +238,7 @@ class EnvWorker:
             self._lost = error
             self._ended.set()
 
-    async def _see_through(self, task: EpisodeTask, place: Place) -> None:
+    async def _see_through(self, task: EpisodeTask, place: Slot) -> None:
         """Play an episode and hand in what became of it."""
         tag = ""
         try:
@@ -243,8 +247,8 @@ class EnvWorker:
             waiting = self._waits.begin(task)
             trajectory = await self._play(task, what, waiting)
             waiting.enter(Wait.BUFFER)
-            await place.depart()
-            result = await patiently(lambda: self._buffer.submit(self._worker_id, task, trajectory))
+            await place.finish_and_wait_for_flush()
+            result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory))
         except asyncio.CancelledError:
             if not self._ended.is_set():  # at the worker's end it is given back
                 self._reporter.cancelled(task.kind, tag)
@@ -254,7 +258,7 @@ class EnvWorker:
             known = isinstance(error, MeshError)
             log.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not known)
             self._reporter.failed(task.kind, tag, reason)
-            await patiently(lambda: self._buffer.fail(self._worker_id, task, reason))
+            await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
             self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
@@ -283,7 +287,7 @@ class EnvWorker:
                 raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
             raise
 
-    async def _play_in(self, lent: Lent, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
+    async def _play_in(self, lent: LeasedEnv, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
         settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
         sampling = self._samplings[task.sampling_name]
         if task.temperature is not None:
@@ -298,7 +302,7 @@ class EnvWorker:
             keep_text=keep,
             worker_id=self._worker_id,
         )
-        calls = EpisodeCalls(
+        calls = InstrumentedEpisode(
             task.kind,
             what.tag,
             env=lent.runner,

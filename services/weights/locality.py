@@ -26,7 +26,7 @@ SILENT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Locality:
     """Where a process runs."""
 
     host: str
@@ -35,16 +35,16 @@ class Place:
 
 
 @lru_cache(maxsize=1)
-def this_place() -> Place:
+def this_locality() -> Locality:
     """Where this process runs."""
     try:
         boot, device = BOOT_ID.read_text().strip(), os.stat(SHARED_MEMORY).st_dev
     except OSError:
-        return Place(socket.gethostname(), "")
-    return Place(socket.gethostname(), f"{boot}:{device}")
+        return Locality(socket.gethostname(), "")
+    return Locality(socket.gethostname(), f"{boot}:{device}")
 
 
-def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Place | None = None) -> None:
+def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Locality | None = None) -> None:
     """Make sure that weights published here reach every replica that is up.
 
     Raises:
@@ -52,7 +52,7 @@ def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Place | 
     """
     if config.transport != "shm":
         return
-    here = here or this_place()
+    here = here or this_locality()
     blobs = cast(dict[bytes, bytes], redis.hgetall(RunKeys(run_id).served))
     for replica, blob in blobs.items():
         report = decode_report(blob)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Manifest
-from offbeat.services.weights.replica_reports import Fetching
+from offbeat.services.weights.replica_reports import FetchState
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +113,11 @@ class WeightReader:
         """Whether a read of this version has not come back."""
         return any(read.manifest.version == version for read in self._under_way())
 
-    def fetching(self, newer_than: int) -> Fetching | None:
+    def fetching(self, newer_than: int) -> FetchState | None:
         """The longest read that is under way, of a version that matters still."""
         reads = [each for each in self._under_way() if each.manifest.version > newer_than and not each.entered.done()]
         oldest = min(reads, key=lambda each: each.since, default=None)
-        return oldest and Fetching(oldest.manifest.version, oldest.since, source(oldest.manifest))
+        return oldest and FetchState(oldest.manifest.version, oldest.since, source(oldest.manifest))
 
     def _under_way(self) -> "list[_Read[Any]]":
         self._reads = [read for read in self._reads if not read.ended.done()]

@@ -19,7 +19,7 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetching:
+class FetchState:
     """A read of weights that has not come back."""
 
     version: int
@@ -41,7 +41,7 @@ class ReplicaReport:
     """Where it runs, for people."""
     memory: str = ""
     """`Place.memory` of where it runs."""
-    fetching: Fetching | None = None
+    fetching: FetchState | None = None
     """What it has been reading the longest, of versions newer than the one that it serves."""
 
 
@@ -53,5 +53,5 @@ def encode_report(report: ReplicaReport) -> bytes:
 def decode_report(blob: bytes) -> ReplicaReport:
     """Undo `encode_report`."""
     body = json.loads(blob)
-    fetching = Fetching(**body["fetching"]) if body.get("fetching") else None
+    fetching = FetchState(**body["fetching"]) if body.get("fetching") else None
     return ReplicaReport(**{**body, "load": ReplicaLoad(**body["load"]), "fetching": fetching})

@@ -17,7 +17,7 @@ from offbeat.services.redis.connection import LONGEST_BLOCK_S
 from offbeat.services.redis.errors import retryable
 from offbeat.services.weights.api import IDLE
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.locality import this_place
+from offbeat.services.weights.locality import this_locality
 from offbeat.services.weights.reader import WeightReader
 from offbeat.services.weights.replica_reports import ReplicaLoad, ReplicaReport, encode_report
 from offbeat.services.weights.transports.base import Transport, make_transport
@@ -101,7 +101,7 @@ class RedisWeightSubscriber:
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
         """See `WeightSubscriber.report`."""
-        place = this_place()
+        place = this_locality()
         fetching = self._reader.fetching(newer_than=version)
         report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching)
         with _retryable():

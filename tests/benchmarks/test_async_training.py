@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from offbeat.benchmarks.async_training import AsyncBench, Options
-from offbeat.benchmarks.harness.environment import ground
+from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.benchmarks.harness.learner import TimedTrainer
 
 
@@ -23,7 +23,7 @@ class Ended:
 def test_a_learner_does_not_wait_for_rollouts_that_have_ended() -> None:
     options = Options(work="emulated", steps=3, batch=16, env_groups=4, train_s=0.01)
     rollouts: Any = Ended()
-    with ground() as base:
+    with bench_environment() as base:
         bench = AsyncBench(options, base, rollouts, lambda _: TimedTrainer(0.01))
         with pytest.raises(RuntimeError, match="the env worker ended"):
             bench.setting("lognormal", 1.0, lambda _: None)

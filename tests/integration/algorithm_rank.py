@@ -12,7 +12,7 @@ from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
 from offbeat.trainer.models.policy import load_critic, load_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group
 from tests.integration.learner_rank import SMOOTH
 
@@ -51,7 +51,7 @@ def main(model: Path, out: Path) -> None:
             config = LearnerConfig.model_validate_json(json.dumps(tree))
             critic = load_critic(model, ModelArgs(), seed=1) if config.has_own_critic else None
             policy = load_policy(model, ModelArgs(), seed=1, value_head=config.has_value_head)
-            models = Models(
+            models = StepModels(
                 DeepSpeedEngine(policy, training, StrategyArgs(), ranks),
                 None if critic is None else DeepSpeedEngine(critic, training, StrategyArgs(), ranks),
                 FrozenModel(load_policy(model, ModelArgs(), seed=2), ranks) if config.needs_reference else None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offbeat.trainer.config.learner import ModelArgs, StrategyArgs, TrainingArgs
 from offbeat.trainer.engines.base import Hyperparameters, TrainEngine
-from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
@@ -75,7 +75,7 @@ def main(model: Path, out: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     ranks = ranks_of_environment("cpu")
     with process_group(ranks):
-        for name, kind in (("hf_infer", FrozenModel), ("deepspeed_infer", DeepSpeedJudge)):
+        for name, kind in (("hf_infer", FrozenModel), ("deepspeed_infer", DeepSpeedLogprobModel)):
             said = torch.cat(kind(load_policy(model, ModelArgs(), seed=1), ranks).infer(fixed_batch()))
             save_file({"logprobs": said}, out / f"{name}-{ranks.rank}-of-{ranks.world_size}.safetensors")
         for name in names:

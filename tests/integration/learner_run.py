@@ -46,7 +46,10 @@ SMALL = (
     "weights.transport=fs",
     "custom_envs.FrozenLake.max_steps=4",
 )
-IMPATIENT = "from trainer import cli, outage; outage.PATIENCE_S = {}; cli.main()"
+IMPATIENT = (
+    "from offbeat.trainer import cli; from offbeat.trainer.process import redis_outage;"
+    "redis_outage.PATIENCE_S = {}; cli.main()"
+)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 

@@ -60,7 +60,7 @@ rollout: {{num_workers: 2, cpus_per_worker: 0.5}}
 """
 STEPS = 40
 GROUPS_PER_STEP = 4
-OURS = ("EnvWorker", "LearnerHost", "Warden", "offbeat.trainer.cli", "ServeReplica", "ServeController", "redis-server")
+OURS = ("EnvWorker", "LearnerHost", "Reaper", "offbeat.trainer.cli", "ServeReplica", "ServeController", "redis-server")
 
 
 @pytest.fixture

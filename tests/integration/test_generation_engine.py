@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.chat.template import load_chat_template
 from offbeat.services.gateway.server import Gateway
-from offbeat.services.gateway.session import Bounds, EpisodeSession
+from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.vllm.engine import VllmEngine
 from offbeat.services.messages.types import (
@@ -186,7 +186,7 @@ async def test_a_foreign_agents_calls_are_captured_under_the_weights_that_answer
     async def sample(prompt: tuple[int, ...], most: int) -> Completion:
         return await policies.generate(policies.request(prompt, max_new_tokens=most, stop_token_ids=template.stop_ids))
 
-    session, gateway = EpisodeSession(template, sample, Bounds(512, 24)), Gateway()
+    session, gateway = EpisodeSession(template, sample, SessionLimits(512, 24)), Gateway()
     gateway.start()
     with gateway.opened(session):
         async with AsyncOpenAI(base_url=f"{gateway.origin}/v1", api_key=session.key) as client:

@@ -11,13 +11,13 @@ from torch import Tensor
 from offbeat.deploy import run_setup
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.errors import ControlError
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.run import LearnerRun, LearnerRunConfig
-from offbeat.trainer.training.batch_log import BatchStore, RecordingTrainer
+from offbeat.trainer.training.batch_log import BatchLog, RecordingTrainer
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
-from offbeat.trainer.training.reproduction import find_route, retrain
+from offbeat.trainer.training.reproduction import find_plan, reproduce
 from tests.fakes import make_group
 from tests.paths import CONFIGS
 
@@ -84,15 +84,15 @@ def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, ov
     run = run_of(tmp_path, overrides)
     trainer = begun(run, ranks)
     for step in range(2):
-        trainer.train(GROUPS, step, Silent())
+        trainer.train(GROUPS, step, MaskedCounts())
     folder = tmp_path / "saved"
     folder.mkdir()
     trainer.save(folder)
     kl_coef = trainer.kl_coef
-    expected = trainer.train(GROUPS, 2, Silent())
+    expected = trainer.train(GROUPS, 2, MaskedCounts())
     again = PolicyTrainer(run, ranks)
     again.load(folder, kl_coef)
-    found = again.train(GROUPS, 2, Silent())
+    found = again.train(GROUPS, 2, MaskedCounts())
     assert_equal(weights(trainer), weights(again))
     assert again.kl_coef == trainer.kl_coef
     assert found == expected
@@ -105,14 +105,14 @@ def test_a_value_head_warms_up_alone_and_never_leaves_the_learner(
     run = run_of(tmp_path, (*VALUE_HEAD, *overrides))
     trainer = begun(run, ranks)
     start = weights(trainer)
-    said = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
+    said = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
     assert said[0]["critic/values/max"].value == 0.0 != said[1]["critic/values/max"].value
     folder = tmp_path / "saved"
     folder.mkdir()
     trainer.save(folder)
     assert weights(trainer).keys() == start.keys() == load_file(folder / "model.safetensors").keys()
     fresh = begun(run_of(tmp_path / "fresh", (*VALUE_HEAD, *overrides)), ranks)
-    fresh.train(GROUPS, 0, Silent())
+    fresh.train(GROUPS, 0, MaskedCounts())
     assert_equal(weights(fresh), start)
     assert any(not torch.equal(tensor, start[name]) for name, tensor in weights(trainer).items())
 
@@ -120,7 +120,7 @@ def test_a_value_head_warms_up_alone_and_never_leaves_the_learner(
 def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, REFERENCE)
     trainer = begun(run, ranks)
-    gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
+    gauges = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
     assert gauges[0]["actor/kl_coef"].value != 0.1
     assert (tmp_path / "start" / "model.safetensors").is_file()
     start = load_file(tmp_path / "start" / "model.safetensors")
@@ -130,20 +130,20 @@ def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) 
 def test_a_run_that_goes_on_from_anothers_checkpoint_keeps_to_that_ones_reference(tmp_path: Path, ranks: Ranks) -> None:
     first = run_of(tmp_path / "first", REFERENCE)
     trainer, folder = begun(first, ranks), first.checkpoints / "step-000001"
-    trainer.train(GROUPS, 0, Silent())
+    trainer.train(GROUPS, 0, MaskedCounts())
     folder.mkdir(parents=True)
     trainer.save(folder)
     kl_coef = trainer.kl_coef
-    expected = trainer.train(GROUPS, 1, Silent())
+    expected = trainer.train(GROUPS, 1, MaskedCounts())
     second = run_of(tmp_path / "second", REFERENCE)
     again, copy = PolicyTrainer(second, ranks), second.checkpoints / "step-000001"
     again.load(folder, kl_coef)
     copy.mkdir(parents=True)
     again.save(copy)
-    assert again.train(GROUPS, 1, Silent()) == expected
+    assert again.train(GROUPS, 1, MaskedCounts()) == expected
     third = PolicyTrainer(run_of(tmp_path / "third", REFERENCE), ranks)
     third.load(copy, kl_coef)
-    assert third.train(GROUPS, 1, Silent()) == expected
+    assert third.train(GROUPS, 1, MaskedCounts()) == expected
 
 
 def test_a_reference_that_nobody_has_kept_is_not_made_up(tmp_path: Path, ranks: Ranks) -> None:
@@ -162,7 +162,7 @@ def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks:
     found: list[list[float]] = []
     for name, overrides in (("whole", sharded[1:]), ("shards", sharded)):
         trainer = begun(run_of(tmp_path / name, (*REFERENCE, *overrides)), ranks)
-        gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
+        gauges = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
         found.append(
             [each[key].value for each in gauges for key in ("actor/kl_loss", "actor/grad_norm", "actor/kl_coef")]
         )
@@ -175,7 +175,7 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_pa
     trainer = begun(run, ranks)
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert_equal(weights(trainer), start)
-    gauges = [trainer.train(GROUPS, step, Silent()) for step in range(2)]
+    gauges = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
     assert gauges[0]["actor/kl_loss"].value == pytest.approx(0.0, abs=1e-9)
     assert gauges[1]["actor/kl_loss"].value > 1e-6
     found = weights(trainer)
@@ -225,7 +225,7 @@ def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_r
 ) -> None:
     """Steps 1 to 6 on recorded groups: at one go, with a death after step 3, and by `offbeat learner replay` from step 2."""
     run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))
-    store = BatchStore(tmp_path, keep=6)
+    store = BatchLog(tmp_path, keep=6)
     checkpoints = CheckpointStore(run.checkpoints, keep=9)
 
     def saved(trainer: RecordingTrainer, step: int) -> None:
@@ -249,23 +249,23 @@ def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_r
         resumed.train(batch.groups, step - 1, batch.silent, batch.weights)
     assert_equal(weights(undisturbed), weights(resumed))
 
-    replayed = retrain(run, find_route(run, None), ranks, shown=None, say=lambda _: None)
+    replayed = reproduce(run, find_plan(run, None), ranks, shown=None, say=lambda _: None)
     assert (replayed.start, replayed.steps) == (2, (3, 4, 5, 6))
     assert [(each.step, each.equal) for each in replayed.compared] == [(6, True)]
 
 
 def test_one_step_is_shown_with_versions_ratios_and_advantages(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, ("zero_variance=train",))
-    recording = RecordingTrainer(begun(run, ranks), BatchStore(tmp_path, keep=6), 1e-3, every=True)
+    recording = RecordingTrainer(begun(run, ranks), BatchLog(tmp_path, keep=6), 1e-3, every=True)
     state = LearnerState(0, "now", kl_coef=recording.kl_coef)
     CheckpointStore(run.checkpoints, keep=9).save(state, recording.save).result()
     recording.train([make_group(0, rewards=(0.0, 1.0), version=0)], 0)
     recording.settle()
-    replayed = retrain(run, find_route(run, 1), ranks, shown=1, say=lambda _: None)
+    replayed = reproduce(run, find_plan(run, 1), ranks, shown=1, say=lambda _: None)
     assert replayed.compared == ()
     low, high = replayed.samples
     assert (low.reward, high.reward, low.versions, low.staleness, low.tokens) == (0.0, 1.0, (0, 0), 0, 4)
     assert low.advantage_mean == -high.advantage_mean == -0.5
     assert 0 < low.ratio_mean <= low.ratio_max
     with pytest.raises(ControlError, match="no way to step 2 from a checkpoint before it: recorded are steps 1 to 1"):
-        find_route(run, 2)
+        find_plan(run, 2)

@@ -23,7 +23,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import refusal
-from offbeat.trainer.process.watchdog import HUNG
+from offbeat.trainer.process.watchdog import EXIT_HUNG
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
 from tests.services.redis import tls_redis
 from tests.waiting import wait_until_sync
@@ -174,7 +174,7 @@ def test_a_learner_whose_main_thread_hangs_ends_and_its_successor_trains_all(
     monkeypatch.setitem(ENVIRONMENT, "HANGS_ONCE", str(tmp_path / "hung"))
     hangs = ("zero_variance=mask", "group_filter_cls=tests.integration.hanging_filter:HangsOnce", "eval_steps=0")
     with a_run(redis_server, tmp_path, "hangs", (*hangs, "actor_train.backend_timeout=0.1", "max_steps=3")) as run:
-        assert run.start().wait(timeout=240) == HUNG
+        assert run.start().wait(timeout=240) == EXIT_HUNG
         assert "hanging_filter.py" in (run.config.output_dir / "logs" / "learner.log").read_text(), "it tells where"
         assert run.counters().trained < 6
         assert run.start().wait(timeout=240) == 0, run.complaint()

@@ -12,7 +12,7 @@ from torch import Tensor
 Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-class Silent(NamedTuple):
+class MaskedCounts(NamedTuple):
     """What counts in a batch's denominators though nothing is computed on it: its losses are zero."""
 
     tokens: int = 0
@@ -20,10 +20,10 @@ class Silent(NamedTuple):
     groups: int = 0
 
 
-NOBODY_SILENT = Silent()
+NO_MASKED = MaskedCounts()
 
 
-def token_weights(sequence: Tensor, mode: Mode, length: int = 1, silent: Silent = NOBODY_SILENT) -> Tensor:
+def token_weights(sequence: Tensor, mode: Mode, length: int = 1, silent: MaskedCounts = NO_MASKED) -> Tensor:
     """Weights w with loss = sum(w * token_loss).
 
     token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length), with a

@@ -19,7 +19,7 @@ SHORTEST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class PrefixGroup:
     """Sequences of a batch and the number of tokens that they have in common, 0 for one that is alone."""
 
     sequences: list[int]
@@ -45,16 +45,16 @@ def _sampled(batch: Batch) -> list[Tensor]:
     return [by_sequence[start:end] for start, end in pairwise(borders)]
 
 
-def _families(batch: Batch, sequences: Sequence[int], sampled: Sequence[Tensor], most: int) -> list[Family]:
+def _families(batch: Batch, sequences: Sequence[int], sampled: Sequence[Tensor], most: int) -> list[PrefixGroup]:
     lengths = batch.cu_seqlens.diff().tolist()
     siblings: dict[int, list[int]] = {}
     for s in sequences:
         siblings.setdefault(int(batch.group[batch.trajectory[sampled[s][0]]]), []).append(s)
-    families: list[Family] = []
+    families: list[PrefixGroup] = []
     for members in siblings.values():
         common = _common(batch, members, sampled)
         if common < SHORTEST:
-            families += [Family([s], 0, lengths[s]) for s in members]
+            families += [PrefixGroup([s], 0, lengths[s]) for s in members]
             continue
         families += _parts(members, common, lengths, most)
     return families
@@ -71,8 +71,8 @@ def _common(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> 
     return first if bool(alike.all()) else int(alike.long().argmin())
 
 
-def _parts(members: Sequence[int], common: int, lengths: Sequence[int], most: int) -> list[Family]:
-    parts: list[Family] = []
+def _parts(members: Sequence[int], common: int, lengths: Sequence[int], most: int) -> list[PrefixGroup]:
+    parts: list[PrefixGroup] = []
     chosen, total = list[int](), common
     for s in sorted(members, key=lambda s: lengths[s]):
         own = lengths[s] - common
@@ -84,11 +84,11 @@ def _parts(members: Sequence[int], common: int, lengths: Sequence[int], most: in
     return [*parts, _family(chosen, common, total)]
 
 
-def _family(chosen: list[int], common: int, total: int) -> Family:
-    return Family(chosen, common if len(chosen) > 1 else 0, total)
+def _family(chosen: list[int], common: int, total: int) -> PrefixGroup:
+    return PrefixGroup(chosen, common if len(chosen) > 1 else 0, total)
 
 
-def _micro(batch: Batch, sampled: Sequence[Tensor], families: Sequence[Family]) -> MicroBatch:
+def _micro(batch: Batch, sampled: Sequence[Tensor], families: Sequence[PrefixGroup]) -> MicroBatch:
     starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     pieces: list[Tensor] = []
     parents: list[int] = []

@@ -27,7 +27,7 @@ STREAM = 0x4E91A7
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ReplayEntry:
     """A group with the number of batches that it was part of."""
 
     group: Group
@@ -40,34 +40,34 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class ReplayedGroups:
     """Old groups that join a batch, and what each one's policy loss is multiplied with."""
 
     groups: tuple[Group, ...] = ()
     weights: tuple[float, ...] = ()
 
 
-NOBODY_AGAIN = Again()
+NO_REPLAY = ReplayedGroups()
 
 
-class Replay:
+class ReplayBuffer:
     """The groups that a learner keeps; oldest first."""
 
     def __init__(self, config: ReplayConfig, groups_per_step: int, seed: int) -> None:
         self._config = config
         self._groups_per_step = groups_per_step
         self._seed = seed
-        self._kept: list[Kept] = []
+        self._kept: list[ReplayEntry] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def choose(self, step: int, max_staleness: float) -> Again:
+    def choose(self, step: int, max_staleness: float) -> ReplayedGroups:
         """Groups that join optimizer batch `step` (0-based); changes nothing."""
         due = self._due(step)
         fresh_enough = [kept for kept in self._kept if self._may_join(kept, step, max_staleness)]
         if not due or not fresh_enough:
-            return NOBODY_AGAIN
+            return NO_REPLAY
         count = min(due, len(fresh_enough))
         rng = np.random.default_rng([self._seed, STREAM, step])
         shares = self._shares(fresh_enough)
@@ -78,15 +78,17 @@ class Replay:
                 places = list(range(len(fresh_enough) - count, len(fresh_enough)))
             case _:
                 places = sorted(rng.choice(len(fresh_enough), count, replace=False, p=shares).tolist())
-        return Again(tuple(fresh_enough[i].group for i in places), self._weights(shares[places], len(fresh_enough)))
+        return ReplayedGroups(
+            tuple(fresh_enough[i].group for i in places), self._weights(shares[places], len(fresh_enough))
+        )
 
-    def trained(self, fresh: Sequence[Group], again: Again) -> None:
+    def trained(self, fresh: Sequence[Group], again: ReplayedGroups) -> None:
         """A batch of `fresh` groups and of those that joined it is behind the weights."""
         if self._config.samples_per_insert is None:
             return
         joined = {group.number for group in again.groups}
         kept = [replace(each, times=each.times + (each.group.number in joined)) for each in self._kept]
-        kept += [Kept(group) for group in fresh]
+        kept += [ReplayEntry(group) for group in fresh]
         self._kept = [each for each in kept if each.times < self._config.max_times_sampled][-self._config.max_size :]
 
     def save(self, folder: Path) -> None:
@@ -99,7 +101,7 @@ class Replay:
         """Go on from a checkpoint's folder; one that was written without any holds none."""
         path = folder / FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
-        self._kept = [Kept(unpack_group(body), times) for times, body in rows]
+        self._kept = [ReplayEntry(unpack_group(body), times) for times, body in rows]
 
     def _due(self, step: int) -> int:
         """Old groups that this step's batch has room for, so that the mean over all steps is `samples_per_insert`."""
@@ -108,11 +110,11 @@ class Replay:
         rate = (self._config.samples_per_insert - 1) * self._groups_per_step
         return math.floor(rate * (step + 1)) - math.floor(rate * step)
 
-    def _may_join(self, kept: Kept, step: int, max_staleness: float) -> bool:
+    def _may_join(self, kept: ReplayEntry, step: int, max_staleness: float) -> bool:
         bound = max_staleness if self._config.max_staleness is None else self._config.max_staleness
         return step - kept.group.oldest_version < bound + 1  # a lag is a whole number of versions
 
-    def _shares(self, kept: Sequence[Kept]) -> npt.NDArray[np.float64]:
+    def _shares(self, kept: Sequence[ReplayEntry]) -> npt.NDArray[np.float64]:
         """[N]: probability of each in one draw."""
         if self._config.sampler != "prioritized":
             return np.full(len(kept), 1.0 / len(kept))

@@ -9,7 +9,7 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardShaping
 
 
-def shaped(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
+def shape_rewards(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
     """The groups with each episode's shaping added to its last turn; the same groups where nothing is configured."""
     if not config.reward_shaping.is_on:
         return list(groups)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group
-from offbeat.trainer.algorithms.aggregation import NOBODY_SILENT, Silent
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.normalization import has_signal
 from offbeat.trainer.checks.algorithm import load_filter
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch, pack
-from offbeat.trainer.data.reward_shaping import shaped
+from offbeat.trainer.data.reward_shaping import shape_rewards
 
 
 def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
@@ -36,7 +36,7 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
         return False
     if not config.compares_siblings:
         return True
-    (group,) = shaped([group], config)
+    (group,) = shape_rewards([group], config)
     compared = (*group.trajectories, *group.baselines) if config.num_baselines else group.trajectories
     rewards = [trajectory.reward for trajectory in compared]
     if config.adv_estimator == "step_reinforce":
@@ -65,7 +65,9 @@ def _filter(path: str) -> Callable[[Group], bool]:
     return cast(Callable[[Group], bool], load_filter(path)())
 
 
-def most_varied(groups: Sequence[Group], ratio: float, silent: Silent = NOBODY_SILENT) -> tuple[list[Group], Silent]:
+def most_varied(
+    groups: Sequence[Group], ratio: float, silent: MaskedCounts = NO_MASKED
+) -> tuple[list[Group], MaskedCounts]:
     """StarPO-S (RAGEN, arXiv:2504.20073): the share `ratio` of a step's groups, at least one, whose rewards deviate most, in
     the order in which they came.
 
@@ -79,7 +81,9 @@ def most_varied(groups: Sequence[Group], ratio: float, silent: Silent = NOBODY_S
     chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
     masked = max(0, count - len(groups))
     part = masked / max(1, silent.groups)
-    return [groups[i] for i in chosen], Silent(round(silent.tokens * part), round(silent.sequences * part), masked)
+    return [groups[i] for i in chosen], MaskedCounts(
+        round(silent.tokens * part), round(silent.sequences * part), masked
+    )
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
@@ -92,11 +96,11 @@ def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
     return trained
 
 
-def silent_part(masked: Sequence[Group], config: AlgorithmConfig) -> Silent:
+def masked_counts(masked: Sequence[Group], config: AlgorithmConfig) -> MaskedCounts:
     """How much of a batch is without signal: a policy loss would be zero there, yet its denominators count that part."""
-    batch = pack(shaped(masked, config))
+    batch = pack(shape_rewards(masked, config))
     trained = trained_episodes(batch, config)
-    return Silent(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
+    return MaskedCounts(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
 
 
 def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:

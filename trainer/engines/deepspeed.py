@@ -153,7 +153,7 @@ class DeepSpeedEngine(OnRanks):
             optimizer.clip_grad = self._training.max_grad_norm
 
 
-class DeepSpeedJudge(OnRanks):
+class DeepSpeedLogprobModel(OnRanks):
     """`deepspeed_infer`: a frozen model whose weights are dealt out to ranks (ZeRO-3) and made whole layer by layer."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
@@ -165,7 +165,7 @@ class DeepSpeedJudge(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `offbeat.trainer.engines.frozen.Judge.infer`."""
+        """See `offbeat.trainer.engines.frozen.LogprobModel.infer`."""
         return self.outputs(self._engine, batch)
 
 

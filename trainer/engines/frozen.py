@@ -12,13 +12,13 @@ from torch import Tensor
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
-from offbeat.trainer.models.divergence import Anchor
+from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.lora import without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
 
-class Judge(Protocol):
+class LogprobModel(Protocol):
     """Says how likely it finds what was sampled."""
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
@@ -27,10 +27,10 @@ class Judge(Protocol):
 
 
 @runtime_checkable
-class Reference(Judge, Protocol):
+class Reference(LogprobModel, Protocol):
     """What the policy may be kept close to over the whole vocabulary."""
 
-    def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
+    def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """Its distributions over the whole vocabulary, for every micro-batch."""
         ...
 
@@ -44,10 +44,10 @@ class FrozenModel(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `Judge.infer`."""
+        """See `LogprobModel.infer`."""
         return self.outputs(self._model, batch)
 
-    def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
+    def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """See `Reference.anchors`; each rank computes all of them."""
         return [self._model.anchor(x.to(self.device)) for x in batch]
 
@@ -63,7 +63,7 @@ class FrozenModel(OnRanks):
         return ((name, parameter.detach()) for name, parameter in self._model.model.named_parameters())
 
 
-class WithoutAdapters:
+class AdapterFreeReference:
     """The policy as it was before its adapters learnt anything: a reference that takes no memory."""
 
     def __init__(self, engine: TrainEngine[Sampled], policy: PackedPolicy) -> None:
@@ -71,11 +71,11 @@ class WithoutAdapters:
         self._policy = policy
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `Judge.infer`."""
+        """See `LogprobModel.infer`."""
         with without_adapters(self._policy):
             return self._engine.infer(batch)
 
-    def anchors(self, batch: Sequence[PackedInput]) -> list[Anchor]:
+    def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """See `Reference.anchors`. The weights must lie whole on every rank, as below ZeRO-3."""
         with without_adapters(self._policy):
             return [self._policy.eval().anchor(x.to(self._engine.device)) for x in batch]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.trainer.learner.reporter import Reporter
-from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.training.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -31,14 +31,14 @@ PATIENCE_S = 900.0
 """For which a learner that may not train on waits for room; then it ends, and is started again."""
 
 
-class Saving:
+class Checkpointer:
     """The checkpoints of one learner."""
 
     def __init__(
         self,
         store: CheckpointStore,
         buffer: LearnerBuffer,
-        journal: StepJournal,
+        journal: StepLedger,
         reporter: Reporter,
         save_steps: int,
         *,
@@ -69,7 +69,7 @@ class Saving:
         """Whether there is a checkpoint to settle."""
         return self._under_way is not None
 
-    def goes_on_from(self, checkpoint: Checkpoint) -> None:
+    def resume_from(self, checkpoint: Checkpoint) -> None:
         """What lies in `checkpoint` is saved."""
         self.newest, self.step = checkpoint.path, checkpoint.state.step
         self._durable_step = checkpoint.state.step
@@ -140,7 +140,7 @@ class Saving:
             self._reporter.doing("no_room", step=state.step)
             time.sleep(RETRY_S)
 
-    def must_wait(self, step: int) -> bool:
+    def must_block(self, step: int) -> bool:
         """Whether too much is unsaved to train on."""
         return self._retry_at is not None and step - self._durable_step >= UNSAVED_INTERVALS * self._save_steps
 

@@ -6,13 +6,13 @@ from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.rollout.tasks import make_sampler
 from offbeat.services.telemetry import MetricsSink
 from offbeat.services.weights.api import WeightPublisher
-from offbeat.trainer.data.replay_buffer import Replay
+from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
-from offbeat.trainer.learner.group_intake import Intake
-from offbeat.trainer.learner.loop import Parts
+from offbeat.trainer.learner.group_intake import GroupIntake
+from offbeat.trainer.learner.loop import LearnerComponents
 from offbeat.trainer.learner.reporter import Reporter
 from offbeat.trainer.learner.staleness_controller import StalenessController
-from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.checkpoint import CheckpointStore
@@ -21,7 +21,7 @@ from offbeat.trainer.training.policy_trainer import Trainer
 EVALUATIONS = "evaluations"
 
 
-def parts_of(
+def build_components(
     run: LearnerRun,
     *,
     trainer: Trainer,
@@ -33,16 +33,16 @@ def parts_of(
     log: EvaluationLog,
     reporter: Reporter,
     stopped: Callable[[], bool],
-) -> Parts:
+) -> LearnerComponents:
     """sink: takes evaluations; stopped: whether somebody wants the learner to end."""
     config = run.config
-    return Parts(
+    return LearnerComponents(
         buffer=buffer,
         publisher=publisher,
         trainer=trainer,
         checkpoints=checkpoints,
         evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score),
-        intake=Intake(
+        intake=GroupIntake(
             buffer=buffer,
             config=config,
             groups_per_step=config.groups_per_step,
@@ -51,8 +51,8 @@ def parts_of(
             vocab_size=vocab_size,
         ),
         reporter=reporter,
-        journal=StepJournal(run.output_dir, buffer.epoch),
-        replay=Replay(config.replay, config.groups_per_step, config.seed),
+        journal=StepLedger(run.output_dir, buffer.epoch),
+        replay=ReplayBuffer(config.replay, config.groups_per_step, config.seed),
         staleness=StalenessController(
             config.staleness_controller,
             buffer,

@@ -24,7 +24,7 @@ STALE, NO_SIGNAL, MALFORMED = "stale", "no_signal", "malformed"
 
 
 @dataclass
-class Taken:
+class StepGroups:
     """What one step consumes."""
 
     groups: list[Group] = field(default_factory=list[Group])
@@ -47,7 +47,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class GroupIntake:
     """Takes groups for one step after another."""
 
     buffer: LearnerBuffer
@@ -57,9 +57,9 @@ class Intake:
     train_stale: bool
     vocab_size: int
 
-    def take(self, step: int, stopped: Callable[[], bool]) -> Taken | None:
+    def take(self, step: int, stopped: Callable[[], bool]) -> StepGroups | None:
         """The groups of optimizer batch `step` (0-based), or None if `stopped` said so first; takes as long as it takes."""
-        taken = Taken()
+        taken = StepGroups()
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
             if stopped():
@@ -70,7 +70,7 @@ class Intake:
         taken.wait_s = time.monotonic() - began
         return taken
 
-    def _sort(self, group: Group, step: int, taken: Taken) -> None:
+    def _sort(self, group: Group, step: int, taken: StepGroups) -> None:
         complaint = _problem(group, self.vocab_size, self.config.num_baselines)
         if complaint:
             logger.error("group %d is dropped: %s", group.number, complaint)
@@ -89,7 +89,7 @@ class Intake:
         taken.groups.append(group)
         (taken.signal if signal else taken.masked).append(group)
 
-    def _drop(self, group: Group, reason: str, taken: Taken) -> None:
+    def _drop(self, group: Group, reason: str, taken: StepGroups) -> None:
         self.buffer.drop(group, reason)
         taken.dropped[reason] = taken.dropped.get(reason, 0) + 1
 

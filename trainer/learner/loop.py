@@ -17,11 +17,11 @@ from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.services.errors import ControlError
 from offbeat.services.live_settings import Settings, settings_at
 from offbeat.services.weights.api import WeightPublisher
-from offbeat.trainer.data.replay_buffer import Again, Replay
-from offbeat.trainer.data.selection import silent_part
-from offbeat.trainer.learner.checkpointing import Saving
+from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
+from offbeat.trainer.data.selection import masked_counts
+from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
-from offbeat.trainer.learner.group_intake import Intake, Taken
+from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
 from offbeat.trainer.learner.reporter import (
     Reporter,
     replay_values,
@@ -29,7 +29,7 @@ from offbeat.trainer.learner.reporter import (
     was_skipped,
 )
 from offbeat.trainer.learner.staleness_controller import StalenessController
-from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.run import FINISHED, LearnerRun
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, LearnerState
@@ -42,7 +42,7 @@ PAUSE_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LearnerComponents:
     """What the loop works with."""
 
     buffer: LearnerBuffer
@@ -50,10 +50,10 @@ class Parts:
     trainer: Trainer
     checkpoints: CheckpointStore
     evaluations: Evaluations
-    intake: Intake
+    intake: GroupIntake
     reporter: Reporter
-    journal: StepJournal
-    replay: Replay
+    journal: StepLedger
+    replay: ReplayBuffer
     staleness: StalenessController
     curriculum: Curriculum
     stopped: Callable[[], bool]
@@ -63,13 +63,13 @@ class Parts:
 class Learner:
     """Trains one run from its newest checkpoint to its last step."""
 
-    def __init__(self, run: LearnerRun, parts: Parts, *, num_processes: int = 1) -> None:
+    def __init__(self, run: LearnerRun, parts: LearnerComponents, *, num_processes: int = 1) -> None:
         self._num_processes = num_processes
         self._lineage = run.lineage
         self._config = run.config
         self._parts = parts
         self._step = 0
-        self._saving = Saving(
+        self._saving = Checkpointer(
             parts.checkpoints,
             parts.buffer,
             parts.journal,
@@ -109,7 +109,7 @@ class Learner:
         self._restored = self._parts.buffer.restore(num_trained, state.next_number or None)
         self._step = state.step
         self._next_number = state.next_number
-        self._saving.goes_on_from(checkpoint)
+        self._saving.resume_from(checkpoint)
         logger.info("goes on from %s", checkpoint.path)
 
     def save_start(self) -> None:
@@ -155,7 +155,7 @@ class Learner:
         again = parts.replay.choose(step, self._settings.max_staleness)
         groups, weights = [*taken.signal, *again.groups], [*(1.0 for _ in taken.signal), *again.weights]
         with self._timed("train"):
-            gauges = parts.trainer.train(groups, step, silent_part(taken.masked, self._config), weights)
+            gauges = parts.trainer.train(groups, step, masked_counts(taken.masked, self._config), weights)
         self._step = step + 1
         parts.replay.trained(taken.signal, again)
         parts.staleness.trained()
@@ -178,7 +178,7 @@ class Learner:
                 return False
             settings = settings_at(self._config.settings, boundary.changes, self._step)
             if settings.learning_rate != self._settings.learning_rate:
-                self._parts.trainer.steer(settings.learning_rate)
+                self._parts.trainer.set_learning_rate(settings.learning_rate)
             self._settings = settings
             if not boundary.paused:
                 return True
@@ -186,7 +186,7 @@ class Learner:
             self._parts.reporter.doing("paused", step=self._step)
             time.sleep(PAUSE_POLL_S)
 
-    def _remember(self, taken: Taken, again: Again, *, skipped: bool) -> None:
+    def _remember(self, taken: StepGroups, again: ReplayedGroups, *, skipped: bool) -> None:
         bound = self._settings.max_staleness
         self._parts.journal.trained(self._step, taken, max_staleness=bound, skipped=skipped, again=again)
         self._num_skipped = self._num_skipped + 1 if skipped else 0
@@ -207,7 +207,7 @@ class Learner:
             self._evaluate("during", greedy=False, num_episodes=self._config.val_batch_size)
         if self._saving.is_due(self._step):
             self._checkpoint()
-        if self._saving.must_wait(self._step):
+        if self._saving.must_block(self._step):
             self._save_now()
 
     def _publish(self) -> None:

@@ -66,7 +66,7 @@ class SilentView:
         """See `LearnerView.close`."""
 
 
-class LineView:
+class LearnerLineView:
     """A line now and then, for logs and pipes."""
 
     def __init__(self, console: Console, max_steps: int) -> None:
@@ -99,7 +99,7 @@ class LineView:
         self.say(text)
 
 
-class TerminalView:
+class LearnerTerminalView:
     """One line that is redrawn in place."""
 
     def __init__(self, console: Console, max_steps: int) -> None:
@@ -144,4 +144,4 @@ def describe_step(values: Mapping[str, Partial]) -> str:
 def open_view(max_steps: int, console: Console | None = None) -> LearnerView:
     """The view that fits where the output goes."""
     console = console or Console(highlight=False, file=sys.stdout)
-    return TerminalView(console, max_steps) if console.is_terminal else LineView(console, max_steps)
+    return LearnerTerminalView(console, max_steps) if console.is_terminal else LearnerLineView(console, max_steps)

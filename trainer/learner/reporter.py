@@ -20,20 +20,20 @@ from offbeat.services.telemetry import (
     Partial,
     mean,
 )
-from offbeat.trainer.data.replay_buffer import Again
-from offbeat.trainer.learner.group_intake import Taken
+from offbeat.trainer.data.replay_buffer import ReplayedGroups
+from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 
 logger = logging.getLogger(__name__)
 
 
-class Board(Protocol):
+class StatusBoard(Protocol):
     """Where the run's record shows how far the learner is."""
 
     def show(self, **fields: str) -> None: ...
 
 
-class RedisBoard:
+class RedisStatusBoard:
     """The run's record in Redis."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
@@ -51,7 +51,7 @@ class Reporter:
     def __init__(
         self,
         sink: MetricsSink,
-        board: Board,
+        board: StatusBoard,
         view: LearnerView | None = None,
         sign: Callable[[], None] = lambda: None,
     ) -> None:
@@ -113,7 +113,7 @@ def was_skipped(gauges: Mapping[str, Partial]) -> bool:
 
 
 def step_values(
-    taken: Taken, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
+    taken: StepGroups, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:
     """The record of one step. step: 0-based; seconds: of the step's stages."""
     staleness = [float(step - group.oldest_version) for group in taken.groups]
@@ -136,7 +136,7 @@ def step_values(
     }
 
 
-def replay_values(again: Again, step: int) -> dict[str, Partial]:
+def replay_values(again: ReplayedGroups, step: int) -> dict[str, Partial]:
     """Of the old groups that joined a batch. step: 0-based."""
     if not again.groups:
         return {}

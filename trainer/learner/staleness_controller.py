@@ -25,7 +25,7 @@ FILE = Path("state", "staleness.json")
 Move = Literal["fresher", "staler", "more", "fewer"]
 
 
-class Window(NamedTuple):
+class WindowMeans(NamedTuple):
     """Means over some steps; None where no step had such a figure."""
 
     mismatch_kl: float | None
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 
 @dataclass(slots=True)
-class Averages:
+class WindowSums:
     """Sums over the steps of a window."""
 
     steps: int = 0
@@ -59,16 +59,16 @@ class Averages:
             self.mismatch_kl += gauges["actor/mismatch_kl"].value
             self.ess += gauges["actor/ess"].value
 
-    def window(self) -> Window:
+    def window(self) -> WindowMeans:
         kl, ess = (total / self.judged if self.judged else None for total in (self.mismatch_kl, self.ess))
-        return Window(kl, ess, self.wait_s / self.step_s if self.step_s else 0.0, self.empty / max(self.steps, 1))
+        return WindowMeans(kl, ess, self.wait_s / self.step_s if self.step_s else 0.0, self.empty / max(self.steps, 1))
 
 
 @dataclass(slots=True)
-class State:
+class ControllerState:
     """What a checkpoint keeps."""
 
-    averages: Averages = field(default_factory=Averages)
+    averages: WindowSums = field(default_factory=WindowSums)
     move: Move | None = None
     """What the last judgements asked for, and how many in a row."""
     times: int = 0
@@ -76,7 +76,7 @@ class State:
     """The settings as they were last set."""
 
 
-def judge(config: StalenessControllerConfig, window: Window) -> Move | None:
+def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None:
     """What would be better; None: nothing."""
     kl, ess, loose = window.mismatch_kl, window.ess, 1.0 - config.hysteresis
     if kl is not None and ess is not None and (kl > config.max_mismatch_kl or ess < config.min_ess):
@@ -113,7 +113,7 @@ def moved(
     return {} if count == settings.num_env_groups else {"num_env_groups": count}
 
 
-class Suggestions(Protocol):
+class SettingsProposer(Protocol):
     """The buffer as the controller needs it."""
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool: ...
@@ -127,7 +127,7 @@ class StalenessController:
     def __init__(
         self,
         config: StalenessControllerConfig | None,
-        buffer: Suggestions,
+        buffer: SettingsProposer,
         *,
         groups_per_step: int,
         num_env_groups: int,
@@ -136,7 +136,7 @@ class StalenessController:
         self._buffer = buffer
         self._groups_per_step = groups_per_step
         self._num_env_groups = num_env_groups
-        self._state = State()
+        self._state = ControllerState()
         self._playing: int | None = None
         self._first = True
 
@@ -171,7 +171,7 @@ class StalenessController:
         state, config = self._state, self._config
         if config is None or state.averages.steps < config.interval:
             return
-        window, state.averages = state.averages.window(), Averages()
+        window, state.averages = state.averages.window(), WindowSums()
         move = judge(config, window)
         state.move, state.times = move, state.times + 1 if move == state.move else 1
         if move is None or state.times < config.patience:
@@ -193,13 +193,13 @@ class StalenessController:
         if self._config is None or not (folder / FILE).is_file():
             return
         tree = json.loads((folder / FILE).read_text())
-        self._state = State(**{**tree, "averages": Averages(**tree["averages"])})
+        self._state = ControllerState(**{**tree, "averages": WindowSums(**tree["averages"])})
         if self._state.decided:
             why = "so it was when the checkpoint was written"
             self._buffer.suggest(step, self._state.decided, why, if_lost=True)
 
 
-def _reason(move: Move, window: Window) -> str:
+def _reason(move: Move, window: WindowMeans) -> str:
     seen = f"learner idle {window.learner_idle:.0%}, places for groups empty {window.rollout_idle:.0%}"
     if window.mismatch_kl is not None and window.ess is not None:
         seen += f", mismatch KL {window.mismatch_kl:.3g}, effective sample size {window.ess:.2f}"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.services.jsonl import LinesFile, read_lines
-from offbeat.trainer.data.replay_buffer import NOBODY_AGAIN, Again
-from offbeat.trainer.learner.group_intake import Taken
+from offbeat.trainer.data.replay_buffer import NO_REPLAY, ReplayedGroups
+from offbeat.trainer.learner.group_intake import StepGroups
 
 STEPS_FILE = Path("ledger", "steps.jsonl")
 
@@ -53,7 +53,7 @@ class ResumedLine:
     """Groups that the buffer had lost and counts again, or, negative, that it had counted and gave up."""
 
 
-class StepJournal:
+class StepLedger:
     """Writes the lines of one learner."""
 
     def __init__(self, output_dir: Path, epoch: int) -> None:
@@ -65,7 +65,7 @@ class StepJournal:
         self._write({"resumed": step, "restored": restored})
 
     def trained(
-        self, step: int, taken: Taken, *, max_staleness: float, skipped: bool, again: Again = NOBODY_AGAIN
+        self, step: int, taken: StepGroups, *, max_staleness: float, skipped: bool, again: ReplayedGroups = NO_REPLAY
     ) -> None:
         """Weights version `step` exists. again: old groups that joined; skipped: see `StepLine`."""
         computed = {group.number for group in taken.signal}
@@ -86,7 +86,7 @@ class StepJournal:
         self._lines.append([{**row, "epoch": self._epoch, "at": round(time.time(), 3)}])
 
 
-def read_journal(output_dir: Path) -> tuple[list[StepLine | ResumedLine], int]:
+def read_step_ledger(output_dir: Path) -> tuple[list[StepLine | ResumedLine], int]:
     """The lines in the order in which they were written, and how many could not be read."""
     lines: list[StepLine | ResumedLine] = []
     broken = 0

@@ -11,7 +11,7 @@ from offbeat.services.messages.types import Group
 FILE = Path("state", "task_sampler.json")
 
 
-class Pupils(Protocol):
+class SamplerStateStore(Protocol):
     """The buffer as the curriculum needs it."""
 
     def teach(self, state: str) -> None: ...
@@ -20,7 +20,7 @@ class Pupils(Protocol):
 class Curriculum:
     """Without a sampler it does nothing."""
 
-    def __init__(self, sampler: TaskSampler | None, buffer: Pupils) -> None:
+    def __init__(self, sampler: TaskSampler | None, buffer: SamplerStateStore) -> None:
         self._sampler = sampler
         self._buffer = buffer
 

@@ -34,7 +34,7 @@ from offbeat.trainer.config.rewards import Over
 from offbeat.trainer.data.batch import Batch
 
 
-class Estimate(NamedTuple):
+class AdvantageEstimate(NamedTuple):
     """advantages: [M] float; returns: [M] float, what a critic should have said, or None without a critic; critic_share: [M]
     float, each token's share in the critic's loss, or None for equal ones."""
 
@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AdvantageInputs:
     """What an estimator may look at. rewards: [M] float, per token; values, logprobs (the learner's own at the start of the
     step), distilled (what teachers make of each token): [M] float, or None where the configuration has none."""
 
@@ -56,23 +56,23 @@ class Sight:
     distilled: Tensor | None = None
 
 
-def _returns(sight: Sight) -> Estimate:
-    return Estimate(discounted_returns(sight.rewards, sight.batch.last, sight.config.gamma))
+def _returns(sight: AdvantageInputs) -> AdvantageEstimate:
+    return AdvantageEstimate(discounted_returns(sight.rewards, sight.batch.last, sight.config.gamma))
 
 
-def _turn_rewards(sight: Sight) -> Tensor:
+def _turn_rewards(sight: AdvantageInputs) -> Tensor:
     """[R]: the sum of its tokens' rewards."""
     batch = sight.batch
     return torch.zeros(len(batch.owner)).index_add_(0, batch.turn, sight.rewards)
 
 
-def _turn_returns(sight: Sight) -> Estimate:
+def _turn_returns(sight: AdvantageInputs) -> AdvantageEstimate:
     batch = sight.batch
     returns = discounted_returns(_turn_rewards(sight), batch.last_turn, sight.config.gamma)
-    return Estimate(returns[batch.turn])
+    return AdvantageEstimate(returns[batch.turn])
 
 
-def _gae(sight: Sight) -> Estimate:
+def _gae(sight: AdvantageInputs) -> AdvantageEstimate:
     config, batch, values = sight.config, sight.batch, sight.values
     if values is None:
         raise ValueError("gae needs the critic's values")
@@ -92,12 +92,12 @@ def _gae(sight: Sight) -> Estimate:
             rho_bar=config.vtrace_rho_bar,
             c_bar=config.vtrace_c_bar,
         )
-        return Estimate(found.advantages, found.targets)
+        return AdvantageEstimate(found.advantages, found.targets)
     advantages = generalized_advantages(sight.rewards, values, batch.last, config.gamma, config.lambd)
-    return Estimate(advantages, advantages + values)
+    return AdvantageEstimate(advantages, advantages + values)
 
 
-def _gae_of_turns(sight: Sight, values: Tensor) -> Estimate:
+def _gae_of_turns(sight: AdvantageInputs, values: Tensor) -> AdvantageEstimate:
     """A turn without a token has no value of its own and is skipped; its reward stands on a neighbour's token."""
     config, batch = sight.config, sight.batch
     first = batch.turn.diff(prepend=batch.turn.new_full((1,), -1)) != 0
@@ -107,10 +107,10 @@ def _gae_of_turns(sight: Sight, values: Tensor) -> Estimate:
     of_turn = turn_advantages(rewards, values[first], last_turn, config.gamma, config.lambd)
     advantages = of_turn[first.cumsum(0) - 1] if len(of_turn) else of_turn
     share = first.to(values.dtype) / first.sum().clamp(min=1)
-    return Estimate(advantages, advantages + values, share)
+    return AdvantageEstimate(advantages, advantages + values, share)
 
 
-def _gigpo(sight: Sight) -> Estimate:
+def _gigpo(sight: AdvantageInputs) -> AdvantageEstimate:
     config, batch = sight.config, sight.batch
     of_turn = group_in_group(
         batch.episode_reward,
@@ -124,10 +124,10 @@ def _gigpo(sight: Sight) -> Estimate:
         step_weight=config.step_reward_weight,
         scale=config.reward_method == "mean_std",
     )
-    return Estimate(of_turn[batch.turn])
+    return AdvantageEstimate(of_turn[batch.turn])
 
 
-def _step_returns(sight: Sight) -> Estimate:
+def _step_returns(sight: AdvantageInputs) -> AdvantageEstimate:
     config, batch = sight.config, sight.batch
     returns = discounted_returns(batch.score, batch.last_turn, config.step_reward_gamma)
     grouping = {
@@ -138,16 +138,16 @@ def _step_returns(sight: Sight) -> Estimate:
     }[config.reward_normalization.grouping]
     method = config.reward_method
     normalized = normalize_by_group(returns, grouping, center=method != "identity", scale=method == "mean_std")
-    return Estimate(normalized[batch.turn])
+    return AdvantageEstimate(normalized[batch.turn])
 
 
-def _distilled(sight: Sight) -> Estimate:
+def _distilled(sight: AdvantageInputs) -> AdvantageEstimate:
     if sight.distilled is None:
         raise ValueError("opd needs the teachers' logprobs")
-    return Estimate(sight.distilled)
+    return AdvantageEstimate(sight.distilled)
 
 
-ESTIMATORS: dict[str, Callable[[Sight], Estimate]] = {
+ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
     "gae": _gae,
     "gigpo": _gigpo,
     "step_reinforce": _step_returns,
@@ -166,7 +166,7 @@ def estimate(
     logprobs: Tensor | None = None,
     trained: Tensor | None = None,
     distilled: Tensor | None = None,
-) -> Estimate:
+) -> AdvantageEstimate:
     """Advantages of a batch from its token rewards [M], whitened and clipped as configured; returns stay as they are.
 
     trained: [M] bool, tokens whose statistics whiten; None for all of them. distilled: [M] float, the teachers' advantages,
@@ -175,7 +175,9 @@ def estimate(
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
     """
-    found = ESTIMATORS.get(config.adv_estimator, _returns)(Sight(config, batch, rewards, values, logprobs, distilled))
+    found = ESTIMATORS.get(config.adv_estimator, _returns)(
+        AdvantageInputs(config, batch, rewards, values, logprobs, distilled)
+    )
     advantages = found.advantages
     if config.whitens_advantages:
         advantages = _whitened(advantages, trained)

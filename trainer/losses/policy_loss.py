@@ -40,7 +40,7 @@ from offbeat.trainer.models.policy import Sampled
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LossInputs:
     """What a policy loss is made of, all [m] float. ratio: to the old policy, at the configured granularity."""
 
     logprobs: Tensor
@@ -50,7 +50,7 @@ class Terms:
     advantages: Tensor
 
 
-def _ppo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _ppo(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return clipped_surrogate(
         terms.ratio,
         terms.advantages,
@@ -60,11 +60,11 @@ def _ppo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
     )
 
 
-def _vanilla(_: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _vanilla(_: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return policy_gradient(terms.ratio, terms.logprobs, terms.advantages)
 
 
-def _tis(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _tis(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return truncated_importance_sampling(
         terms.ratio,
         terms.logprobs,
@@ -74,7 +74,7 @@ def _tis(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
     )
 
 
-def _cispo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _cispo(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return clipped_weight_policy_gradient(
         terms.ratio,
         terms.logprobs,
@@ -85,7 +85,7 @@ def _cispo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
     )
 
 
-def _topr(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _topr(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return tapered_policy_gradient(
         terms.ratio,
         terms.logprobs,
@@ -95,15 +95,15 @@ def _topr(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
     )
 
 
-def _kimi15(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _kimi15(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return mirror_descent(terms.ratio, terms.logprobs, terms.old_logprobs, terms.advantages, tau=config.kimi15_tau)
 
 
-def _aipo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _aipo(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return one_sided_policy_gradient(terms.logprobs, terms.behavior_logprobs, terms.advantages, rho=config.aipo_rho)
 
 
-def _dppo_tv(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _dppo_tv(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return divergence_masked_surrogate(
         terms.logprobs,
         terms.behavior_logprobs,
@@ -114,7 +114,7 @@ def _dppo_tv(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
     )
 
 
-def _sapo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
+def _sapo(config: AlgorithmConfig, terms: LossInputs) -> TokenLosses:
     return soft_gated_surrogate(
         terms.ratio,
         terms.advantages,
@@ -123,7 +123,7 @@ def _sapo(config: AlgorithmConfig, terms: Terms) -> TokenLosses:
     )
 
 
-POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, Terms], TokenLosses]] = {
+POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, LossInputs], TokenLosses]] = {
     "ppo": _ppo,
     "vanilla": _vanilla,
     "tis": _tis,
@@ -158,7 +158,7 @@ def policy_loss(
         old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
     ratio = ratio_at(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
     surrogate = POLICY_LOSSES[config.pg_variant](
-        config, Terms(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
+        config, LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
     )
     pg_loss, corrected = _corrected(
         config, surrogate.loss, logprobs if config.old_logprobs == "behavior" else old, targets

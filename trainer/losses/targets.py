@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.trainer.algorithms.aggregation import NOBODY_SILENT, Silent, token_weights
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts, token_weights
 from offbeat.trainer.algorithms.distillation import teacher_advantages
 from offbeat.trainer.algorithms.gpg import informative_share_inverse
 from offbeat.trainer.algorithms.kl import KL_PENALTIES
@@ -24,7 +24,7 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch
 from offbeat.trainer.data.selection import episode_weights, trained_episodes
 from offbeat.trainer.losses.advantages import (
-    Estimate,
+    AdvantageEstimate,
     estimate,
     token_rewards,
     whitened_rewards,
@@ -75,7 +75,7 @@ class Targets:
         return replace(self, **picked)
 
 
-def prepare(
+def build_targets(
     batch: Batch,
     config: AlgorithmConfig,
     *,
@@ -89,7 +89,7 @@ def prepare(
     version: int | None = None,
     num_minibatches: int = 1,
     running: RunningMoments | None = None,
-    silent: Silent = NOBODY_SILENT,
+    silent: MaskedCounts = NO_MASKED,
 ) -> Targets:
     """Rewards to advantages, and what else is fixed before the first optimizer step.
 
@@ -153,7 +153,7 @@ def _kl_in_reward(
     return KL_PENALTIES[config.kl_penalty](old, ref_logprobs)
 
 
-def weighted(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:
+def apply_group_weights(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:
     """The same with each group's policy loss multiplied by its weight; weights: one for each group of the batch."""
     if all(weight == 1.0 for weight in weights):
         return targets
@@ -177,13 +177,13 @@ def _check(
         raise ValueError("a KL penalty needs the reference's logprobs")
 
 
-def looks_at_the_start(config: AlgorithmConfig) -> bool:
+def needs_initial_logprobs(config: AlgorithmConfig) -> bool:
     """Whether targets are made of what the policy says at the step's start, besides what losses compare with."""
     of_rewards = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
     return of_rewards or config.train_infer_correction.m2_threshold is not None
 
 
-def taught(config: AlgorithmConfig, batch: Batch) -> Tensor:
+def teacher_mask(config: AlgorithmConfig, batch: Batch) -> Tensor:
     """[K, M] bool: which tokens each of `config.teacher` teaches."""
     tags = [teacher.tag_included or batch.tags for teacher in config.teacher.values()]
     of_tag = torch.tensor([[tag in known for tag in batch.tags] for known in tags], dtype=torch.bool)
@@ -197,11 +197,11 @@ def _distilled(
         return None
     if teacher_logprobs is None:
         raise ValueError("on-policy distillation needs the teachers' logprobs")
-    coef = torch.tensor([[teacher.opd_kl_coef] for teacher in config.teacher.values()]) * taught(config, batch)
+    coef = torch.tensor([[teacher.opd_kl_coef] for teacher in config.teacher.values()]) * teacher_mask(config, batch)
     return teacher_advantages(logprobs, teacher_logprobs, coef)
 
 
-def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: Silent) -> Tensor:
+def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: MaskedCounts) -> Tensor:
     length = config.loss_agg_length or config.sequence_length
     if bool(trained.all()):
         return token_weights(batch.trajectory, config.loss_agg_mode, length, silent)
@@ -210,7 +210,7 @@ def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: Sil
     return weights
 
 
-def _critic_weights(found: Estimate, token_share: float, steps: int) -> Tensor | None:
+def _critic_weights(found: AdvantageEstimate, token_share: float, steps: int) -> Tensor | None:
     if found.returns is None:
         return None
     if found.critic_share is None:
@@ -218,7 +218,7 @@ def _critic_weights(found: Estimate, token_share: float, steps: int) -> Tensor |
     return found.critic_share * steps
 
 
-def _pg_weights(config: AlgorithmConfig, batch: Batch, silent: Silent) -> Tensor | None:
+def _pg_weights(config: AlgorithmConfig, batch: Batch, silent: MaskedCounts) -> Tensor | None:
     of_episode = episode_weights(batch, config)
     weights = None if of_episode is None else of_episode[batch.trajectory]
     if config.pg_variant != "gpg":

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offbeat.trainer.models.packing import Packing
-from offbeat.trainer.models.prefix_attention import branched_attention
+from offbeat.trainer.models.prefix_attention import shared_prefix_attention
 
 PACKED_ATTENTION = "offbeat_packed"
 
@@ -49,7 +49,7 @@ def packed_attention(
             raise NotImplementedError(
                 f"{type(module).__name__} has a sliding window: set actor_train.model_args.shared_prefix to false"
             )
-        return branched_attention(query, key, value, packing.branches, scaling, dropout), None
+        return shared_prefix_attention(query, key, value, packing.branches, scaling, dropout), None
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not dropout:
         return _varlen(query, key, value, packing, scaling, sliding_window), None
     return _padded(query, key, value, packing, scaling, dropout, sliding_window), None

@@ -15,7 +15,7 @@ from offbeat.trainer.models.logprobs import rows_at_once
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class ReferenceStates:
     """What a reference says of tokens: logits = hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
 
     hidden: Tensor
@@ -56,7 +56,7 @@ def _distributions(
         yield (logits[rows].to(kind) / heat).log_softmax(1), (reference / heat).log_softmax(1), rows, heat
 
 
-def full_kl(logits: Tensor, anchor: Anchor, temperature: float | Tensor = 1.0) -> Tensor:
+def full_kl(logits: Tensor, anchor: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:
     """Sum over the vocabulary of p (log p - log q), p of the policy and q of the reference, both at `temperature`.
 
     logits: [M, V]; temperature: one for all, or [M] -> [M] in nats, float32 or wider, differentiable once by `logits`.

@@ -59,7 +59,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ExportedWeight:
     """One weight as the world outside knows it. name: Hugging Face's, with the wrapper's prefix; parts: the parameters it is
     made of; tensor: makes it, once they are all here."""
 
@@ -68,7 +68,7 @@ class Whole:
     tensor: Callable[[], Tensor]
 
 
-def whole_weights(module: nn.Module) -> Iterator[Whole]:
+def whole_weights(module: nn.Module) -> Iterator[ExportedWeight]:
     """Every weight of a module, with its adapter merged in where it has one."""
     layers = _layers(module)
     for name, parameter in module.named_parameters():
@@ -76,12 +76,12 @@ def whole_weights(module: nn.Module) -> Iterator[Whole]:
         if base and rest == "weight":
             yield _merged(f"{owner}.{rest}", layers[owner])
         elif base:
-            yield Whole(f"{owner}.{rest}", [parameter], parameter.detach)
+            yield ExportedWeight(f"{owner}.{rest}", [parameter], parameter.detach)
         elif not any(factor in name for factor in FACTORS):
-            yield Whole(name, [parameter], parameter.detach)
+            yield ExportedWeight(name, [parameter], parameter.detach)
 
 
-def weights_apart(module: nn.Module, wrapper: str) -> Iterator[Whole]:
+def weights_apart(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
     """The base's weights as they were before there were adapters, and each adapter's factors under PEFT's names in a file.
 
     wrapper: what the module puts in front of Hugging Face's names.
@@ -91,17 +91,17 @@ def weights_apart(module: nn.Module, wrapper: str) -> Iterator[Whole]:
             outside = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
         else:
             outside = name.replace(BASE, ".")
-        yield Whole(outside, [parameter], parameter.detach)
+        yield ExportedWeight(outside, [parameter], parameter.detach)
 
 
-def _merged(name: str, layer: Any) -> Whole:
+def _merged(name: str, layer: Any) -> ExportedWeight:
     base, down, up = layer.base_layer.weight, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
 
     def merge() -> Tensor:
         with torch.no_grad():
             return (base.float() + layer.scaling[ADAPTER] * (up.float() @ down.float())).to(base.dtype)
 
-    return Whole(name, [base, down, up], merge)
+    return ExportedWeight(name, [base, down, up], merge)
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:

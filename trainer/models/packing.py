@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Picture
-from offbeat.trainer.models.divergence import Anchor
-from offbeat.trainer.models.prefix_attention import Branches, position_ids
+from offbeat.trainer.models.divergence import ReferenceStates
+from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Packing:
     position_ids: Tensor
     slots: Tensor
     max_len: int
-    branches: Branches | None = None
+    branches: SharedPrefixLayout | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -34,7 +34,7 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
-        """Lay out sequences by their borders: [B + 1] int, on any device. parents: as in `Branches.of`.
+        """Lay out sequences by their borders: [B + 1] int, on any device. parents: as in `SharedPrefixLayout.of`.
 
         Raises:
             ValueError: the borders do not start at 0 or do not grow.
@@ -49,7 +49,13 @@ class Packing:
         slots = rows * max_len + positions
         if parents is None:
             return cls(starts.to(torch.int32), positions[None], slots, max_len)
-        return cls(starts.to(torch.int32), position_ids(starts, parents), slots, max_len, Branches.of(starts, parents))
+        return cls(
+            starts.to(torch.int32),
+            position_ids(starts, parents),
+            slots,
+            max_len,
+            SharedPrefixLayout.of(starts, parents),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class PackedInput:
     packing: Packing
     positions: Tensor
     temperatures: Tensor | None = None
-    anchor: Anchor | None = None
+    anchor: ReferenceStates | None = None
     pictures: tuple[Picture, ...] = ()
     head_alone: bool = False
 
@@ -105,6 +111,6 @@ class PackedInput:
             None if self.packing.branches is None else self.packing.branches.to(device),
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
-        anchor = None if self.anchor is None else Anchor(self.anchor.hidden.to(device), self.anchor.head)
+        anchor = None if self.anchor is None else ReferenceStates(self.anchor.hidden.to(device), self.anchor.head)
         tokens, positions = self.tokens.to(device), self.positions.to(device)
         return PackedInput(tokens, packing, positions, temperatures, anchor, self.pictures, self.head_alone)

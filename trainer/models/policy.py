@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from offbeat.services.chat.vision import PictureReader, model_family
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.models.attention import PACKED_ATTENTION
-from offbeat.trainer.models.divergence import Anchor, full_kl
+from offbeat.trainer.models.divergence import ReferenceStates, full_kl
 from offbeat.trainer.models.logprobs import token_logprobs
 from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.packing import PackedInput, Packing
@@ -86,7 +86,7 @@ class PackedPolicy(nn.Module):
         return self.model(x.tokens[None], logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()
-    def anchor(self, x: PackedInput) -> Anchor:
+    def anchor(self, x: PackedInput) -> ReferenceStates:
         """What another policy is held against: this one's distributions over the whole vocabulary.
 
         Raises:
@@ -101,7 +101,7 @@ class PackedPolicy(nn.Module):
                 f"a full KL can't read the logits of {type(self.model).__name__}, which are more than its last "
                 "hidden states times its output embedding: take k3"
             )
-        return Anchor(rows, head.weight.detach())
+        return ReferenceStates(rows, head.weight.detach())
 
 
 class PackedCritic(nn.Module):

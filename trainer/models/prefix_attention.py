@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True, slots=True)
-class Branches:
+class SharedPrefixLayout:
     """G roots and B branches in a row of N tokens.
 
     root_rows, branch_rows: [Nr], [Nb] int64, the tokens' places in the row; root_slots, branch_slots: the same tokens'
@@ -40,7 +40,7 @@ class Branches:
         return max(self.root_len, self.longest_prefix + self.branch_len)
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "Branches":
+    def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "SharedPrefixLayout":
         """From the blocks' borders [K + 1] and parents [K]: the number of a branch's root, or -1 for a root.
 
         Raises:
@@ -76,12 +76,12 @@ class Branches:
             longest_prefix=int(lengths[branches].max()),
         )
 
-    def to(self, device: torch.device) -> "Branches":
+    def to(self, device: torch.device) -> "SharedPrefixLayout":
         moved: dict[str, Any] = {
             name: getattr(self, name).to(device)
             for name in ("root_rows", "root_slots", "branch_rows", "branch_slots", "owner", "prefix_len", "before")
         }
-        return Branches(
+        return SharedPrefixLayout(
             **moved,
             num_roots=self.num_roots,
             root_len=self.root_len,
@@ -111,8 +111,8 @@ def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
     return (torch.arange(int(starts[-1]), device=starts.device) + offset)[None]
 
 
-def branched_attention(
-    query: Tensor, key: Tensor, value: Tensor, branches: Branches, scale: float | None, dropout: float
+def shared_prefix_attention(
+    query: Tensor, key: Tensor, value: Tensor, branches: SharedPrefixLayout, scale: float | None, dropout: float
 ) -> Tensor:
     """query: [1, H, N, D], key and value: [1, K, N, D] -> [1, N, H, D]."""
     gqa = query.shape[1] != key.shape[1]

@@ -16,7 +16,7 @@ SIGNS_PER_SILENCE = 16
 """Signs that are given in the time after which silence means that a process hangs."""
 
 
-class Pulse:
+class Heartbeat:
     """Reads one process's signs of life."""
 
     def __init__(self, silent_s: float) -> None:

@@ -25,27 +25,27 @@ from offbeat.services.telemetry import RedisMetrics
 from offbeat.services.weights.locality import check_reach
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
-from offbeat.trainer.learner.components import parts_of
+from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
-from offbeat.trainer.learner.reporter import RedisBoard, Reporter
+from offbeat.trainer.learner.reporter import RedisStatusBoard, Reporter
 from offbeat.trainer.process import redis_outage
 from offbeat.trainer.process.heartbeat import give_signs
 from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.ranks import (
-    LeadingTrainer,
-    Peers,
+    FollowerRanks,
+    RankZeroTrainer,
     die_with_leader,
-    follow,
+    follow_rank_zero,
     peers,
 )
 from offbeat.trainer.process.signals import stopping_on_signals
-from offbeat.trainer.process.watchdog import Watchdog, watched
+from offbeat.trainer.process.watchdog import Watchdog, kill_if_hung
 from offbeat.trainer.run import LearnerRun, ends, read_run
-from offbeat.trainer.trackers.metrics_writer import TrackerThread
+from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, orders_of
-from offbeat.trainer.training.batch_log import BatchStore, RecordingTrainer
+from offbeat.trainer.training.batch_log import BatchLog, RecordingTrainer
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
 
@@ -58,7 +58,7 @@ OTHERS_FIRST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LearnerResult:
     """How a learner ended that was not disturbed."""
 
     finished: bool = False
@@ -93,16 +93,16 @@ class LearnerProcess:
         self._watchdog = Watchdog(hung_s)
         self._stop = threading.Event()
         self._lost = threading.Event()
-        waiting = redis_outage.Outage(self._may_wait, self._watchdog.sign, self._view.say)
-        self._redis = connect(redis_url, patience_s=redis_outage.PATIENCE_S, goes_on=waiting.goes_on)
+        waiting = redis_outage.RedisOutage(self._may_wait, self._watchdog.sign, self._view.say)
+        self._redis = connect(redis_url, patience_s=redis_outage.PATIENCE_S, goes_on=waiting.should_retry)
         self._metrics = RedisMetrics(self._redis, run.run_id)
-        board = RedisBoard(self._redis, run.run_id)
+        board = RedisStatusBoard(self._redis, run.run_id)
         self._reporter = Reporter(self._metrics, board, self._view, self._watchdog.sign)
-        self._peers = Peers()
+        self._peers = FollowerRanks()
         self._silent_s = SILENT_TIMEOUTS * run.config.buffer.learner_timeout_s
-        self._laps = _Laps(started)
+        self._laps = _StartupTimer(started)
 
-    def run(self) -> Ended:
+    def run(self) -> LearnerResult:
         """Train until the end, a signal, or the end of the run.
 
         Raises:
@@ -120,18 +120,18 @@ class LearnerProcess:
             die_with_leader()
             give_signs(self._silent_s)
             with process_group(ranks_of_environment(config.device), config.backend_timeout) as ranks:
-                follow(PolicyTrainer(self._run, ranks), ranks)
-            return Ended()
+                follow_rank_zero(PolicyTrainer(self._run, ranks), ranks)
+            return LearnerResult()
         with (
             self._redis,
             stopping_on_signals(self._interrupt),
             peers(self._num_processes, self._follower, self._silent_s) as self._peers,
-            watched(self._watchdog),
+            kill_if_hung(self._watchdog),
         ):
             try:
                 return self._lead(ranks_of_environment(config.device))
             except (RuntimeError, ControlError):
-                self._peers.blame()
+                self._peers.raise_if_rank_died()
                 raise
 
     def _may_wait(self) -> bool:
@@ -142,7 +142,7 @@ class LearnerProcess:
         self._stop.set()
         self._view.say("Finishing the running step, then saving a checkpoint ... (Ctrl-C again ends at once)")
 
-    def _lead(self, place: Ranks) -> Ended:
+    def _lead(self, place: Ranks) -> LearnerResult:
         self._laps.lap("imports")
         timeout_s = self._run.config.buffer.learner_timeout_s
         owner = owner_of(os.getpid())
@@ -153,15 +153,15 @@ class LearnerProcess:
                 trainer = PolicyTrainer(self._run, ranks, self._watchdog.sign)
             self._laps.lap("engine")
             self._view.phase("taking the lease")
-            leading = LeadingTrainer(trainer, ranks)
+            leading = RankZeroTrainer(trainer, ranks)
             if wait_for_lease(lease, self._view, self._is_over):
                 self._laps.lap("lease")
                 with lease:
                     ended = self._train(leading, trainer.vocab_size, lease, ranks)
                     lease.check()
             else:
-                ended = Ended(interrupted=self._stop.is_set())
-            leading.dismiss()
+                ended = LearnerResult(interrupted=self._stop.is_set())
+            leading.stop_followers()
         return ended
 
     def _check_unchanged(self) -> None:
@@ -171,11 +171,11 @@ class LearnerProcess:
                 "the run was started anew with another configuration while this learner stood by: attach again"
             )
 
-    def _train(self, trainer: LeadingTrainer, vocab_size: int, lease: LearnerLease, ranks: Ranks) -> Ended:
+    def _train(self, trainer: RankZeroTrainer, vocab_size: int, lease: LearnerLease, ranks: Ranks) -> LearnerResult:
         run, epoch = self._run, lease.epoch
         self._check_unchanged()
         if self._is_over():
-            return Ended(interrupted=self._stop.is_set())
+            return LearnerResult(interrupted=self._stop.is_set())
         self._reporter.doing("resume", step=0)
         publisher = RedisWeightPublisher(
             self._redis, run.run_id, run.config.weights, epoch, run.output_dir, run.config.adapter_settings
@@ -184,7 +184,7 @@ class LearnerProcess:
             buffer = RedisLearnerBuffer(self._redis, run.run_id, epoch, order=run.config.buffer.order)
             recorder = RecordingTrainer(
                 trainer,
-                BatchStore(run.output_dir, run.config.record_batches),
+                BatchLog(run.output_dir, run.config.record_batches),
                 run.config.settings.learning_rate,
                 every=run.config.record_batches > 0,
             )
@@ -195,19 +195,19 @@ class LearnerProcess:
                 self._resume(learner, checkpoint, ranks)
                 resumed_step = checkpoint.state.step
             elif not self._begin(trainer, learner, buffer.counters().trained):
-                return Ended(interrupted=self._stop.is_set())
+                return LearnerResult(interrupted=self._stop.is_set())
             self._reporter.stage(self._laps.seconds)
             names, kwargs = run.config.track_with, run.config.tracker_kwargs
             with (
                 TrackerProcesses(orders_of(run, resumed_step), self._view.say, self._metrics) as trackers,
-                TrackerThread(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
+                MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
             ):
                 finished = learner.run()
                 trackers.ending = "finished" if finished else "stopped"
                 if not finished:
                     self._reporter.phase("stopped")
-            return Ended(finished, self._stop.is_set(), learner.step, learner.saved_at)
+            return LearnerResult(finished, self._stop.is_set(), learner.step, learner.saved_at)
         finally:
             publisher.close()
 
@@ -225,7 +225,7 @@ class LearnerProcess:
             learner.resume(checkpoint)
         self._laps.lap("resume")
 
-    def _begin(self, trainer: LeadingTrainer, learner: Learner, groups_trained: int) -> bool:
+    def _begin(self, trainer: RankZeroTrainer, learner: Learner, groups_trained: int) -> bool:
         """First weights; False if stopped before they were there."""
         if groups_trained:
             raise ControlError(
@@ -256,7 +256,7 @@ class LearnerProcess:
         ranks: Ranks,
     ) -> Learner:
         run = self._run
-        parts = parts_of(
+        parts = build_components(
             run,
             trainer=trainer,
             vocab_size=vocab_size,
@@ -301,7 +301,7 @@ def _unusable(what: str) -> Iterator[None]:
         raise ControlError(f"{what}: {error}") from error
 
 
-class _Laps:
+class _StartupTimer:
     """How long each part of the start took, s."""
 
     def __init__(self, started: float) -> None:

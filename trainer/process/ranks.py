@@ -22,10 +22,10 @@ from torch import Tensor
 
 from offbeat.services.errors import MeshError
 from offbeat.services.messages.types import Group
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.engines.process_group import Ranks, broadcast
-from offbeat.trainer.process.heartbeat import PULSE, Pulse
+from offbeat.trainer.process.heartbeat import PULSE, Heartbeat
 from offbeat.trainer.training.optimizer_step import Gauges
 from offbeat.trainer.training.policy_trainer import Trainer
 from offbeat.trainer.warm_start.train import Progress
@@ -47,7 +47,7 @@ LOOK_S = 1.0
 """How long a rank's end may go unnoticed."""
 
 
-class LeadingTrainer:
+class RankZeroTrainer:
     """Rank 0's trainer: says each call aloud before it makes it."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
@@ -61,44 +61,44 @@ class LeadingTrainer:
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
         """See `Trainer.begin`. Each look at `stopped` is told to the others, so that all stop at the same step."""
-        self._say("begin")
+        self._broadcast("begin")
         return self._trainer.begin(progress, lambda: broadcast(self._ranks, STOP if stopped() else GO) == STOP)
 
-    def steer(self, learning_rate: float) -> None:
-        """See `Trainer.steer`."""
-        self._say("steer", learning_rate)
-        self._trainer.steer(learning_rate)
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `Trainer.set_learning_rate`."""
+        self._broadcast("steer", learning_rate)
+        self._trainer.set_learning_rate(learning_rate)
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
         """See `Trainer.train`."""
-        self._say("train", [pack_group(group) for group in groups], step, silent, list(weights))
+        self._broadcast("train", [pack_group(group) for group in groups], step, silent, list(weights))
         return self._trainer.train(groups, step, silent, weights)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`; must be used up."""
-        self._say("tensors")
+        self._broadcast("tensors")
         yield from self._trainer.tensors()
 
     def save(self, folder: Path) -> None:
         """See `Trainer.save`."""
-        self._say("save", str(folder))
+        self._broadcast("save", str(folder))
         self._trainer.save(folder)
 
     def load(self, folder: Path, kl_coef: float) -> None:
         """See `Trainer.load`."""
-        self._say("load", str(folder), kl_coef)
+        self._broadcast("load", str(folder), kl_coef)
         self._trainer.load(folder, kl_coef)
 
-    def dismiss(self) -> None:
+    def stop_followers(self) -> None:
         """Let the followers end."""
-        self._say("end")
+        self._broadcast("end")
 
-    def _say(self, *command: object) -> None:
+    def _broadcast(self, *command: object) -> None:
         if self._ranks.world_size > 1:
             broadcast(self._ranks, cast(bytes, msgpack.packb(command)))
 
 
-def follow(trainer: Trainer, ranks: Ranks) -> None:
+def follow_rank_zero(trainer: Trainer, ranks: Ranks) -> None:
     """Do what rank 0 does, until it says `end`."""
     while True:
         name, *arguments = cast(list[Any], msgpack.unpackb(broadcast(ranks)))
@@ -106,10 +106,10 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
             case "begin":
                 trainer.begin(lambda _done, _total: None, lambda: broadcast(ranks) == STOP)
             case "steer":
-                trainer.steer(arguments[0])
+                trainer.set_learning_rate(arguments[0])
             case "train":
                 groups, step, silent, loss_weights = arguments
-                trainer.train([unpack_group(each) for each in groups], step, Silent(*silent), loss_weights)
+                trainer.train([unpack_group(each) for each in groups], step, MaskedCounts(*silent), loss_weights)
             case "tensors":
                 for _ in trainer.tensors():
                     pass
@@ -125,10 +125,10 @@ class RankDiedError(MeshError):
     """One of the learner's processes ended while it was needed; the learner as a whole ends with it."""
 
 
-class Peers:
+class FollowerRanks:
     """Ranks 1 to N - 1 of this host, started by rank 0; they end when rank 0 does, however it ends."""
 
-    def __init__(self, running: Sequence["subprocess.Popen[bytes]"] = (), pulses: Sequence[Pulse] = ()) -> None:
+    def __init__(self, running: Sequence["subprocess.Popen[bytes]"] = (), pulses: Sequence[Heartbeat] = ()) -> None:
         """pulses: of the same ranks."""
         self._running = running
         self._pulses = pulses
@@ -155,7 +155,7 @@ class Peers:
                 )
                 process.kill()
 
-    def blame(self) -> None:
+    def raise_if_rank_died(self) -> None:
         """After a failed collective call: raise `RankDiedError` if a rank's death is why."""
         deadline = time.monotonic() + BLAME_S
         while self._running and time.monotonic() < deadline:
@@ -177,13 +177,13 @@ class Peers:
 
 
 @contextmanager
-def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterator[Peers]:
+def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterator[FollowerRanks]:
     """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so.
 
     silent_s: one that gives no sign of life for so long is killed.
     """
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
-        yield Peers()
+        yield FollowerRanks()
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -191,8 +191,8 @@ def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterat
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
     os.environ.update(address, RANK="0", LOCAL_RANK="0")
     # Sessions of their own: Ctrl-C in the terminal is for rank 0, which lets the running step end
-    pulses = [Pulse(silent_s) for _ in range(1, num_processes)]
-    started = Peers([_follower(command, rank, pulse) for rank, pulse in enumerate(pulses, start=1)], pulses)
+    pulses = [Heartbeat(silent_s) for _ in range(1, num_processes)]
+    started = FollowerRanks([_follower(command, rank, pulse) for rank, pulse in enumerate(pulses, start=1)], pulses)
     threading.Thread(target=_end_with_the_dead, args=(started,), name="peers", daemon=True).start()
     try:
         yield started
@@ -201,7 +201,7 @@ def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterat
         started.kill()
 
 
-def _follower(command: Sequence[str], rank: int, pulse: Pulse) -> "subprocess.Popen[bytes]":
+def _follower(command: Sequence[str], rank: int, pulse: Heartbeat) -> "subprocess.Popen[bytes]":
     end = pulse.write_end
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LEADER: str(os.getpid()), PULSE: str(end)}
     process = subprocess.Popen(command, env={**os.environ, **own}, start_new_session=True, pass_fds=(end,))
@@ -209,7 +209,7 @@ def _follower(command: Sequence[str], rank: int, pulse: Pulse) -> "subprocess.Po
     return process
 
 
-def _end_with_the_dead(started: Peers) -> None:
+def _end_with_the_dead(started: FollowerRanks) -> None:
     """End this process if a rank has died and the main thread, in a collective call that never returns, can't see it."""
     while True:
         time.sleep(LOOK_S)

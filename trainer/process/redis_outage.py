@@ -18,7 +18,7 @@ OVER_S = 30.0
 """A complaint that comes so long after the last one is of another outage."""
 
 
-class Outage:
+class RedisOutage:
     """Asked by a client between its tries, in whichever thread calls it."""
 
     def __init__(self, wanted: Callable[[], bool], sign: Callable[[], None], say: Callable[[str], None]) -> None:
@@ -29,7 +29,7 @@ class Outage:
         self._say = say
         self._began = self._last = self._told = float("-inf")
 
-    def goes_on(self, error: Exception) -> bool:
+    def should_retry(self, error: Exception) -> bool:
         """Whether to try again after `error`."""
         self._sign()
         now = time.monotonic()

@@ -18,9 +18,9 @@ from offbeat.trainer.process.heartbeat import START_S
 
 logger = logging.getLogger(__name__)
 
-HUNG = 5
+EXIT_HUNG = 5
 """Exit code of a process that was ended for this."""
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Between two looks; of the time between two that lie further apart, twice as much counts."""
 
 
@@ -41,9 +41,9 @@ class Watchdog:
         self._signed.set()
 
     def hung_s(self) -> float:
-        """For how long it has hung, s; 0 while it does not. Called about every `LOOK_S`."""
+        """For how long it has hung, s; 0 while it does not. Called about every `CHECK_INTERVAL_S`."""
         now = self._clock()
-        passed, self._looked_at = min(now - self._looked_at, 2 * LOOK_S), now
+        passed, self._looked_at = min(now - self._looked_at, 2 * CHECK_INTERVAL_S), now
         if self._signed.is_set():
             self._signed.clear()
             self._silent_s, self._allowed_s = 0.0, self._limit_s
@@ -53,17 +53,17 @@ class Watchdog:
 
 
 @contextmanager
-def watched(dog: Watchdog) -> Iterator[None]:
-    """End this process with `HUNG` should this thread hang inside; the log then tells where."""
+def kill_if_hung(dog: Watchdog) -> Iterator[None]:
+    """End this process with `EXIT_HUNG` should this thread hang inside; the log then tells where."""
     watched_thread, over = threading.get_ident(), threading.Event()
 
     def watch() -> None:
-        while not over.wait(LOOK_S):
+        while not over.wait(CHECK_INTERVAL_S):
             if hung_s := dog.hung_s():
                 where = "".join(traceback.format_stack(sys._current_frames().get(watched_thread)))
                 logger.error("the main thread has come no further for %.0f s: ends. It is at\n%s", hung_s, where)
                 logging.shutdown()
-                os._exit(HUNG)
+                os._exit(EXIT_HUNG)
 
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()

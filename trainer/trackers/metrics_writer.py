@@ -24,7 +24,7 @@ BLOCK_MS = 500
 RETRY_S = 1.0
 
 
-class TrackerThread(Follower):
+class MetricsWriter(Follower):
     """Follows a run's metrics stream from where the file ended."""
 
     def __init__(

@@ -66,7 +66,7 @@ class Order:
         return json.dumps(asdict(self)) + "\n"
 
 
-class Inbox:
+class StdinCommands:
     """Standard input behind the order: the ending, and the learner's own end."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Inbox:
         return words.get(self._read, "died")
 
 
-class Outbox:
+class StdoutReplies:
     """Tells the learner, as long as there is one."""
 
     def __init__(self) -> None:
@@ -116,19 +116,19 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    inbox, outbox = Inbox(), Outbox()
+    inbox, outbox = StdinCommands(), StdoutReplies()
     order = inbox.order()
     code = 0 if order is None else _track(order, inbox, outbox)
     sys.stderr.flush()
     os._exit(code)  # what libraries registered for the end of the process may wait for a network that is not there
 
 
-def _track(order: Order, inbox: Inbox, outbox: Outbox) -> int:
+def _track(order: Order, inbox: StdinCommands, outbox: StdoutReplies) -> int:
     with _alone(order, inbox) as alone:
         if not alone:
             return TIMED_OUT
         try:
-            _Life(order, inbox, outbox).run()
+            _TrackerSession(order, inbox, outbox).run()
         except DownError as error:
             outbox.tell(error=str(error))
             logger.error("takes nothing now: %s", error)
@@ -141,7 +141,7 @@ def _track(order: Order, inbox: Inbox, outbox: Outbox) -> int:
 
 
 @contextmanager
-def _alone(order: Order, inbox: Inbox) -> Iterator[bool]:
+def _alone(order: Order, inbox: StdinCommands) -> Iterator[bool]:
     """Wait for the process of an earlier learner, which may still send what was left; False if this one's learner ended."""
     path = progress_file(Path(order.output_dir), order.tracker).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,10 +161,10 @@ def _alone(order: Order, inbox: Inbox) -> Iterator[bool]:
         yield True
 
 
-class _Life:
+class _TrackerSession:
     """From the tracker's start to its end."""
 
-    def __init__(self, order: Order, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(self, order: Order, inbox: StdinCommands, outbox: StdoutReplies) -> None:
         self._order = order
         self._inbox = inbox
         self._outbox = outbox

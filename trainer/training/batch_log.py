@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.services.errors import CodecError
 from offbeat.services.messages.types import Group
-from offbeat.trainer.algorithms.aggregation import NOBODY_SILENT, Silent
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.learner.reporter import was_skipped
 from offbeat.trainer.training.optimizer_step import Gauges
@@ -38,11 +38,11 @@ class RecordedBatch:
     learning_rate: float
     """Peak of the schedule at that step."""
     groups: tuple[Group, ...]
-    silent: Silent = NOBODY_SILENT
+    silent: MaskedCounts = NO_MASKED
     weights: tuple[float, ...] = ()
 
 
-class BatchStore:
+class BatchLog:
     """The recorded batches of a run's folder."""
 
     def __init__(self, output_dir: Path, keep: int = 0) -> None:
@@ -85,7 +85,7 @@ class BatchStore:
             if (schema, found) != (SCHEMA, step):
                 raise CodecError(f"schema {schema}, step {found}")
             members = tuple(unpack_group(group) for group in groups)
-            return RecordedBatch(step, float(learning_rate), members, Silent(*silent), tuple(weights))
+            return RecordedBatch(step, float(learning_rate), members, MaskedCounts(*silent), tuple(weights))
         except (OSError, ValueError, TypeError, msgpack.UnpackException, CodecError) as error:
             raise CodecError(f"{path} is no recorded batch: {error}") from error
 
@@ -93,7 +93,7 @@ class BatchStore:
 class RecordingTrainer:
     """A trainer whose batches are kept."""
 
-    def __init__(self, trainer: Trainer, store: BatchStore, learning_rate: float, *, every: bool) -> None:
+    def __init__(self, trainer: Trainer, store: BatchLog, learning_rate: float, *, every: bool) -> None:
         """learning_rate: peak of the schedule until `steer`. every: else only those without a finite gradient."""
         self._trainer = trainer
         self._store = store
@@ -115,13 +115,13 @@ class RecordingTrainer:
         """See `Trainer.load`."""
         self._trainer.load(folder, kl_coef)
 
-    def steer(self, learning_rate: float) -> None:
-        """See `Trainer.steer`."""
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `Trainer.set_learning_rate`."""
         self._learning_rate = learning_rate
-        self._trainer.steer(learning_rate)
+        self._trainer.set_learning_rate(learning_rate)
 
     def train(
-        self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT, weights: Sequence[float] = ()
+        self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED, weights: Sequence[float] = ()
     ) -> Gauges:
         """See `Trainer.train`."""
         batch = RecordedBatch(step + 1, self._learning_rate, tuple(groups), silent, tuple(weights))

@@ -19,7 +19,7 @@ from offbeat.services.telemetry import (
     encode_record,
     merge_all,
 )
-from offbeat.trainer.algorithms.aggregation import NOBODY_SILENT, Silent
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.algorithms.kl import KLController
 from offbeat.trainer.algorithms.normalization import RunningMoments
 from offbeat.trainer.config.learner import LearnerConfig
@@ -31,22 +31,22 @@ from offbeat.trainer.data.batch import (
     pack,
 )
 from offbeat.trainer.data.prefix_groups import shared_microbatches
-from offbeat.trainer.data.reward_shaping import shaped
+from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import most_varied
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
-from offbeat.trainer.engines.frozen import FrozenModel, Judge, Reference
+from offbeat.trainer.engines.frozen import FrozenModel, LogprobModel, Reference
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.engines.schedule import scheduled_rate
 from offbeat.trainer.losses.metrics import batch_gauges, with_effective_sample_size
 from offbeat.trainer.losses.policy_loss import StepLosses, all_of
 from offbeat.trainer.losses.targets import (
     Targets,
-    looks_at_the_start,
-    prepare,
-    taught,
-    weighted,
+    apply_group_weights,
+    build_targets,
+    needs_initial_logprobs,
+    teacher_mask,
 )
-from offbeat.trainer.models.divergence import Anchor
+from offbeat.trainer.models.divergence import ReferenceStates
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
 
@@ -54,18 +54,18 @@ Gauges = dict[str, Partial]
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class StepModels:
     """The engines of a run; `critic` and `reference` where its algorithm has one."""
 
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
-    reference: Judge | None = None
-    teachers: Sequence[Judge] = ()
+    reference: LogprobModel | None = None
+    teachers: Sequence[LogprobModel] = ()
     """In the order of the configuration's `teacher`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepPreview:
     """A step before its first optimizer step."""
 
     groups: tuple[Group, ...]
@@ -78,7 +78,7 @@ class Seen:
 class BatchTrainer:
     """Trains a run's models on groups; all ranks make the same calls."""
 
-    def __init__(self, config: LearnerConfig, models: Models, ranks: Ranks) -> None:
+    def __init__(self, config: LearnerConfig, models: StepModels, ranks: Ranks) -> None:
         self._config = config
         self._args = config.actor_train.training_args
         self._models = models
@@ -89,7 +89,7 @@ class BatchTrainer:
         """Peak of the policy's schedule."""
 
     def train(
-        self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT, weights: Sequence[float] = ()
+        self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED, weights: Sequence[float] = ()
     ) -> Gauges:
         """Train optimizer batch `step` (0-based); groups without a sampled token leave the weights alone.
 
@@ -102,7 +102,7 @@ class BatchTrainer:
             reference.follow(self._models.policy.tensors(), self._config.ref_model_mixup_alpha)
         return gauges
 
-    def _train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float]) -> Gauges:
+    def _train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float]) -> Gauges:
         weight_of = dict(zip((group.number for group in groups), weights, strict=True)) if weights else {}
         chosen, silent = self._chosen(groups, silent)
         batch = pack(chosen)
@@ -112,7 +112,7 @@ class BatchTrainer:
             self._running.update(tag, batch.episode_reward[batch.tag == number])
         anchor = self._anchor(batch)
         targets, values = self._targets(batch, step, silent, anchor)
-        targets = weighted(targets, batch, [weight_of.get(group.number, 1.0) for group in chosen])
+        targets = apply_group_weights(targets, batch, [weight_of.get(group.number, 1.0) for group in chosen])
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):
             for part in minibatches(batch, self._args.num_minibatches):
@@ -128,7 +128,7 @@ class BatchTrainer:
         fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
-    def look(self, groups: Sequence[Group], step: int, silent: Silent = NOBODY_SILENT) -> "Seen | None":
+    def preview(self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED) -> "StepPreview | None":
         """What `train` would train on under the weights as they stand, or None without a sampled token; changes nothing."""
         chosen, silent = self._chosen(groups, silent)
         batch = pack(chosen)
@@ -143,7 +143,7 @@ class BatchTrainer:
         logprobs = torch.zeros(batch.num_sampled)
         for each, part in zip(micro, self._models.policy.infer([_input(each) for each in micro]), strict=True):
             logprobs[each.index] = part.detach().to("cpu", torch.float32)
-        return Seen(tuple(chosen), batch, targets, logprobs)
+        return StepPreview(tuple(chosen), batch, targets, logprobs)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights, optimizer and KL coefficient: plain values."""
@@ -153,9 +153,9 @@ class BatchTrainer:
         """Go on from a checkpoint."""
         self._running.load_state_dict(state["running"])
 
-    def _chosen(self, groups: Sequence[Group], silent: Silent) -> tuple[list[Group], Silent]:
+    def _chosen(self, groups: Sequence[Group], silent: MaskedCounts) -> tuple[list[Group], MaskedCounts]:
         """The groups that are trained on, their rewards shaped, and what counts beside them."""
-        return most_varied(shaped(groups, self._config), self._config.variance_filter_ratio, silent)
+        return most_varied(shape_rewards(groups, self._config), self._config.variance_filter_ratio, silent)
 
     def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
         cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches
@@ -168,7 +168,9 @@ class BatchTrainer:
         parts = minibatches(batch, self._args.num_minibatches)
         return batch.num_tokens - sum(len(micro.tokens) for part in parts for micro in self._micro_batches(batch, part))
 
-    def _targets(self, batch: Batch, step: int, silent: Silent, anchor: Anchor | None) -> tuple[Targets, Tensor | None]:
+    def _targets(
+        self, batch: Batch, step: int, silent: MaskedCounts, anchor: ReferenceStates | None
+    ) -> tuple[Targets, Tensor | None]:
         """Targets of the batch, and what the critic says of it."""
         micro = self._micro_batches(batch, range(batch.num_sequences))
         inputs = [_input(each) for each in micro]
@@ -182,7 +184,7 @@ class BatchTrainer:
         reference = self._models.reference
         held_against = [_input(each, anchor) for each in micro] if self._config.kl_in_reward_is_full else inputs
         old_logprobs, values, divergences = self._said(held_against, whole)
-        targets = prepare(
+        targets = build_targets(
             batch,
             self._config,
             kl_coef=self.kl.coef,
@@ -204,7 +206,7 @@ class BatchTrainer:
         """Whether `recompute` costs nothing: a batch is one optimizer step, whose own pass says what the policy says at its
         start."""
         config, one_step = self._config, self._config.ppo_epochs == self._args.num_minibatches == 1
-        alone = not config.has_value_head and not looks_at_the_start(config)
+        alone = not config.has_value_head and not needs_initial_logprobs(config)
         return config.old_logprobs == "recompute" and one_step and alone
 
     def _said(
@@ -230,13 +232,13 @@ class BatchTrainer:
         if not self._models.teachers:
             return None
         out = torch.zeros(len(self._models.teachers), batch.num_sampled)
-        for row, teacher, its in zip(out, self._models.teachers, taught(self._config, batch), strict=True):
+        for row, teacher, its in zip(out, self._models.teachers, teacher_mask(self._config, batch), strict=True):
             micro = self._micro_batches(batch, torch.unique(batch.sequence[its]).tolist())
             for each, part in zip(micro, teacher.infer([_input(each) for each in micro]), strict=True):
                 row[each.index] = part.to("cpu", torch.float32)
         return out
 
-    def _anchor(self, batch: Batch) -> Anchor | None:
+    def _anchor(self, batch: Batch) -> ReferenceStates | None:
         """What the reference says of the whole batch, hidden states on the CPU, if the KL over the vocabulary is wanted."""
         reference = self._models.reference
         if not isinstance(reference, Reference) or not self._config.full_kls:
@@ -246,10 +248,10 @@ class BatchTrainer:
         hidden = parts[0].hidden.new_empty(batch.num_sampled, parts[0].hidden.shape[1], device="cpu")
         for each, part in zip(micro, parts, strict=True):
             hidden[each.index] = part.hidden.cpu()
-        return Anchor(hidden, parts[0].head)
+        return ReferenceStates(hidden, parts[0].head)
 
     def _optimize(
-        self, micro: Sequence[MicroBatch], targets: Targets, step: int, anchor: Anchor | None
+        self, micro: Sequence[MicroBatch], targets: Targets, step: int, anchor: ReferenceStates | None
     ) -> list[Gauges]:
         """One optimizer step of policy and critic; the gauges of this rank's passes. Where every episode is left out of the
         loss the policy takes none: of no gradient, Adam would make one of those before."""
@@ -309,9 +311,9 @@ class BatchTrainer:
         return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
 
 
-def _input(micro: MicroBatch, anchor: Anchor | None = None, *, head_alone: bool = False) -> PackedInput:
+def _input(micro: MicroBatch, anchor: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:
     x = PackedInput.of(
         micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents
     )
-    said = None if anchor is None else Anchor(anchor.hidden[micro.index], anchor.head)
+    said = None if anchor is None else ReferenceStates(anchor.hidden[micro.index], anchor.head)
     return replace(x, anchor=said, head_alone=head_alone)

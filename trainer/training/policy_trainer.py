@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.messages.types import Group
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.reference import InferStrategyArgs
 from offbeat.trainer.engines.base import TrainEngine
-from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedJudge
-from offbeat.trainer.engines.frozen import FrozenModel, Judge, WithoutAdapters
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
+from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.models.export import copy_model_files, export_weights
 from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
@@ -32,8 +32,8 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.optimizer_step import (
     BatchTrainer,
     Gauges,
-    Models,
-    Seen,
+    StepModels,
+    StepPreview,
 )
 from offbeat.trainer.warm_start.demonstrations import demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
@@ -59,11 +59,11 @@ class Trainer(Protocol):
         """Go on from a checkpoint's folder, instead of `begin`."""
         ...
 
-    def steer(self, learning_rate: float) -> None:
+    def set_learning_rate(self, learning_rate: float) -> None:
         """From now on, the peak of the policy's schedule."""
         ...
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
         """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone.
 
         silent: how much of the batch carries none; weights: what each group's policy loss is multiplied with, 1 by default.
@@ -148,17 +148,17 @@ class PolicyTrainer:
                 torch.cuda.set_rng_state(states["cuda"])
         self._batches.kl.go_on(kl_coef)
 
-    def steer(self, learning_rate: float) -> None:
-        """See `Trainer.steer`."""
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `Trainer.set_learning_rate`."""
         self._batches.learning_rate = learning_rate
 
-    def train(self, groups: Sequence[Group], step: int, silent: Silent, weights: Sequence[float] = ()) -> Gauges:
+    def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
         """See `Trainer.train`."""
         return self._batches.train(groups, step, silent, weights)
 
-    def look(self, groups: Sequence[Group], step: int, silent: Silent) -> Seen | None:
-        """See `BatchTrainer.look`."""
-        return self._batches.look(groups, step, silent)
+    def preview(self, groups: Sequence[Group], step: int, silent: MaskedCounts) -> StepPreview | None:
+        """See `BatchTrainer.preview`."""
+        return self._batches.preview(groups, step, silent)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Trainer.tensors`."""
@@ -196,23 +196,23 @@ class PolicyTrainer:
         kept = self._run.output_dir / START
         folder = kept if self._config.warm_start is not None and kept.is_dir() else self._run.model_folder
         args, seed = self._train.model_args, self._config.seed
-        reference: Judge | None = None
+        reference: LogprobModel | None = None
         if self._config.has_own_critic:
             self._critic = self._engine(self._signing(load_critic(folder, args, seed)))
         if self._config.needs_reference and self._adapts:
-            reference = WithoutAdapters(self._policy, self._model)
+            reference = AdapterFreeReference(self._policy, self._model)
         elif self._config.needs_reference:
             reference = self._judge(self._load(folder, args), self._config.reference.strategy_args)
             self._reference = reference if isinstance(reference, FrozenModel) else None
-        models = Models(self._policy, self._critic, reference, self._teachers())
+        models = StepModels(self._policy, self._critic, reference, self._teachers())
         self._steps = BatchTrainer(self._config, models, self._ranks)
 
-    def _judge(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedJudge:
+    def _judge(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
         if strategy.strategy_name == "deepspeed_infer":
-            return DeepSpeedJudge(model, self._ranks)
+            return DeepSpeedLogprobModel(model, self._ranks)
         return FrozenModel(model, self._ranks)
 
-    def _teachers(self) -> list[FrozenModel | DeepSpeedJudge]:
+    def _teachers(self) -> list[FrozenModel | DeepSpeedLogprobModel]:
         """Raises ValueError if one has another tokenizer than the policy."""
         for name, teacher in self._config.teacher.items():
             check_same_tokens(self._run.model_folder, Path(teacher.pretrain), f"teacher.{name}.pretrain")

@@ -15,7 +15,7 @@ from torch import Tensor
 from offbeat.services.errors import ControlError
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.run import LearnerRun
-from offbeat.trainer.training.batch_log import BatchStore, RecordedBatch
+from offbeat.trainer.training.batch_log import BatchLog, RecordedBatch
 from offbeat.trainer.training.checkpoint import (
     PREFIX,
     Checkpoint,
@@ -47,7 +47,7 @@ class SampleView:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class WeightComparison:
     """Weights made again, held against a checkpoint's."""
 
     step: int
@@ -58,20 +58,20 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReproductionResult:
     """What came of it."""
 
     start: int
     """Step of the checkpoint it began from."""
     steps: tuple[int, ...]
     """Trained again."""
-    compared: tuple[Compared, ...]
+    compared: tuple[WeightComparison, ...]
     samples: tuple[SampleView, ...] = ()
     """Of the step that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ReproductionPlan:
     """From which checkpoint through which steps, and what to hold the weights against."""
 
     start: Checkpoint
@@ -79,14 +79,14 @@ class Route:
     checkpoints: dict[int, Path]
 
 
-def find_route(run: LearnerRun, step: int | None) -> Route:
+def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
     """The way to step `step`, or the longest way between two checkpoints.
 
     Raises:
         ControlError: what it takes is not in the run's folder; the message says what is missing.
     """
     whole = _whole(run.checkpoints)
-    recorded = BatchStore(run.output_dir).steps()
+    recorded = BatchLog(run.output_dir).steps()
     if not recorded:
         raise ControlError(
             f"{run.output_dir} holds no recorded batches: set record_batches to the steps to keep, and train"
@@ -97,21 +97,23 @@ def find_route(run: LearnerRun, step: int | None) -> Route:
             needed = tuple(range(start + 1, goal + 1))
             if needed and set(needed) <= set(recorded):
                 paths = {each: checkpoint.path for each, checkpoint in whole.items() if start < each <= goal}
-                return Route(whole[start], needed, paths)
+                return ReproductionPlan(whole[start], needed, paths)
     have = f"recorded are steps {recorded[0]} to {recorded[-1]}, whole checkpoints are of steps {sorted(whole)}"
     if step is None:
         raise ControlError(f"no two checkpoints with every batch between them: {have}")
     raise ControlError(f"no way to step {step} from a checkpoint before it: {have}")
 
 
-def retrain(run: LearnerRun, route: Route, ranks: Ranks, *, shown: int | None, say: Callable[[str], None]) -> Replayed:
+def reproduce(
+    run: LearnerRun, route: ReproductionPlan, ranks: Ranks, *, shown: int | None, say: Callable[[str], None]
+) -> ReproductionResult:
     """Train the route again, inside the process group of `ranks`. shown: the step whose samples are told.
 
     Raises:
         ControlError: the checkpoint was written by several processes.
         CodecError: a recorded batch can't be read.
     """
-    start, store = route.start, BatchStore(run.output_dir)
+    start, store = route.start, BatchLog(run.output_dir)
     if start.state.num_processes != 1:
         raise ControlError(
             f"{start.path} was written by {start.state.num_processes} processes: only what one process trained is trained "
@@ -120,26 +122,26 @@ def retrain(run: LearnerRun, route: Route, ranks: Ranks, *, shown: int | None, s
     train = run.config.actor_train
     torch.set_num_threads(train.num_threads)
     torch.manual_seed(run.config.seed)
-    compared: list[Compared] = []
+    compared: list[WeightComparison] = []
     samples: Sequence[SampleView] = ()
     trainer = PolicyTrainer(run, ranks)
     trainer.load(start.path, start.state.kl_coef)
     say(f"from {start.path}")
     for step in route.steps:
         batch = store.read(step)
-        trainer.steer(batch.learning_rate)
+        trainer.set_learning_rate(batch.learning_rate)
         if step == shown:
-            samples = look(trainer, batch)
+            samples = preview(trainer, batch)
         trainer.train(batch.groups, step - 1, batch.silent, batch.weights)
         if step in route.checkpoints:
             compared.append(_compare(step, trainer, route.checkpoints[step]))
         say(f"step {step}: {len(batch.groups)} groups{_verdict(compared, step)}")
-    return Replayed(start.state.step, route.steps, tuple(compared), tuple(samples))
+    return ReproductionResult(start.state.step, route.steps, tuple(compared), tuple(samples))
 
 
-def look(trainer: PolicyTrainer, batch: RecordedBatch) -> list[SampleView]:
+def preview(trainer: PolicyTrainer, batch: RecordedBatch) -> list[SampleView]:
     """Each trajectory of a batch, with ratios and advantages under the weights as they stand."""
-    seen = trainer.look(batch.groups, batch.step - 1, batch.silent)
+    seen = trainer.preview(batch.groups, batch.step - 1, batch.silent)
     if seen is None:
         return []
     packed, targets = seen.batch, seen.targets
@@ -181,20 +183,20 @@ def _whole(folder: Path) -> dict[int, Checkpoint]:
     return found
 
 
-def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> Compared:
+def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> WeightComparison:
     saved = {name: tensor for path in checkpoint.glob("*.safetensors") for name, tensor in load_file(path).items()}
     made = {name: tensor.cpu() for name, tensor in trainer.whole_tensors()}
     shared = made.keys() & saved.keys()
     equal = made.keys() == saved.keys() and all(torch.equal(made[name], saved[name]) for name in shared)
     largest = max((_difference(made[name], saved[name]) for name in shared), default=math.inf)
-    return Compared(step, equal, len(shared), largest)
+    return WeightComparison(step, equal, len(shared), largest)
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).abs().max()) if one.shape == other.shape else math.inf
 
 
-def _verdict(compared: Sequence[Compared], step: int) -> str:
+def _verdict(compared: Sequence[WeightComparison], step: int) -> str:
     newest = compared[-1] if compared else None
     if newest is None or newest.step != step:
         return ""

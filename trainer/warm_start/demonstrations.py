@@ -19,7 +19,7 @@ from offbeat.envs.prompts import fill_template
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import Picture
 from offbeat.services.rollout.config import CustomEnv
-from offbeat.services.rollout.episodes.history import Past
+from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.trainer.config.learner import WarmStartConfig
 from offbeat.trainer.models.packing import PackedInput
 
@@ -137,7 +137,7 @@ def no_room(prompt: int) -> ValueError:
 def _step_by_step(messages: list[Message], env: CustomEnv) -> Iterator[list[Message]]:
     """An episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
     head, turns = taken_apart(messages)
-    past = Past(env)
+    past = TurnHistory(env)
     for step, (seen, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):
         words = fill_template(
             env.agent_template,

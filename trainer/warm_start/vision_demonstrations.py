@@ -48,7 +48,7 @@ def shown_demonstrator(demos: Play, env: CustomEnv, chat: ChatFormat, *, max_tok
     plan = EpisodePlan(task, "", 0, env, max_tokens, sampling, False, "demonstrator")
 
     def demonstrate(rng: np.random.Generator) -> list[Demonstration]:
-        watched = _Watched(player)
+        watched = _RecordingEnv(player)
         _, turns = taken_apart(play_once(demos, watched, rng, env))
         if [message["content"] for message in turns[1::2]] != watched.answers:
             raise ValueError(
@@ -56,7 +56,7 @@ def shown_demonstrator(demos: Play, env: CustomEnv, chat: ChatFormat, *, max_tok
                 f"env.step since its last reset: it tells {[each['content'] for each in turns[1::2]]}, and gave "
                 f"{watched.answers}"
             )
-        again = _Again(watched, chat, env.max_tokens_per_step)
+        again = _ReplayedEpisode(watched, chat, env.max_tokens_per_step)
         try:
             trajectory = asyncio.run(play(plan, again, traits, again.answer, chat))
         except RolloutError as error:
@@ -81,26 +81,26 @@ def _demonstrations(trajectory: Trajectory) -> list[Demonstration]:
     ]
 
 
-class _Seen(NamedTuple):
+class _RecordedStep(NamedTuple):
     """What the env said to an answer, or at first, and looked like then; an episode that is over shows nothing."""
 
     result: StepResult
     png: bytes
 
 
-class _Watched:
+class _RecordingEnv:
     """An env that keeps what it was told, said and looked like since its last reset; all else of it is its own."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self._env = env
         self.answers: list[str] = []
-        self.seen: list[_Seen] = []
+        self.seen: list[_RecordedStep] = []
 
     def reset(self, **how: Any) -> tuple[Any, dict[str, Any]]:
         """As the env's; forgets the episode before."""
         observation, info = self._env.reset(**how)
         self.answers = []
-        self.seen = [_Seen(StepResult(observation, 0.0, False, False, {}), do_picture(self._env))]
+        self.seen = [_RecordedStep(StepResult(observation, 0.0, False, False, {}), do_picture(self._env))]
         return observation, info
 
     def step(self, action: str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -109,17 +109,17 @@ class _Watched:
         self.answers.append(action)
         over = bool(terminated or truncated)
         result = StepResult(observation, float(reward), bool(terminated), bool(truncated), {})
-        self.seen.append(_Seen(result, b"" if over else do_picture(self._env)))
+        self.seen.append(_RecordedStep(result, b"" if over else do_picture(self._env)))
         return observation, reward, terminated, truncated, info
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
 
-class _Again:
+class _ReplayedEpisode:
     """A watched episode once more: its env, which says what it said, and who answers it."""
 
-    def __init__(self, watched: _Watched, chat: ChatFormat, max_tokens: int) -> None:
+    def __init__(self, watched: _RecordingEnv, chat: ChatFormat, max_tokens: int) -> None:
         self._answers = watched.answers
         self._seen = watched.seen
         self._chat = chat

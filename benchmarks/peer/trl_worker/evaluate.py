@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offbeat.benchmarks.peer.trl_worker.chat import Chat
 from offbeat.benchmarks.peer.trl_worker.job import EvaluateJob, read
-from offbeat.benchmarks.peer.trl_worker.rollouts import Player
+from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner
 
 
 def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
     """Share of the held-out tasks that the policy of a folder solves, each played once."""
     torch.manual_seed(job.seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job.dtype)).eval()
-    player = Player(model, Chat(tokenizer, job.play.system_prompt), job.play, job.batch)
+    player = EpisodeRunner(model, Chat(tokenizer, job.play.system_prompt), job.play, job.batch)
     parts = [job.task_seeds[i : i + job.batch] for i in range(0, len(job.task_seeds), job.batch)]
     successes = [episode.success for part in parts for episode in player.play(part)]
     return sum(successes) / len(successes)

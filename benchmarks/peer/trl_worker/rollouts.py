@@ -53,7 +53,7 @@ class Episode:
         self.unread.append(token)
 
 
-class Player:
+class EpisodeRunner:
     """Plays `num_slots` episodes at most at a time with one model."""
 
     def __init__(self, model: Any, chat: Chat, play: Play, num_slots: int) -> None:

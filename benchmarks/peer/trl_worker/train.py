@@ -19,13 +19,13 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from offbeat.benchmarks.peer.trl_worker.chat import Chat  # noqa: E402
 from offbeat.benchmarks.peer.trl_worker.job import TrainJob, read  # noqa: E402
-from offbeat.benchmarks.peer.trl_worker.rollouts import Player  # noqa: E402
+from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner  # noqa: E402
 
 
 class Rollouts:
     """TRL's `rollout_func`."""
 
-    def __init__(self, player: Player, seed_of: dict[str, int], group_size: int) -> None:
+    def __init__(self, player: EpisodeRunner, seed_of: dict[str, int], group_size: int) -> None:
         self._player = player
         self._seed_of = seed_of
         self._group_size = group_size
@@ -155,7 +155,7 @@ def main() -> None:
     chat = Chat(tokenizer, job.play.system_prompt)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = chat.pad_id
-    player = Player(model, chat, job.play, job.groups_per_step * job.group_size)
+    player = EpisodeRunner(model, chat, job.play, job.groups_per_step * job.group_size)
     observations = [player.first_message(seed) for seed in job.task_seeds]
     rollouts = Rollouts(player, dict(zip(observations, job.task_seeds, strict=True)), job.group_size)
     watch = Watch(job, rollouts, lambda: model)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, get_args
 from offbeat.services.chat.vision import model_family
 from offbeat.services.errors import RetryableError
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, ticket_of
+from offbeat.services.generation.vllm.update_request import TAKE_ADAPTER, is_whole, update_request_of
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -236,7 +236,7 @@ class VllmEngine:
         requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        ticket = ticket_of(path)
+        ticket = update_request_of(path)
         if ticket.init is not None:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init))
         await self._start_what_waits()

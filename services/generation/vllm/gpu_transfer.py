@@ -18,7 +18,7 @@ from offbeat.services.generation.vllm.loading import LoadError, finish_reload
 from offbeat.services.weights.transports.device import checksum
 
 
-class Intake:
+class TensorIntake:
     """Loads tensors as they arrive and keeps account of them."""
 
     def __init__(self, model: Any) -> None:
@@ -60,7 +60,7 @@ class IpcEngine(IPCWeightTransferEngine):
 
     def receive_weights(self, update_info: PlainIpcUpdate) -> None:
         """Load all of the version. Raises `LoadError`."""
-        info, intake = update_info, Intake(self.model)
+        info, intake = update_info, TensorIntake(self.model)
         tensors = packed_ipc_consumer(
             ipc_handle={gpu: _rebuild_arguments(handle) for gpu, handle in info.handles.items()},
             names=info.names,
@@ -113,7 +113,7 @@ class NcclEngine(NCCLWeightTransferEngine):
 
     def receive_weights(self, update_info: CheckedNcclUpdate) -> None:
         """Load all of the version. Raises `LoadError`."""
-        info, intake = update_info, Intake(self.model)
+        info, intake = update_info, TensorIntake(self.model)
         if self.model_update_group is None:
             raise LoadError("the transfer was not initialised")
         specs = zip(info.names, info.shapes, info.dtype_names, strict=True)

@@ -11,7 +11,7 @@ TAKE_ADAPTER = "take_adapter"
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class UpdateRequest:
     """How the worker gets at a version."""
 
     init: dict[str, Any] | None
@@ -20,14 +20,14 @@ class Ticket:
     arguments: dict[str, Any]
 
 
-def ticket_of(path: Path) -> Ticket:
+def update_request_of(path: Path) -> UpdateRequest:
     """For a file, an adapter's folder, or what a learner wrote for a replica that reaches its GPU (see `weights.pulls`)."""
     if path.is_dir():
-        return Ticket(None, TAKE_ADAPTER, {"folder": str(path)})
+        return UpdateRequest(None, TAKE_ADAPTER, {"folder": str(path)})
     if path.suffix != SUFFIX:
-        return Ticket(None, "take_weights", {"update_info": {"path": str(path)}})
+        return UpdateRequest(None, "take_weights", {"update_info": {"path": str(path)}})
     written = json.loads(path.read_bytes())
-    return Ticket(written["init"], "take_weights", {"update_info": written["update"]})
+    return UpdateRequest(written["init"], "take_weights", {"update_info": written["update"]})
 
 
 def is_whole(path: Path) -> bool:

@@ -18,9 +18,9 @@ from offbeat.services.chat.tool_parsers import load_parser
 from offbeat.services.chat.tool_templates import load_function_template
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.gateway.server import Gateway
-from offbeat.services.gateway.session import Bounds, EpisodeSession, RefusedError
+from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, SessionLimits
 from offbeat.services.messages.types import StopReason, Trajectory
-from offbeat.services.rollout.agents.pool import AgentPool, Outcome
+from offbeat.services.rollout.agents.pool import AgentOutcome, AgentPool
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.config import AgentRunner, CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
@@ -32,7 +32,7 @@ from offbeat.services.rollout.episodes.episode import (
 )
 
 
-class AgentDesk:
+class AgentRuntime:
     """What the agents of one process share: the policy's template, the gateway, and their processes."""
 
     def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
@@ -52,7 +52,7 @@ class AgentDesk:
 
 
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
-    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentDesk`.
+    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentRuntime`.
 
     tool_call_parser: None takes what reads the calls of tools that the template writes, if anything does.
     """
@@ -67,13 +67,13 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
         return plain  # an agent that uses no tools plays with it all the same
 
 
-def desk_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentDesk | None:
+def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
     """A desk, where a tag has an agent of its own."""
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
-    return AgentDesk(model_folder, parsers) if parsers else None
+    return AgentRuntime(model_folder, parsers) if parsers else None
 
 
-class SteppedEnv:
+class HttpEnvSession:
     """The env as the agent reaches it over HTTP (`offbeat.services.gateway.session.EpisodeEnv`)."""
 
     def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, observation: str) -> None:
@@ -128,7 +128,7 @@ class SteppedEnv:
         assert session is not None, "agent_task() comes first"
         async with self._turn:
             if self.over:
-                raise RefusedError(f"the episode is over: {self.over.value}", "episode_over")
+                raise InvalidCallError(f"the episode is over: {self.over.value}", "episode_over")
             try:
                 result = await self._env.step(action)
             except EpisodeError as error:
@@ -164,7 +164,7 @@ class SteppedEnv:
 
 
 async def play_with_agent(
-    plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, desk: AgentDesk
+    plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, desk: AgentRuntime
 ) -> Trajectory:
     """Let the tag's agent play an episode to its end.
 
@@ -173,9 +173,9 @@ async def play_with_agent(
     """
     began = time.monotonic()
     async with desk.pool.place(plan.tag, runner):
-        stepped = SteppedEnv(env, plan, traits, await env.reset(plan.seed))
+        stepped = HttpEnvSession(env, plan, traits, await env.reset(plan.seed))
         most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
-        bounds = Bounds(plan.sequence_length, most, runner.max_calls)
+        bounds = SessionLimits(plan.sequence_length, most, runner.max_calls)
         session = EpisodeSession(desk.templates[runner.tool_call_parser], sample, bounds, env=stepped)
         desk.gateway.start()
         task = stepped.agent_task(desk.gateway.origin, plan, session)
@@ -206,7 +206,7 @@ async def play_with_agent(
     )
 
 
-async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> Outcome:
+async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> AgentOutcome:
     """The agent's outcome; it is ended when the episode can't be captured any more."""
     running = asyncio.ensure_future(pool.run(runner, task))
     failing = asyncio.ensure_future(session.failed.wait())

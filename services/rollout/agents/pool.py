@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from offbeat.services.errors import EpisodeError
 from offbeat.services.rollout.agents.task import AgentTask
-from offbeat.services.rollout.child_process import PipedChild
+from offbeat.services.rollout.child_process import ChildProcess
 from offbeat.services.rollout.config import AgentRunner
 
 MODULE = "offbeat.services.rollout.agents.process_main"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AgentOutcome:
     """What an agent returned."""
 
     reward: float | None = None
@@ -32,20 +32,20 @@ class AgentPool:
     """Runs the agents of one worker."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[str, list[PipedChild]] = defaultdict(list)
+        self._idle: defaultdict[str, list[ChildProcess]] = defaultdict(list)
         self._places: dict[str, asyncio.Semaphore] = {}
 
     def place(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
         """Held by an episode from before its env is reset, so that episodes wait outside."""
         return self._places.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
-    async def run(self, runner: AgentRunner, task: AgentTask) -> Outcome:
+    async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:
         """Let the agent play one episode.
 
         Raises:
             EpisodeError: `agent_error`, `agent_timeout`, `agent_crashed` or `agent_result`.
         """
-        child = self._idle[task.tag].pop() if self._idle[task.tag] else PipedChild(MODULE, "agent_crashed")
+        child = self._idle[task.tag].pop() if self._idle[task.tag] else ChildProcess(MODULE, "agent_crashed")
         try:
             if child.pid is None:
                 await child.start()
@@ -72,25 +72,25 @@ class AgentPool:
         await asyncio.gather(*(child.kill() for child in idle))
 
 
-def outcome_of(returned: Any) -> Outcome:
+def outcome_of(returned: Any) -> AgentOutcome:
     """What a number, a text, an object or None means.
 
     Raises:
         EpisodeError: it is nothing of that.
     """
     if returned is None:
-        return Outcome()
+        return AgentOutcome()
     if isinstance(returned, str):
-        return Outcome(answer=returned)
+        return AgentOutcome(answer=returned)
     if isinstance(returned, int | float):
-        return Outcome(reward=_finite("reward", returned))
+        return AgentOutcome(reward=_finite("reward", returned))
     if isinstance(returned, dict):
         result = cast(dict[str, Any], returned)
         unknown = set(result) - {"reward", "answer", "metrics"}
         metrics = result.get("metrics") or {}
         if not unknown and isinstance(metrics, dict):
             reward, answer = result.get("reward"), result.get("answer")
-            return Outcome(
+            return AgentOutcome(
                 None if reward is None else _finite("reward", reward),
                 None if answer is None else str(answer),
                 {str(name): _finite(str(name), value) for name, value in cast(dict[str, Any], metrics).items()},

@@ -32,7 +32,7 @@ _OPEN = nullcontext()
 
 
 @dataclass(slots=True)
-class Lent:
+class LeasedEnv:
     """An env in the hands of one episode."""
 
     key: Key
@@ -48,7 +48,7 @@ class EnvPool:
         self._envs = custom_envs
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
-        self._idle: defaultdict[Key, list[Lent]] = defaultdict(list)
+        self._idle: defaultdict[Key, list[LeasedEnv]] = defaultdict(list)
         bounds = {tag: env.max_env_step_concurrent for tag, env in custom_envs.items()}
         self._bounds = {tag: bound for tag, bound in bounds.items() if bound is not None}
         self._limiters = {tag: CapacityLimiter(bound) for tag, bound in self._bounds.items()}
@@ -73,7 +73,7 @@ class EnvPool:
         """Entered for each call of reset and step: lets this worker's share of `max_env_step_concurrent` through."""
         return self._limiters.get(tag) or _OPEN
 
-    async def take(self, tag: str, kind: EpisodeKind) -> Lent:
+    async def take(self, tag: str, kind: EpisodeKind) -> LeasedEnv:
         """An env to play; evaluation's is on its held-out split.
 
         Raises:
@@ -84,12 +84,12 @@ class EnvPool:
             return self._idle[key].pop()
         runner = self._make(self._envs[tag], kind)
         try:
-            return Lent(key, runner, await runner.start())
+            return LeasedEnv(key, runner, await runner.start())
         except BaseException:
             await asyncio.shield(runner.close())
             raise
 
-    def keep(self, lent: Lent) -> bool:
+    def keep(self, lent: LeasedEnv) -> bool:
         """Take back an env whose episode is finished; False where it may not be played again."""
         if lent.runner.healthy:
             self._idle[lent.key].append(lent)

@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from offbeat.services.errors import EpisodeError
-from offbeat.services.rollout.child_process import PipedChild
+from offbeat.services.rollout.child_process import ChildProcess
 from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, StepResult
 
 CLOSE_S = 2.0
@@ -15,7 +15,7 @@ class ProcessEnv:
 
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
-        self._child = PipedChild("offbeat.services.rollout.envs.process_env_main", "env_crashed")
+        self._child = ChildProcess("offbeat.services.rollout.envs.process_env_main", "env_crashed")
 
     @property
     def healthy(self) -> bool:

@@ -14,7 +14,7 @@ from offbeat.services.rollout.envs.runners import (
 )
 
 
-class EnvServer:
+class EnvProcessServer:
     """One env and the commands that it understands."""
 
     def __init__(self) -> None:
@@ -41,4 +41,4 @@ class EnvServer:
 
 
 if __name__ == "__main__":
-    serve(EnvServer().commands)
+    serve(EnvProcessServer().commands)

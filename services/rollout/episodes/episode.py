@@ -25,8 +25,8 @@ from offbeat.services.messages.types import (
 )
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
-from offbeat.services.rollout.episodes.history import Past
-from offbeat.services.rollout.episodes.recorder import Message, Recorded, conversation
+from offbeat.services.rollout.episodes.history import TurnHistory
+from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, Message, conversation
 
 Sample = Callable[..., Awaitable[Completion]]
 """(token ids of a prompt, most new tokens) -> completion; the prompt's pictures are a third argument where it has any.
@@ -66,7 +66,9 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     began, rules = time.monotonic(), plan.env
     system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
     told = await conversation(chat, rules, system, tuple(traits.functions))
-    episode = _Episode(plan, env, sample, chat, told, EpisodeMetrics(traits.metrics_agg_mode), Past(rules), [system])
+    episode = _Episode(
+        plan, env, sample, chat, told, EpisodeMetrics(traits.metrics_agg_mode), TurnHistory(rules), [system]
+    )
     observation, step, stop = await env.reset(plan.seed), 0, None
     while stop is None:
         step += 1
@@ -97,9 +99,9 @@ class _Episode:
     env: PlayableEnv
     sample: Sample
     chat: ChatFormat
-    told: Recorded
+    told: EpisodeRecorder
     metrics: "EpisodeMetrics"
-    past: Past
+    past: TurnHistory
     text: list[str]
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:

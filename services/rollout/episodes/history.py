@@ -3,7 +3,7 @@
 from offbeat.services.rollout.config import CustomEnv
 
 
-class Past:
+class TurnHistory:
     """The turns of one episode so far, as far as the tag's template shows them."""
 
     __slots__ = ("_shows_all", "_turns", "_window")

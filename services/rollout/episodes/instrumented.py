@@ -12,7 +12,7 @@ from offbeat.services.rollout.metrics import Reporter
 from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
-class EpisodeCalls:
+class InstrumentedEpisode:
     """Stands between an episode and what it calls; a `PlayableEnv`, and its `sample` is a `Sample`."""
 
     __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_tag", "_turnstile", "_waiting")

@@ -51,7 +51,7 @@ class Record(NamedTuple):
     segments: tuple[Segment, ...]
 
 
-class Recorded(Protocol):
+class EpisodeRecorder(Protocol):
     """Takes the turns of one episode in their order: asked, heard, rated."""
 
     def ask(self, message: Message) -> Sent:
@@ -79,7 +79,7 @@ class Recorded(Protocol):
         ...
 
 
-class OneSequence:
+class AppendOnlyRecorder:
     """Each prompt is all that came before, and the new message's tokens.
 
     Kept as numbers, not as objects: a prompt of thousands of tokens is copied and sent as its bytes are.
@@ -98,7 +98,7 @@ class OneSequence:
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: Message) -> Sent:
-        """See `Recorded.ask`. An answer that was cut short is ended first."""
+        """See `EpisodeRecorder.ask`. An answer that was cut short is ended first."""
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
@@ -112,7 +112,7 @@ class OneSequence:
         return self._tokens[:], tuple(self._pictures)
 
     def hear(self, completion: Completion) -> str:
-        """See `Recorded.hear`."""
+        """See `EpisodeRecorder.hear`."""
         start, count = len(self._tokens), len(completion.token_ids)
         check_completion(completion)
         self._tokens.extend(completion.token_ids)
@@ -127,12 +127,12 @@ class OneSequence:
         return self._chat.answer(completion.token_ids)
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """See `Recorded.rate`."""
+        """See `EpisodeRecorder.rate`."""
         turn = self._turns[-1]
         self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
 
     def record(self) -> Record:
-        """See `Recorded.record`: one segment."""
+        """See `EpisodeRecorder.record`: one segment."""
         length = self._turns[-1].end if self._turns else len(self._tokens)
         mask = np.zeros(length, dtype=np.bool_)
         for turn in self._turns:
@@ -144,29 +144,29 @@ class OneSequence:
         return Record(tuple(self._turns), (Segment(tokens, mask, logprobs, tuple(self._spans), pictures),))
 
 
-class StepByStep:
+class PerStepRecorder:
     """Each prompt stands for itself: a message that tells all that the policy may know."""
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
         self._system = system
-        self._steps: list[OneSequence] = []
+        self._steps: list[AppendOnlyRecorder] = []
 
     def ask(self, message: Message) -> Sent:
-        """See `Recorded.ask`."""
-        self._steps.append(OneSequence(self._chat, self._system))
+        """See `EpisodeRecorder.ask`."""
+        self._steps.append(AppendOnlyRecorder(self._chat, self._system))
         return self._steps[-1].ask(message)
 
     def hear(self, completion: Completion) -> str:
-        """See `Recorded.hear`."""
+        """See `EpisodeRecorder.hear`."""
         return self._steps[-1].hear(completion)
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """See `Recorded.rate`."""
+        """See `EpisodeRecorder.rate`."""
         self._steps[-1].rate(reward, state_hash)
 
     def record(self) -> Record:
-        """See `Recorded.record`: a segment for each turn."""
+        """See `EpisodeRecorder.record`: a segment for each turn."""
         steps = [step.record() for step in self._steps]
         answered = [step for step in steps if step.turns] or steps[:1]
         turns = [turn._replace(segment=n) for n, step in enumerate(answered) for turn in step.turns]
@@ -174,7 +174,7 @@ class StepByStep:
 
 
 @dataclass
-class RewrittenHistory:
+class RerenderedRecorder:
     """Prompts as the template writes the whole conversation each time; what it leaves as it was goes on as one sequence.
 
     functions: that the template offers, in OpenAI's form. An answer that calls some is followed by what came of each.
@@ -195,7 +195,7 @@ class RewrittenHistory:
             self.messages.append(ChatMessage("system", self.system))
 
     def ask(self, message: Message) -> Sent:
-        """See `Recorded.ask`: all before it as the template writes it now."""
+        """See `EpisodeRecorder.ask`: all before it as the template writes it now."""
         if message.num_pictures:
             raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")
         calls = self.messages[-1].tool_calls if self.messages else ()
@@ -212,7 +212,7 @@ class RewrittenHistory:
         return self._prompt.tokens, ()
 
     def hear(self, completion: Completion) -> str:
-        """See `Recorded.hear`: its words, and its calls in one form for all templates."""
+        """See `EpisodeRecorder.hear`: its words, and its calls in one form for all templates."""
         assert self._prompt is not None, "ask() comes first"
         check_completion(completion)
         said = self._said(self.template.text_of(completion.token_ids))
@@ -234,18 +234,18 @@ class RewrittenHistory:
         return said
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """See `Recorded.rate`."""
+        """See `EpisodeRecorder.rate`."""
         self._rewards.append(Reward(len(self._tree.nodes), reward))
         self._states[-1] = state_hash
 
     def record(self) -> Record:
-        """See `Recorded.record`."""
+        """See `EpisodeRecorder.record`."""
         captured = capture(self._tree, self._rewards)
         states = zip(captured.turns, self._states, strict=True)
         return Record(tuple(turn._replace(state_hash=state) for turn, state in states), captured.segments)
 
 
-async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> Recorded:
+async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
     """How the episodes of a tag are recorded, by its manager, by what the chat template does with history, and by whether
     the env offers functions.
 
@@ -256,12 +256,12 @@ async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions:
         try:
             # the first time vLLM may be imported: seconds in which others' turns go on
             template = await asyncio.to_thread(chat.calling, env.tool_call_parser)
-            return RewrittenHistory(template, system, functions)
+            return RerenderedRecorder(template, system, functions)
         except RolloutError as error:
             raise EpisodeError("bad_conversation", str(error)) from error
     if env.env_manager_cls != "TrajEnvManager":
-        return StepByStep(chat, system)
-    return OneSequence(chat, system) if chat.rewriting is None else RewrittenHistory(chat.rewriting, system)
+        return PerStepRecorder(chat, system)
+    return AppendOnlyRecorder(chat, system) if chat.rewriting is None else RerenderedRecorder(chat.rewriting, system)
 
 
 def check_completion(completion: Completion) -> None:

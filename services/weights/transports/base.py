@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from safetensors import SafetensorError
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.messages.types import Anchor, Manifest
+from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.config import WeightsConfig
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Stored:
     digest: str
     """`blake2b:` and the hex digest of the file."""
     num_bytes: int
-    anchor: Anchor | None = None
+    anchor: BaseVersion | None = None
     """What the bytes are a difference to; None: they are the whole version."""
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.messages.types import Anchor, Manifest
+from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
     DIFFERENCE,
     WHOLE,
@@ -137,7 +137,7 @@ def _codec() -> Any:
 class _Base:
     """The anchor that new versions are compared with."""
 
-    anchor: Anchor
+    anchor: BaseVersion
     content: Bytes
     since: int = 0
     """Versions stored against it."""
@@ -154,7 +154,7 @@ class DeltaTransport:
         self._base: _Base | None = None
         self._needed_by: dict[str, set[str]] = {}
         self._retired: set[str] = set()
-        self._cached: tuple[Anchor, Bytes] | None = None
+        self._cached: tuple[BaseVersion, Bytes] | None = None
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
         """See `Transport.copies`."""
@@ -189,7 +189,7 @@ class DeltaTransport:
 
     def _stage_whole(self, version: int, epoch: int, content: Bytes) -> Stored:
         stored = self._inner.store(version, epoch, WHOLE, lambda path: write_bytes(path, content.data))
-        anchor = Anchor(stored.location, stored.digest, stored.num_bytes)
+        anchor = BaseVersion(stored.location, stored.digest, stored.num_bytes)
         self._base = _Base(anchor, content)
         self._needed_by[anchor.location] = set()
         self._collect()
@@ -222,7 +222,7 @@ class DeltaTransport:
             raise WeightsError(f"version {manifest.version} is damaged: put together it is {found}, not {wanted}")
         return content
 
-    def _anchor(self, manifest: Manifest, anchor: Anchor) -> Bytes:
+    def _anchor(self, manifest: Manifest, anchor: BaseVersion) -> Bytes:
         """Its content; the newest one stays in memory."""
         if self._cached is None or self._cached[0] != anchor:
             with self._inner.fetch(_anchor_manifest(manifest, anchor)) as path:
@@ -261,7 +261,7 @@ class DeltaTransport:
         self._inner.close()
 
 
-def _anchor_manifest(manifest: Manifest, anchor: Anchor) -> Manifest:
+def _anchor_manifest(manifest: Manifest, anchor: BaseVersion) -> Manifest:
     return replace(manifest, location=anchor.location, digest=anchor.digest, num_bytes=anchor.num_bytes, anchor=None)
 
 

@@ -22,8 +22,8 @@ from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.transports.base import Stored, StoredFile
 from offbeat.services.weights.transports.gpu_pulls import (
-    Pull,
-    PullDesk,
+    PullServer,
+    TensorPull,
     holder,
     pulled,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Held = dict[str, "Tensor"]
-Sender = Callable[[Held, Pull, PullDesk], None]
+Sender = Callable[[Held, TensorPull, PullServer], None]
 
 SENDERS = "offbeat.services.weights.transports.vllm_senders"
 """Imported when a learner first stages weights on a GPU: it needs vLLM, which a learner otherwise never loads."""
@@ -68,7 +68,7 @@ class DeviceTransport:
         self._workers = workers
         self._sender = sender
         self._token = uuid.uuid4().hex
-        self._desk = PullDesk(redis, run_id, self._token)
+        self._desk = PullServer(redis, run_id, self._token)
         self._held: dict[str, Held] = {}
         self._serving: threading.Thread | None = None
         self._closed = threading.Event()
@@ -99,7 +99,7 @@ class DeviceTransport:
                 logger.warning("a replica was not served: %s", error)
                 self._closed.wait(1.0)
 
-    def _send(self, sender: Sender, pull: Pull) -> None:
+    def _send(self, sender: Sender, pull: TensorPull) -> None:
         held = next((h for location, h in list(self._held.items()) if f"/v{pull.version}-" in location), None)
         if held is None:
             self._desk.answer(pull, {"error": "it is not held any more"})

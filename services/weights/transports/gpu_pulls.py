@@ -19,7 +19,7 @@ from offbeat.services.errors import WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.errors import retryable
 
-Ticket = dict[str, Any]
+PullId = dict[str, Any]
 """`init` and `update` for vLLM's engine, or `error`."""
 
 FORGOTTEN_AFTER_S = 600
@@ -31,7 +31,7 @@ LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class TensorPull:
     """One replica's request for one version."""
 
     pull_id: str
@@ -42,7 +42,7 @@ class Pull:
     """Unix time, s: by then the replica has given up."""
 
 
-class PullDesk:
+class PullServer:
     """The learner's side."""
 
     def __init__(self, redis: Redis, run_id: str, token: str) -> None:
@@ -50,22 +50,22 @@ class PullDesk:
         self._keys = RunKeys(run_id)
         self._token = token
 
-    def take(self, timeout_s: float) -> Pull | None:
+    def take(self, timeout_s: float) -> TensorPull | None:
         """The next request that somebody still waits for; says that the desk is manned, too."""
         self._stay()
         heard = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if heard is None:
             return None
-        pull = Pull(**json.loads(heard[1]))
+        pull = TensorPull(**json.loads(heard[1]))
         return pull if pull.expires_at > time.time() else None
 
-    def answer(self, pull: Pull, ticket: Ticket) -> None:
+    def answer(self, pull: TensorPull, ticket: PullId) -> None:
         """Hand out the ticket."""
         key = self._keys.key("pull", pull.pull_id)
         self._redis.rpush(key, json.dumps(ticket))
         self._redis.expire(key, FORGOTTEN_AFTER_S)
 
-    def wait_done(self, pull: Pull) -> None:
+    def wait_done(self, pull: TensorPull) -> None:
         """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
         key, heard = self._keys.key("pull", pull.pull_id, "done"), None
         while heard is None and time.time() < pull.expires_at:
@@ -98,7 +98,7 @@ def holder(redis: Redis, run_id: str) -> str:
 
 
 @contextmanager
-def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[Ticket]:
+def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[PullId]:
     """A replica's side: the ticket; leaving the context says whether loading went well.
 
     Raises:
@@ -106,14 +106,14 @@ def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: 
         RetryableError: Redis does not answer, or refuses writes.
     """
     keys = RunKeys(run_id)
-    pull = Pull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
-    request = {name: getattr(pull, name) for name in Pull.__slots__}
+    pull = TensorPull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
+    request = {name: getattr(pull, name) for name in TensorPull.__slots__}
     with _asking():
         redis.rpush(keys.key("pulls"), json.dumps(request))
         heard = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
     if heard is None:
         raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
-    ticket: Ticket = json.loads(heard[1])
+    ticket: PullId = json.loads(heard[1])
     if "error" in ticket:
         raise WeightsError(f"the learner refused version {version}: {ticket['error']}")
     done = keys.key("pull", pull.pull_id, "done")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.messages.types import Anchor, Manifest
+from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
     ADAPTER,
     AdapterSettings,
@@ -44,7 +44,7 @@ class AdapterTransport:
         self.name = inner.name
         self._inner = inner
         self._settings = settings
-        self._base: Anchor | None = None
+        self._base: BaseVersion | None = None
         self._held = ""
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
@@ -58,7 +58,7 @@ class AdapterTransport:
         if len(adapter) < len(tensors):
             base = {name: tensor for name, tensor in tensors.items() if name not in adapter}
             stored = self._inner.stage(version, epoch, base)
-            self._base = Anchor(stored.location, stored.digest, stored.num_bytes)
+            self._base = BaseVersion(stored.location, stored.digest, stored.num_bytes)
         if self._base is None or not adapter:
             raise WeightsError(f"version {version} has no adapter, or no base: publish both")
         settings = {SETTINGS: json.dumps(self._settings)}
@@ -101,7 +101,7 @@ class AdapterTransport:
         self._inner.close()
 
 
-def _base_manifest(manifest: Manifest, base: Anchor) -> Manifest:
+def _base_manifest(manifest: Manifest, base: BaseVersion) -> Manifest:
     return replace(manifest, location=base.location, digest=base.digest, num_bytes=base.num_bytes, anchor=None)
 
 

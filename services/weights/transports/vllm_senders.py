@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from offbeat.services.errors import WeightsError
-from offbeat.services.weights.transports.gpu_pulls import Pull, PullDesk
+from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 
 
 class HeldSource(WeightSource):
@@ -33,10 +33,10 @@ class HeldSource(WeightSource):
         yield from self._held.items()
 
 
-class DeskClient:
+class PullServerClient:
     """A `VLLMWeightSyncClient` whose other end is a replica that pulls."""
 
-    def __init__(self, pull: Pull, desk: PullDesk, source: HeldSource, *, rendezvous: bool) -> None:
+    def __init__(self, pull: TensorPull, desk: PullServer, source: HeldSource, *, rendezvous: bool) -> None:
         self._pull = pull
         self._desk = desk
         self._source = source
@@ -91,14 +91,14 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
     return {name: update_info[name] for name in kept} | {"handles": plain}
 
 
-def send_ipc(held: dict[str, torch.Tensor], pull: Pull, desk: PullDesk) -> None:
+def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer) -> None:
     """Let a replica on this GPU map the weights, in one piece."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise WeightsError("transport `ipc` needs a learner of one process; use `nccl`")
     source = HeldSource(held)
     size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
-    client = DeskClient(pull, desk, source, rendezvous=False)
+    client = PullServerClient(pull, desk, source, rendezvous=False)
     with torch.cuda.device(next(iter(held.values())).device):
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
         try:
@@ -107,12 +107,12 @@ def send_ipc(held: dict[str, torch.Tensor], pull: Pull, desk: PullDesk) -> None:
             engine.shutdown()
 
 
-def send_nccl(held: dict[str, torch.Tensor], pull: Pull, desk: PullDesk) -> None:
+def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer) -> None:
     """Broadcast the weights to a replica's workers."""
     source = HeldSource(held)
     address = socket.gethostbyname(socket.gethostname())
     info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=_free_port(), world_size=1 + pull.workers)
-    client = DeskClient(pull, desk, source, rendezvous=True)
+    client = PullServerClient(pull, desk, source, rendezvous=True)
     with torch.cuda.device(next(iter(held.values())).device):
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
         try:

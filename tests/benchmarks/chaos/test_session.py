@@ -21,14 +21,14 @@ from offbeat.benchmarks.chaos import proxy
 from offbeat.benchmarks.chaos.faults import (
     FAULTS,
     PROCESSES,
-    Act,
     Fault,
+    FaultKind,
     plan,
     processes_of,
     strike,
 )
 from offbeat.benchmarks.chaos.options import write_report
-from offbeat.benchmarks.chaos.report import ChaosReport, Struck
+from offbeat.benchmarks.chaos.report import ChaosReport, InjectedFault
 from offbeat.deploy.cli.app import app
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.redis.server import EmbeddedRedis, server_binary
@@ -44,7 +44,7 @@ def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
 
 
 def test_every_kind_of_process_is_killed_and_stopped():
-    for act in (Act.KILL, Act.STOP):
+    for act in (FaultKind.KILL, FaultKind.STOP):
         assert {fault.what for fault in FAULTS if fault.act is act} == set(PROCESSES.values())
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
@@ -60,7 +60,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_victim_is_found_by_its_command_line_and_killed(child: subprocess.Popen[bytes]):
     (victim,) = processes_of([psutil.Process()], "victim-of-chaos")
     assert victim.pid == child.pid
-    assert strike(Fault("kill", Act.KILL, "victim-of-chaos"), victim, random.Random(1)) == 0.0
+    assert strike(Fault("kill", FaultKind.KILL, "victim-of-chaos"), victim, random.Random(1)) == 0.0
     assert child.wait(30) == -9
     assert processes_of([psutil.Process()], "victim-of-chaos") == []
 
@@ -73,13 +73,13 @@ def test_a_stopped_victim_goes_on_afterwards(child: subprocess.Popen[bytes]):
         wait_until_sync(lambda: victim.status() == psutil.STATUS_STOPPED)
         seen.append(victim.status())
 
-    assert 2 <= strike(Fault("stop", Act.STOP, "victim"), victim, random.Random(1), sleep) <= 8
+    assert 2 <= strike(Fault("stop", FaultKind.STOP, "victim"), victim, random.Random(1), sleep) <= 8
     wait_until_sync(lambda: victim.status() != psutil.STATUS_STOPPED)
     assert seen == [psutil.STATUS_STOPPED]
 
 
 def test_a_report_passes_only_where_nothing_is_wrong():
-    good = ChaosReport(1, [Struck("a", 0.0, 3, next_step_s=2.0)], exit_code=0, audit={"proven": True})
+    good = ChaosReport(1, [InjectedFault("a", 0.0, 3, next_step_s=2.0)], exit_code=0, audit={"proven": True})
     assert good.passed
     assert good.as_tree()["by_kind"] == {"a": {"count": 1, "back_s": None, "two_steps_s": {"median": 2.0, "max": 2.0}}}
     for wrong in (

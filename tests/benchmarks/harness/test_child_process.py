@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.benchmarks.harness.process_actor import Servant
+from offbeat.benchmarks.harness.process_actor import ProcessActor
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
@@ -60,7 +60,7 @@ def kill(pid: int) -> None:
     wait_until_sync(lambda: has_ended(pid))
 
 
-def add_after_death(adder: Servant) -> None:
+def add_after_death(adder: ProcessActor) -> None:
     kill(adder.pid)
     adder.call("add", 1)
 
@@ -78,7 +78,7 @@ PARENT = """
 
 
 def test_calls_are_answered_by_another_process_that_keeps_its_state(tmp_path: Path) -> None:
-    with Servant(Adder(3), tmp_path / "log") as adder:
+    with ProcessActor(Adder(3), tmp_path / "log") as adder:
         assert adder.call("add", 4)[0] == 7
         total, pid = adder.call("add", 1)
     assert total == 8
@@ -87,29 +87,29 @@ def test_calls_are_answered_by_another_process_that_keeps_its_state(tmp_path: Pa
 
 
 def test_what_a_servant_raises_at_its_start_is_raised_here(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ValueError: starts below zero"), Servant(Adder(-1), tmp_path / "log"):
+    with pytest.raises(RuntimeError, match="ValueError: starts below zero"), ProcessActor(Adder(-1), tmp_path / "log"):
         pass
 
 
 def test_a_process_that_ends_during_a_call_is_missed_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"code -9\nlast words"), Servant(Adder(0), tmp_path / "log") as adder:
+    with pytest.raises(RuntimeError, match=r"code -9\nlast words"), ProcessActor(Adder(0), tmp_path / "log") as adder:
         adder.call("die")
 
 
 def test_a_process_that_ended_between_two_calls_is_missed_by_the_next_one(tmp_path: Path) -> None:
     """Not by a broken pipe, which a command line takes for `| head` and keeps to itself."""
-    with pytest.raises(RuntimeError, match="code -9"), Servant(Adder(0), tmp_path / "log") as adder:
+    with pytest.raises(RuntimeError, match="code -9"), ProcessActor(Adder(0), tmp_path / "log") as adder:
         add_after_death(adder)
 
 
 def test_a_process_that_ended_after_its_last_call_is_missed_at_the_end(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="code -9"), Servant(Adder(0), tmp_path / "log") as adder:
+    with pytest.raises(RuntimeError, match="code -9"), ProcessActor(Adder(0), tmp_path / "log") as adder:
         kill(adder.pid)
 
 
 def test_a_process_that_ends_just_when_it_is_told_to_is_missed(tmp_path: Path) -> None:
     """The pipe of one that dies takes the goodbye for as long as a thread of it is left."""
-    with pytest.raises(RuntimeError, match="code -9"), Servant(Falling(0), tmp_path / "log") as adder:
+    with pytest.raises(RuntimeError, match="code -9"), ProcessActor(Falling(0), tmp_path / "log") as adder:
         adder.call("add", 1)
 
 

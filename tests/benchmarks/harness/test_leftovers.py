@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from offbeat.benchmarks.harness.environment import ground
+from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import make_transport, write_bytes
 from tests.paths import ROOT
@@ -55,10 +55,10 @@ def has_ended(pid: int) -> bool:
 
 
 def test_a_benchmark_that_ends_by_itself_or_by_an_error_leaves_nothing():
-    with ground() as base:
+    with bench_environment() as base:
         put(base.folder)
     assert (left_by(base.folder), base.folder.exists()) == ([], False)
-    with suppress(ZeroDivisionError), ground() as base:
+    with suppress(ZeroDivisionError), bench_environment() as base:
         put(base.folder)
         raise ZeroDivisionError
     assert (left_by(base.folder), base.folder.exists()) == ([], False)

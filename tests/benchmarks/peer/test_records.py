@@ -13,8 +13,8 @@ from offbeat.benchmarks.peer.comparison import common_target, compare
 from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter, kind_of
 from offbeat.benchmarks.peer.options import Options, PeerError, parse
 from offbeat.benchmarks.peer.records import (
+    PolicySnapshot,
     SideRun,
-    Snapshot,
     Step,
     read_offbeat,
     read_trl,
@@ -40,7 +40,7 @@ def write_lines(path: Path, records: list[dict[str, object]]) -> None:
 def side(step_s: float, successes: list[float]) -> SideRun:
     """A run of 20 steps with a snapshot each 5."""
     steps = tuple(Step(n, n * step_s, 0.5) for n in range(1, 21))
-    snapshots = tuple(Snapshot(5 * i, 5 * i * step_s, Path(f"{i}")) for i in range(5))
+    snapshots = tuple(PolicySnapshot(5 * i, 5 * i * step_s, Path(f"{i}")) for i in range(5))
     return SideRun(3.0, steps, snapshots).rated(successes)
 
 

@@ -13,10 +13,10 @@ from offbeat.deploy.cli.audit import examine
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import LedgerFile, LifeEvent
-from offbeat.trainer.learner.group_intake import Taken
+from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.step_ledger import (
     ResumedLine,
-    StepJournal,
+    StepLedger,
     StepLine,
     TrainedGroup,
 )
@@ -152,10 +152,10 @@ def run_folder(tmp_path: Path) -> Path:
     small = ["rollout_batch_size=8", "train_env_manager.group_size=8", "train_env_manager.num_env_groups=1"]
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=2", *small])
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    ledger, journal = LedgerFile(tmp_path), StepJournal(tmp_path, 1)
+    ledger, journal = LedgerFile(tmp_path), StepLedger(tmp_path, 1)
     journal.resumed(0)
     for n in range(2):
-        taken = Taken(groups=[make_group(n, version=n)])
+        taken = StepGroups(groups=[make_group(n, version=n)])
         journal.trained(n + 1, taken, max_staleness=1.0, skipped=False)
     rows = [(n, event, str(n)) for n in range(2) for event in ("admitted", "submitted")]
     ledger.append(life(*rows, (0, "trained", "2"), (1, "trained", "2")))

@@ -1,8 +1,8 @@
 from rich.console import Console
 
 from offbeat.deploy.cli.run_view import (
-    LineView,
-    TerminalView,
+    RunLineView,
+    RunTerminalView,
     describe_state,
     eta_s,
     open_view,
@@ -11,11 +11,11 @@ from offbeat.deploy.cli.run_view import (
 )
 from offbeat.deploy.report.history import RunHistory
 from offbeat.services.control.interfaces import Health
-from offbeat.services.control.run import RunState, Wanted
+from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.control.schemas import (
     ComponentView,
     CountersView,
-    PlacesView,
+    PathsView,
     RunView,
     SettingsView,
 )
@@ -29,7 +29,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
     return RunView(
         id="lake",
         state=state,
-        wanted=Wanted.RUNNING,
+        wanted=DesiredState.RUNNING,
         phase=phase,
         error="",
         log="",
@@ -46,7 +46,7 @@ def view(state: RunState = RunState.RUNNING, learner: Health = Health.READY, pha
         settings=SettingsView(
             num_workers=1, num_replicas=1, learning_rate=1e-3, temperature=1.0, max_staleness=1.0, num_env_groups=8
         ),
-        places=PlacesView(output_dir="", logs="", checkpoints="", tensorboard=""),
+        places=PathsView(output_dir="", logs="", checkpoints="", tensorboard=""),
     )
 
 
@@ -104,7 +104,7 @@ def test_a_run_without_records_has_an_empty_summary():
 def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
     with open_view("lake", console) as shown:
-        assert isinstance(shown, LineView)
+        assert isinstance(shown, RunLineView)
         shown.starting(["redis"])
         for _ in range(5):
             shown.show(view(RunState.STARTING, Health.STARTING, ""), RunHistory())
@@ -121,7 +121,7 @@ def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
 def test_a_terminal_gets_one_panel_that_goes_away():
     console = Console(force_terminal=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
     with open_view("lake", console) as shown:
-        assert isinstance(shown, TerminalView)
+        assert isinstance(shown, RunTerminalView)
         shown.starting(["redis"])
         shown.show(view(), history())
         shown.close()

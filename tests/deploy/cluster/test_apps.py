@@ -12,7 +12,7 @@ from offbeat.services.control.app import ControlSettings
 from offbeat.services.generation.app import ReplicaSettings
 from offbeat.services.redis.serve_app import RedisSettings
 
-FOLDER = Path(apps.__file__).parent
+FOLDER = Path(apps.__file__).parents[1]
 URL = "redis://127.0.0.1:6399/0"
 
 

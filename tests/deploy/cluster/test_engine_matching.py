@@ -6,7 +6,7 @@ from offbeat.deploy.cluster.engine_matching import architecture_of, choose_app
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.config import GenerationConfig, app_name
-from offbeat.services.generation.tenancy import Offer
+from offbeat.services.generation.tenancy import EngineOffer
 from tests.paths import QUICKSTART
 
 
@@ -14,7 +14,7 @@ def run_config(*overrides: str) -> RunConfig:
     return validate_tree(compose_tree(QUICKSTART, overrides))
 
 
-def offer(run: RunConfig, **changes: Any) -> Offer:
+def offer(run: RunConfig, **changes: Any) -> EngineOffer:
     values: dict[str, Any] = {
         "architecture": architecture_of(run),
         "sequence_length": run.sequence_length,
@@ -22,16 +22,16 @@ def offer(run: RunConfig, **changes: Any) -> Offer:
         "transport": run.weights.transport,
         "log_dir": "/logs",
     }
-    return Offer(**{**values, **changes})
+    return EngineOffer(**{**values, **changes})
 
 
-def chosen(config: RunConfig, offers: dict[str, Offer], busy: tuple[str, ...] = ()) -> str | None:
+def chosen(config: RunConfig, offers: dict[str, EngineOffer], busy: tuple[str, ...] = ()) -> str | None:
     app, problems = choose_app(config, offers, lambda app: app not in busy)
     assert problems == []
     return app
 
 
-def refusals(config: RunConfig, offers: dict[str, Offer]) -> str:
+def refusals(config: RunConfig, offers: dict[str, EngineOffer]) -> str:
     _, problems = choose_app(config, offers, lambda _: True)
     assert {problem.path for problem in problems} == {"actor_infer.app"}
     return " ".join(problem.message for problem in problems)

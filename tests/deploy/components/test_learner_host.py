@@ -24,7 +24,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.control.interfaces import Health
 from offbeat.services.keys import ENDING, RunKeys
-from offbeat.trainer.process.watchdog import HUNG
+from offbeat.trainer.process.watchdog import EXIT_HUNG
 from tests.paths import QUICKSTART
 from tests.waiting import wait_until_sync
 
@@ -66,7 +66,7 @@ def test_nobody_has_started_a_learner_yet(redis: Redis):
 
 @pytest.mark.parametrize(
     ("code", "told"),
-    [(0, "exit code 0"), (3, "exit code 3"), (HUNG, "its main thread hung: logs/learner.log tells where")],
+    [(0, "exit code 0"), (3, "exit code 3"), (EXIT_HUNG, "its main thread hung: logs/learner.log tells where")],
 )
 def test_how_a_learner_ended_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int, told: str):
     may_end = tmp_path / "may end"

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from offbeat.deploy.cli.app import app
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.gateway.server import Gateway
-from offbeat.services.gateway.session import Bounds, EpisodeSession
+from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.messages.types import Completion, VersionSpan
 from tests.services.gateway.templates import PLAIN, chat_template
 
@@ -18,7 +18,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.template: ChatTemplate = chat_template(PLAIN)
-        self.session = EpisodeSession(self.template, self._say, Bounds(100_000, 100), model="walker")
+        self.session = EpisodeSession(self.template, self._say, SessionLimits(100_000, 100), model="walker")
         self.gateway = Gateway()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from offbeat.envs.webshop.catalogue import Goal, Product, price_limits
-from offbeat.envs.webshop.reward import Judge, type_reward
+from offbeat.envs.webshop.reward import PurchaseScorer, type_reward
 
 SHIRT = Product(
     asin="B1",
@@ -21,7 +21,7 @@ GOAL = Goal("a shirt", SHIRT, ("long sleeve", "machine wash"), ("red", "large"),
 
 
 def test_the_reward_is_the_share_of_what_was_wanted_times_the_type():
-    judge = Judge()
+    judge = PurchaseScorer()
     assert judge(GOAL, SHIRT, {"color": "red", "size": "large"}) == (1.0, 1.0, 1.0, 1.0, 1.0)
     assert judge(GOAL, SHIRT, {"color": "red"}).reward == pytest.approx(4 / 5)
     assert judge(GOAL, replace(SHIRT, price=41.0), {}).reward == pytest.approx(2 / 5)
@@ -30,13 +30,13 @@ def test_the_reward_is_the_share_of_what_was_wanted_times_the_type():
 
 
 def test_sizes_match_exactly_and_other_options_by_likeness():
-    judge = Judge()
+    judge = PurchaseScorer()
     assert judge(GOAL, SHIRT, {"size": "x-large"}).r_option == 0
     assert judge(GOAL, SHIRT, {"color": "a red"}).r_option == 0.5
 
 
 def test_an_attribute_counts_wherever_the_product_says_it():
-    judge = Judge()
+    judge = PurchaseScorer()
     for wanted in ("soft cotton", "wash it cold", "sleeve long", "shirt"):
         assert judge(replace(GOAL, attributes=(wanted,)), SHIRT, {}).r_att == 1
     assert judge(replace(GOAL, attributes=("silk",)), SHIRT, {}).r_att == 0

@@ -11,7 +11,7 @@ from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.errors import FencedError
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_lease_of
-from offbeat.trainer.learner.group_intake import Taken
+from offbeat.trainer.learner.group_intake import StepGroups
 from tests.services.buffer.buffer_play import RUN
 from tests.services.buffer.protocol_play import (
     GROUPS_PER_STEP,
@@ -92,7 +92,7 @@ class LearnerRules(Played):
         assert all(len(group.trajectories) == LIMITS.group_size for group in learner.batch)
         ids = tuple(group.entry_id for group in learner.batch)
         learner.now = Checkpoint(now.step + 1, (*now.lineage, numbers), (*now.consumed, *ids))
-        taken = Taken(groups=learner.batch, signal=learner.batch[:1])
+        taken = StepGroups(groups=learner.batch, signal=learner.batch[:1])
         learner.journal.trained(learner.now.step, taken, max_staleness=self.max_staleness, skipped=False)
         learner.batch = []
 

@@ -20,7 +20,7 @@ from offbeat.services.buffer.group_ledger import (
 )
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.keys import RunKeys
-from offbeat.trainer.learner.step_ledger import read_journal
+from offbeat.trainer.learner.step_ledger import read_step_ledger
 from tests.services.buffer.buffer_play import RUN
 from tests.services.buffer.protocol_learners import LearnerRules
 from tests.services.buffer.protocol_play import GROUPS_PER_STEP, LIMITS, STEPS
@@ -123,7 +123,7 @@ class Protocol(WorkerRules, LearnerRules):
     def _audit_proves_it(self) -> None:
         self.ledger_is_copied(cut=17)
         self.ledger_is_copied(cut=0)
-        journal, broken = read_journal(self.folder)
+        journal, broken = read_step_ledger(self.folder)
         evidence = Evidence(
             events=read_ledger(self.folder),
             journal=journal,

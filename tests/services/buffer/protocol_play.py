@@ -19,7 +19,7 @@ from offbeat.services.messages.types import EpisodeTask, Group, Manifest
 from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.publisher import PUBLISH
-from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.step_ledger import StepLedger
 from tests.services.buffer.buffer_play import (
     RUN,
     Run,
@@ -64,7 +64,7 @@ class Learner:
 
     lease: LearnerLease
     buffer: RedisLearnerBuffer
-    journal: StepJournal
+    journal: StepLedger
     now: Checkpoint
     start_up: list[Callable[[], object]] = field(default_factory=list[Callable[[], object]])
     undecided: Group | None = None
@@ -104,7 +104,7 @@ class Played(RuleBasedStateMachine):
     def _new_learner(self) -> Learner:
         lease = LearnerLease(self.redis, RUN, "learner", 3600.0)
         buffer = self.run.learner = RedisLearnerBuffer(self.redis, RUN, lease.acquire())
-        journal = StepJournal(self.folder, buffer.epoch)
+        journal = StepLedger(self.folder, buffer.epoch)
         journal.resumed(self.durable.step)
         self.leases.append(lease)
         return Learner(lease, buffer, journal, self.durable)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from offbeat.services.chat.capture import Captured
 from offbeat.services.chat.messages import ChatMessage, ToolCall, one_form
 from offbeat.services.chat.template import ChatTemplate, UnusableError
-from offbeat.services.gateway.session import Ask, EpisodeSession, RefusedError
+from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, ModelRequest
 from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import Segment, StopReason, Trajectory
 from tests.services.gateway.templates import (
@@ -34,7 +34,7 @@ def assistant(text: str) -> ChatMessage:
 
 
 async def ask(session: EpisodeSession, *messages: ChatMessage, **how) -> ChatMessage:
-    replies = await session.answer(Ask(messages, **how))
+    replies = await session.answer(ModelRequest(messages, **how))
     session.deliver(replies)
     return replies[0].message
 
@@ -148,7 +148,7 @@ async def test_branches_share_their_stem_and_train_it_once(plain: ChatTemplate):
 async def test_an_answer_that_never_arrived_is_masked_and_counted(plain: ChatTemplate):
     policy = Scripted(plain, ["lost", "heard"])
     session = session_of(policy)
-    await session.answer(Ask((user("a"),)))
+    await session.answer(ModelRequest((user("a"),)))
     await ask(session, user("a"))
     captured = session.close()
     assert [trained(segment) for segment in captured.segments] == [[*policy.made[1].token_ids]]
@@ -159,7 +159,7 @@ async def test_an_answer_that_never_arrived_is_masked_and_counted(plain: ChatTem
 async def test_an_answer_that_a_later_call_quotes_did_arrive(plain: ChatTemplate):
     policy = Scripted(plain, ["one", "two"])
     session = session_of(policy)
-    (reply,) = await session.answer(Ask((user("a"),)))
+    (reply,) = await session.answer(ModelRequest((user("a"),)))
     await ask(session, user("a"), reply.message, user("b"))
     assert session.close().metrics["masked_answers"] == 0
 
@@ -177,7 +177,7 @@ async def test_a_template_that_drops_thoughts_gives_a_segment_for_each_answer(fo
 async def test_an_answer_that_was_cut_is_ended_before_the_next_message(plain: ChatTemplate):
     policy = Scripted(plain, ["a long answer", "two"])
     session = session_of(policy, max_new_tokens=4)
-    (cut,) = await session.answer(Ask((user("a"),)))
+    (cut,) = await session.answer(ModelRequest((user("a"),)))
     assert cut.finish_reason == "length"
     await ask(session, user("a"), cut.message, user("b"))
     (segment,) = session.close().segments
@@ -189,7 +189,7 @@ async def test_an_answer_that_was_cut_is_ended_before_the_next_message(plain: Ch
 async def test_stop_words_cut_what_the_agent_gets_and_what_is_trained(plain: ChatTemplate, put_back: str):
     policy = Scripted(plain, ["think Observation: made up", "two"])
     session = session_of(policy)
-    (reply,) = await session.answer(Ask((user("a"),), stop=("Observation:", "never")))
+    (reply,) = await session.answer(ModelRequest((user("a"),), stop=("Observation:", "never")))
     assert (reply.message.content, reply.stop_word, reply.finish_reason) == ("think ", "Observation:", "stop")
     await ask(session, user("a"), assistant(reply.message.content + put_back), user("b"))
     (segment,) = session.close().segments
@@ -203,7 +203,7 @@ async def test_rewards_belong_to_the_answer_before_them(plain: ChatTemplate):
     session.reward(0.25)
     first = await ask(session, user("a"))
     session.reward(1.0)
-    await session.answer(Ask((user("x"),)))
+    await session.answer(ModelRequest((user("x"),)))
     session.reward(2.0)
     await ask(session, user("a"), first, user("b"))
     session.reward(4.0)
@@ -213,9 +213,9 @@ async def test_rewards_belong_to_the_answer_before_them(plain: ChatTemplate):
 async def test_bare_text_and_token_ids_go_on_from_what_was_sampled(plain: ChatTemplate):
     policy = Scripted(plain, ["one", "two", "three"])
     session = session_of(policy)
-    session.deliver(await session.answer(Ask(prompt="Q: a\nA:")))
-    session.deliver(await session.answer(Ask(prompt=f"Q: a\nA:one{plain.end_text}\nQ: b\nA:")))
-    session.deliver(await session.answer(Ask(prompt=(*policy.sent[1], *policy.made[1].token_ids, 5))))
+    session.deliver(await session.answer(ModelRequest(prompt="Q: a\nA:")))
+    session.deliver(await session.answer(ModelRequest(prompt=f"Q: a\nA:one{plain.end_text}\nQ: b\nA:")))
+    session.deliver(await session.answer(ModelRequest(prompt=(*policy.sent[1], *policy.made[1].token_ids, 5))))
     (segment,) = session.close().segments
     assert segment.tokens.tolist() == [*policy.sent[2], *policy.made[2].token_ids]
     assert int(segment.loss_mask.sum()) == sum(len(made.token_ids) for made in policy.made)
@@ -223,7 +223,7 @@ async def test_bare_text_and_token_ids_go_on_from_what_was_sampled(plain: ChatTe
 
 async def test_a_call_without_room_is_refused_by_openais_name_for_it(plain: ChatTemplate):
     session = session_of(Scripted(plain, ["one"]), sequence_length=10)
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(InvalidCallError) as refused:
         await ask(session, user("a long question"))
     assert refused.value.kind == "context_length_exceeded"
     assert session.ran_out
@@ -270,10 +270,10 @@ async def test_whatever_the_order_of_calls_each_sampled_token_is_trained_at_most
         if act == "compact":
             told = (user("so far: " + " ".join(m.content for m in told)),)
         if act == "text":
-            session.deliver(await session.answer(Ask(prompt="t" * (1 + at % 3))))
+            session.deliver(await session.answer(ModelRequest(prompt="t" * (1 + at % 3))))
             continue
         told = (*told, user(str(at % 3)))
-        replies = await session.answer(Ask(told, num_answers=2 if act == "siblings" else 1))
+        replies = await session.answer(ModelRequest(told, num_answers=2 if act == "siblings" else 1))
         if act == "lose":
             lost.add(replies[0].node)
             continue

@@ -7,7 +7,7 @@ from offbeat.services.chat.messages import ChatMessage, one_form
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.chat.tool_parsers import load_parser
 from offbeat.services.errors import RolloutError
-from offbeat.services.gateway.session import Ask
+from offbeat.services.gateway.session import ModelRequest
 from tests.services.gateway.templates import Scripted, byte_tokenizer, session_of
 
 PYTHONIC = r"""
@@ -54,13 +54,13 @@ async def test_a_call_in_the_templates_own_form_is_read_and_its_result_goes_on_i
     policy = Scripted(pythonic, ['[look(way="up", far=2)]', "nothing there"])
     session = session_of(policy)
     asked = (ChatMessage("user", "look around"),)
-    (first,) = await session.answer(Ask(asked, TOOLS))
+    (first,) = await session.answer(ModelRequest(asked, TOOLS))
     assert first.finish_reason == "tool_calls"
     (call,) = first.message.tool_calls
     assert (call.name, call.arguments) == ("look", one_form({"way": "up", "far": 2}))
     session.deliver([first])
     result = ChatMessage("tool", "a wall", tool_call_id=call.call_id)
-    (second,) = await session.answer(Ask((*asked, first.message, result), TOOLS))
+    (second,) = await session.answer(ModelRequest((*asked, first.message, result), TOOLS))
     assert (second.message.content, second.finish_reason) == ("nothing there", "stop")
     session.deliver([second])
     captured = session.close()
@@ -70,9 +70,9 @@ async def test_a_call_in_the_templates_own_form_is_read_and_its_result_goes_on_i
 
 async def test_an_answer_that_the_parser_can_not_read_stays_words(pythonic: ChatTemplate) -> None:
     session = session_of(Scripted(pythonic, ["[look(way=", "words"]))
-    (broken,) = await session.answer(Ask((ChatMessage("user", "look"),), TOOLS))
+    (broken,) = await session.answer(ModelRequest((ChatMessage("user", "look"),), TOOLS))
     assert (broken.message.content, broken.message.tool_calls) == ("[look(way=", ())
-    (words,) = await session.answer(Ask((ChatMessage("user", "say"),), TOOLS))
+    (words,) = await session.answer(ModelRequest((ChatMessage("user", "say"),), TOOLS))
     assert words.message.content == "words"
 
 

@@ -26,7 +26,7 @@ MOST_WORKERS = 8
 YAML = {"Content-Type": "application/yaml"}
 
 
-class FakeWiring:
+class FakeRunFactory:
     """Stands in for `deploy`'s validation: any mapping with a name is a run. The buffer is the real one."""
 
     def __init__(self, redis: Redis) -> None:
@@ -70,7 +70,7 @@ class ApiWorld:
         self.redis_url = redis_url
         self.store = RunStore(redis)
         self.wakes = 0
-        service = ControlService(self.store, FakeWiring(redis), wake=self.wake)
+        service = ControlService(self.store, FakeRunFactory(redis), wake=self.wake)
         self.api = create_api(service, tokens=Tokens(token, read_token))
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")

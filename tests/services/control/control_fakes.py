@@ -65,7 +65,7 @@ class FakeMesh:
             raise self.prepare_error
         self.prepared += 1
 
-    async def steer(self, settings: Settings, *, paused: bool) -> None:
+    async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
         self.steered.append((settings, paused))
 
     async def drain(self) -> None:

@@ -24,7 +24,7 @@ from offbeat.services.telemetry import (
 from tests.services.control.api_world import (
     YAML,
     ApiWorld,
-    FakeWiring,
+    FakeRunFactory,
     api_world,
     code,
 )
@@ -330,11 +330,11 @@ async def test_envs_that_hang_when_they_are_validated_hold_up_nobody_else(
     monkeypatch.setattr(service, "VALIDATE_S", 0.2)
     hanging = threading.Event()
 
-    def hang(_: FakeWiring, document: object) -> RunSpec:
+    def hang(_: FakeRunFactory, document: object) -> RunSpec:
         hanging.wait(30)
         raise AssertionError(f"{document} is not waited for")
 
-    monkeypatch.setattr(FakeWiring, "validate", hang)
+    monkeypatch.setattr(FakeRunFactory, "validate", hang)
     try:
         async with api_world(redis_url) as api:
             refused = await asyncio.gather(*(api.http.post("/runs", json={"exp_name": f"a{i}"}) for i in range(40)))

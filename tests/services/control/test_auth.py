@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from offbeat.services.control.auth import WRONG_AT_ONCE, Bucket
+from offbeat.services.control.auth import WRONG_AT_ONCE, TokenBucket
 from tests.services.control.api_world import ApiWorld, api_world, code
 
 
@@ -44,7 +44,7 @@ async def test_who_guesses_tokens_gets_one_answer_a_second_and_nobody_else_waits
 
 def test_a_bucket_lets_its_burst_through_and_then_its_rate():
     now = 0.0
-    bucket = Bucket(2.0, 3, clock=lambda: now)
+    bucket = TokenBucket(2.0, 3, clock=lambda: now)
     assert [bucket.take() for _ in range(3)] == [0.0] * 3
     assert bucket.take() == 0.5
     now = 0.5

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from offbeat.services.control.client import ControlRefusedError
-from offbeat.services.control.run import RunState, Wanted
+from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.keys import RunKeys
 from tests.services.control.api_world import (
     MOST_WORKERS,
@@ -31,14 +31,14 @@ async def test_stopping_says_what_is_wanted(api: ApiWorld, now: bool, wanted: st
 
 async def test_stopping_a_run_that_is_over_changes_nothing(api: ApiWorld):
     await api.start("a", RunState.FINISHED)
-    assert (await api.client.stop("a")).wanted is Wanted.RUNNING
+    assert (await api.client.stop("a")).wanted is DesiredState.RUNNING
 
 
 async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
     await api.start("a")
-    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
-    assert (await api.client.pause("a")).wanted is Wanted.PAUSED
-    assert (await api.client.resume("a")).wanted is Wanted.RUNNING
+    assert (await api.client.pause("a")).wanted is DesiredState.PAUSED
+    assert (await api.client.pause("a")).wanted is DesiredState.PAUSED
+    assert (await api.client.resume("a")).wanted is DesiredState.RUNNING
     await api.client.stop("a")
     for command in (api.client.pause, api.client.resume):
         with pytest.raises(ControlRefusedError, match="'a' is ending") as caught:

@@ -13,7 +13,7 @@ import uvicorn
 from offbeat.services.control.client import ControlClient, ControlRefusedError, Message, messages
 from offbeat.services.control.events import Position
 from offbeat.services.control.routes import MAX_WATCHERS
-from offbeat.services.control.run import RunState, Wanted
+from offbeat.services.control.run import DesiredState, RunState
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.control.api_world import ApiWorld, api_world, code
@@ -115,7 +115,7 @@ async def test_a_watcher_that_comes_back_misses_nothing_and_sees_nothing_twice(a
             await step(api, i)
             await read_on(len(seen) + 2 if i == 0 else len(seen) + 1)
             if i == 3:
-                await api.store.want("a", Wanted.PAUSED)
+                await api.store.want("a", DesiredState.PAUSED)
                 await read_on(len(seen) + 1)
     assert [json.loads(m.data)["step"] for m in seen if m.event == "metrics"] == list(range(6))
     assert len({m.id for m in seen}) == len(seen)

@@ -15,14 +15,14 @@ from offbeat.services.buffer.api import (
     WorkerState,
 )
 from offbeat.services.control.explain import (
-    Link,
-    Picture,
+    Cause,
+    RunSnapshot,
     chain,
     sentence,
 )
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import LearnerReport, RunRecord, RunState
-from offbeat.services.weights.replica_reports import Fetching, ReplicaLoad, ReplicaReport
+from offbeat.services.weights.replica_reports import FetchState, ReplicaLoad, ReplicaReport
 from tests.services.control.control_fakes import SETTINGS
 
 NOW = 1000.0
@@ -47,7 +47,7 @@ def report(groups: Mapping[str, Any], at: float = NOW - 0.2, **evaluations: Any)
     return {"at": at, "groups": groups, "evaluations": evaluations}
 
 
-def picture(state: RunState = RunState.RUNNING, **changes: Any) -> Picture:
+def picture(state: RunState = RunState.RUNNING, **changes: Any) -> RunSnapshot:
     """A learner that waits for groups of step 13, with two groups being played and one replica that samples."""
     values: dict[str, Any] = {
         "now": NOW,
@@ -63,10 +63,10 @@ def picture(state: RunState = RunState.RUNNING, **changes: Any) -> Picture:
         "replicas": {"r0": ReplicaReport(12, NOW - 0.3, ReplicaLoad(running=9))},
         "version": 12,
     }
-    return Picture(**(values | changes))
+    return RunSnapshot(**(values | changes))
 
 
-def told(links: Sequence[Link]) -> list[tuple[str, str, str | None]]:
+def told(links: Sequence[Cause]) -> list[tuple[str, str, str | None]]:
     return [(link.who, link.state, link.waits_for) for link in links]
 
 
@@ -109,7 +109,7 @@ def test_generation_tells_what_it_is_at(replicas: dict[str, ReplicaReport], ends
 
 @pytest.mark.parametrize(("version", "serves"), [(11, "version 11"), (-1, "nothing yet")])
 def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(version: int, serves: str):
-    hangs = ReplicaReport(version, NOW - 0.3, ReplicaLoad(7), fetching=Fetching(12, NOW - 95.0, "fs:/nfs/weights"))
+    hangs = ReplicaReport(version, NOW - 0.3, ReplicaLoad(7), fetching=FetchState(12, NOW - 95.0, "fs:/nfs/weights"))
     told_of = f"; but replica r0 serves {serves} and has been fetching version 12 for 95 s from fs:/nfs/weights: "
     told_of += "the share may hang"
     assert sentence(chain(picture(replicas={"r0": hangs}))).endswith(f"{told_of}.")
@@ -121,8 +121,8 @@ def test_a_replica_whose_share_hangs_is_told_of_though_it_goes_on_sampling(versi
 @pytest.mark.parametrize(
     "calm",
     [
-        ReplicaReport(11, NOW - 0.3, fetching=Fetching(12, NOW - 3.0, "fs:/nfs/weights")),
-        ReplicaReport(11, NOW - 60, fetching=Fetching(12, NOW - 95.0, "fs:/nfs/weights")),
+        ReplicaReport(11, NOW - 0.3, fetching=FetchState(12, NOW - 3.0, "fs:/nfs/weights")),
+        ReplicaReport(11, NOW - 60, fetching=FetchState(12, NOW - 95.0, "fs:/nfs/weights")),
     ],
     ids=["it has only begun", "it has been silent since"],
 )

@@ -9,10 +9,10 @@ from redis.exceptions import ConnectionError
 from offbeat.services.control.interfaces import Health
 from offbeat.services.control.reconciler import Reconciler, RestartPolicy
 from offbeat.services.control.run import (
+    DesiredState,
     RunRecord,
     RunSpec,
     RunState,
-    Wanted,
 )
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import RetryableError
@@ -200,7 +200,7 @@ async def test_a_graceful_stop_drains_and_stops_the_learner_before_the_others(
 ):
     await look_until(reconciler, RunState.RUNNING)
     mesh["learner"].stops_at_once = False
-    await store.want("lake", Wanted.STOPPED)
+    await store.want("lake", DesiredState.STOPPED)
     await look_until(reconciler, RunState.DRAINING, looks=4)
     assert mesh.drained > 0
     assert set(mesh["learner"].stops) == {False}
@@ -215,7 +215,7 @@ async def test_a_graceful_stop_that_takes_too_long_goes_on_without_grace(
 ):
     await look_until(reconciler, RunState.RUNNING)
     mesh["learner"].stops_at_once = False
-    await store.want("lake", Wanted.STOPPED)
+    await store.want("lake", DesiredState.STOPPED)
     await look_until(reconciler, RunState.DRAINING, looks=3)
     clock.now += RestartPolicy().drain_timeout_s + 1
     await look_until(reconciler, RunState.STOPPED)
@@ -226,7 +226,7 @@ async def test_a_graceful_stop_that_takes_too_long_goes_on_without_grace(
 async def test_stopping_now_works_from_any_state(reconciler: Reconciler, mesh: FakeMesh, store: RunStore, looks: int):
     for _ in range(looks):
         await reconciler.look("lake")
-    await store.want("lake", Wanted.KILLED)
+    await store.want("lake", DesiredState.KILLED)
     await look_until(reconciler, RunState.STOPPED)
     assert all(component.health is Health.ABSENT for component in mesh.components)
 
@@ -236,14 +236,14 @@ async def test_a_paused_run_keeps_all_its_processes_and_goes_on_when_it_is_resum
 ):
     await look_until(reconciler, RunState.RUNNING)
     running_at = (await store.load("lake")).running_at
-    await store.want("lake", Wanted.PAUSED)
+    await store.want("lake", DesiredState.PAUSED)
     assert await reconciler.look("lake") is RunState.PAUSED
     assert mesh.steered[-1] == (SETTINGS, True)
     mesh["env-workers"].die()
     assert await reconciler.look("lake") is RunState.PAUSED
     assert mesh["env-workers"].health is Health.READY, "what dies meanwhile is replaced"
     clock.now += 10
-    await store.want("lake", Wanted.RUNNING)
+    await store.want("lake", DesiredState.RUNNING)
     assert await reconciler.look("lake") is RunState.RUNNING
     assert mesh.steered[-1] == (SETTINGS, False)
     assert (await store.load("lake")).running_at == running_at
@@ -251,16 +251,16 @@ async def test_a_paused_run_keeps_all_its_processes_and_goes_on_when_it_is_resum
 
 
 async def test_a_run_paused_before_it_runs_comes_up_paused(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
-    await store.want("lake", Wanted.PAUSED)
+    await store.want("lake", DesiredState.PAUSED)
     assert await reconciler.look("lake") is RunState.STARTING
     assert await reconciler.look("lake") is RunState.PAUSED
     assert {paused for _, paused in mesh.steered} == {True}
 
 
 async def test_a_paused_run_can_be_stopped(reconciler: Reconciler, store: RunStore):
-    await store.want("lake", Wanted.PAUSED)
+    await store.want("lake", DesiredState.PAUSED)
     await look_until(reconciler, RunState.PAUSED)
-    await store.want("lake", Wanted.STOPPED)
+    await store.want("lake", DesiredState.STOPPED)
     await look_until(reconciler, RunState.STOPPED)
 
 
@@ -317,7 +317,7 @@ async def test_the_loop_looks_after_every_run_and_at_once_when_woken(redis: Redi
 
     await wait_until(states(RunState.RUNNING))
     for run_id in meshes:
-        await store.want(run_id, Wanted.KILLED)
+        await store.want(run_id, DesiredState.KILLED)
     reconciler.wake()
     await wait_until(states(RunState.STOPPED))
     task.cancel()
@@ -359,7 +359,7 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     looking = asyncio.create_task(reconciler.run())
     await wait_until(lambda: looked.count("lake") > 5)
     assert [run_id for run_id, _ in reconciler._meshes] == ["lake"]
-    await store.want("lake", Wanted.KILLED)
+    await store.want("lake", DesiredState.KILLED)
     await wait_until(lambda: not reconciler._meshes)
     assert "over" not in looked
     looking.cancel()
@@ -410,7 +410,7 @@ async def test_that_redis_refuses_writes_is_told_for_as_long_as_it_does_also_of_
     running = asyncio.create_task(reconciler.run())
     try:
         await wait_until(lambda: mesh["learner"].starts == 1)
-        await store.want("lake", Wanted.STOPPED)
+        await store.want("lake", DesiredState.STOPPED)
         await wait_until(lambda: mesh["learner"].stops != [])
         await redis.config_set("maxmemory", "1")
         await wait_until(lambda: reconciler.redis_trouble.startswith("Redis refuses writes: OOM "))

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from offbeat.deploy.cluster.run_factory import Wiring
+from offbeat.deploy.cluster.run_factory import MeshRunFactory
 from offbeat.services.control.api import create_api
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
@@ -38,7 +38,7 @@ trees = st.recursive(
 def http(redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TestClient]:
     monkeypatch.chdir(tmp_path)
     redis = Redis.from_url(redis_url)
-    service = ControlService(RunStore(redis), Wiring(redis, redis_url, tmp_path), wake=lambda: None)
+    service = ControlService(RunStore(redis), MeshRunFactory(redis, redis_url, tmp_path), wake=lambda: None)
     with TestClient(create_api(service), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client
         client.portal.call(redis.aclose)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from redis.asyncio import Redis
 
-from offbeat.deploy.cluster.run_factory import Wiring
+from offbeat.deploy.cluster.run_factory import MeshRunFactory
 from offbeat.services.control import auth
 from offbeat.services.control.api import create_api
 from offbeat.services.control.auth import Tokens
@@ -38,7 +38,7 @@ def http(redis_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(auth, "CALLS_PER_S", 1e9)
     redis = Redis.from_url(redis_url)
-    service = ControlService(RunStore(redis), Wiring(redis, redis_url, tmp_path), wake=lambda: None)
+    service = ControlService(RunStore(redis), MeshRunFactory(redis, redis_url, tmp_path), wake=lambda: None)
     api = create_api(service, tokens=Tokens("secret"))
     headers = {"Authorization": "Bearer secret"}
     with TestClient(api, base_url="http://127.0.0.1", raise_server_exceptions=False, headers=headers) as client:

@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import (
     BusyError,
+    DesiredState,
     ForeignRecordError,
     RunExistsError,
     RunRecord,
@@ -16,7 +17,6 @@ from offbeat.services.control.run import (
     RunState,
     RunStateError,
     UnknownRunError,
-    Wanted,
 )
 from offbeat.services.control.store import EPOCH_KEPT_S, ORPHANED_AFTER_S, RunStore
 from offbeat.services.keys import RunKeys
@@ -52,7 +52,7 @@ def test_every_field_survives_redis():
         "/x",
         7,
         SETTINGS,
-        Wanted.KILLED,
+        DesiredState.KILLED,
         RunState.DRAINING,
         RunState.FAILED,
         "why",
@@ -131,12 +131,17 @@ async def test_a_run_that_is_over_is_forgotten_by_the_next_of_its_name_but_for_i
 
 async def test_a_resumed_run_keeps_what_it_left_in_redis(store: RunStore):
     first, _ = await store.create(SPEC)
-    await store.update("lake", state=RunState.STOPPED, error="why", wanted=Wanted.KILLED)
+    await store.update("lake", state=RunState.STOPPED, error="why", wanted=DesiredState.KILLED)
     await store.redis.set(RunKeys("lake").epoch, 5)
     clock_of(store).now += 5
     record, _ = await store.create(replace(OTHER, resume=True))
     assert await store.redis.get(RunKeys("lake").epoch) == b"5"
-    assert (record.attempt, record.state, record.wanted, record.error) == (2, RunState.PREPARING, Wanted.RUNNING, "")
+    assert (record.attempt, record.state, record.wanted, record.error) == (
+        2,
+        RunState.PREPARING,
+        DesiredState.RUNNING,
+        "",
+    )
     assert record.created_at == first.created_at
     assert await store.load("lake") == record
 
@@ -144,8 +149,8 @@ async def test_a_resumed_run_keeps_what_it_left_in_redis(store: RunStore):
 async def test_a_run_that_is_over_stays_as_it_was_wanted(store: RunStore):
     await store.create(SPEC)
     await store.update("lake", state=RunState.FINISHED)
-    await store.want("lake", Wanted.KILLED)
-    assert (await store.load("lake")).wanted is Wanted.RUNNING
+    await store.want("lake", DesiredState.KILLED)
+    assert (await store.load("lake")).wanted is DesiredState.RUNNING
 
 
 async def test_an_unknown_run_is_named(store: RunStore):
@@ -198,19 +203,19 @@ async def test_of_two_runs_that_claim_the_same_at_once_one_gets_it(store: RunSto
 
 async def test_a_run_that_ends_or_is_over_neither_pauses_nor_goes_on_nor_changes(store: RunStore):
     await store.create(SPEC)
-    await store.want("lake", Wanted.PAUSED)
-    assert (await store.want("lake", Wanted.RUNNING)).wanted is Wanted.RUNNING
-    await store.want("lake", Wanted.STOPPED)
-    for wanted in (Wanted.PAUSED, Wanted.RUNNING):
+    await store.want("lake", DesiredState.PAUSED)
+    assert (await store.want("lake", DesiredState.RUNNING)).wanted is DesiredState.RUNNING
+    await store.want("lake", DesiredState.STOPPED)
+    for wanted in (DesiredState.PAUSED, DesiredState.RUNNING):
         with pytest.raises(RunStateError, match="'lake' is ending"):
             await store.want("lake", wanted)
     with pytest.raises(RunStateError, match="'lake' is ending"):
         await store.change("lake", {"temperature": 0.5})
-    await store.want("lake", Wanted.KILLED)
-    assert (await store.want("lake", Wanted.STOPPED)).wanted is Wanted.KILLED
+    await store.want("lake", DesiredState.KILLED)
+    assert (await store.want("lake", DesiredState.STOPPED)).wanted is DesiredState.KILLED
     await store.update("lake", state=RunState.STOPPED)
     with pytest.raises(RunStateError, match="'lake' is stopped: it can't pause"):
-        await store.want("lake", Wanted.PAUSED)
+        await store.want("lake", DesiredState.PAUSED)
 
 
 async def test_a_resumed_run_keeps_changed_settings_but_for_those_that_its_configuration_now_has_otherwise(
@@ -229,8 +234,8 @@ async def test_a_resumed_run_keeps_changed_settings_but_for_those_that_its_confi
 
 async def test_history_tells_what_was_commanded_and_what_became_of_it(store: RunStore):
     await store.create(SPEC)
-    await store.want("lake", Wanted.PAUSED)
-    await store.want("lake", Wanted.PAUSED)
+    await store.want("lake", DesiredState.PAUSED)
+    await store.want("lake", DesiredState.PAUSED)
     await store.update("lake", state=RunState.PAUSED)
     await store.change("lake", {"temperature": 0.5})
     entries = await store.redis.xrange(RunKeys("lake").history)

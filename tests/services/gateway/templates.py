@@ -7,7 +7,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from offbeat.services.chat.template import ChatTemplate
-from offbeat.services.gateway.session import Bounds, EpisodeSession
+from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 from offbeat.services.messages.types import Completion, FinishReason, VersionSpan
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -124,5 +124,5 @@ class Scripted:
 
 def session_of(policy: Scripted, **bounds: int) -> EpisodeSession:
     return EpisodeSession(
-        policy.template, policy, Bounds(**{"sequence_length": 100_000, "max_new_tokens": 1000, **bounds})
+        policy.template, policy, SessionLimits(**{"sequence_length": 100_000, "max_new_tokens": 1000, **bounds})
     )

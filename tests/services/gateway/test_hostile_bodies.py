@@ -9,7 +9,7 @@ from offbeat.services.chat.messages import ChatMessage
 from offbeat.services.gateway.anthropic_messages import read_messages
 from offbeat.services.gateway.openai_chat import read_chat, read_completion
 from offbeat.services.gateway.openai_responses import read_responses
-from offbeat.services.gateway.session import Ask, RefusedError
+from offbeat.services.gateway.session import InvalidCallError, ModelRequest
 from offbeat.services.messages.codec import decode_requests, encode_requests
 from offbeat.services.messages.types import GenerateRequest, Sampling
 
@@ -30,7 +30,7 @@ Part = st.dictionaries(
 Nested = st.dictionaries(st.sampled_from(PART_KEYS), Json | Part | st.lists(Part, max_size=2), max_size=6)
 Body = st.dictionaries(st.sampled_from(KEYS), Json | Nested | st.lists(Nested | Json, max_size=3), max_size=8)
 
-READERS: dict[str, Callable[[dict[str, Any]], Ask]] = {
+READERS: dict[str, Callable[[dict[str, Any]], ModelRequest]] = {
     "chat": read_chat,
     "completion": read_completion,
     "responses": lambda body: read_responses(body, (ChatMessage("user", "before"),)),
@@ -44,7 +44,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Ask]] = {
 def test_whatever_a_body_holds_it_is_read_or_refused(reader: str, body: dict[str, Any]):
     try:
         ask = READERS[reader](body)
-    except RefusedError:
+    except InvalidCallError:
         return
     assert all(isinstance(message.content, str) for message in ask.messages)
     assert all(isinstance(tool, dict) for tool in ask.tools)
@@ -57,5 +57,5 @@ def test_a_token_id_that_can_not_travel_is_refused_before_it_fails_the_turns_of_
         request = GenerateRequest("r", read_completion(body).prompt, Sampling())  # type: ignore[arg-type]
         assert decode_requests(encode_requests([request]))[0].prompt == (5, last)
         return
-    with pytest.raises(RefusedError, match="list of token ids"):
+    with pytest.raises(InvalidCallError, match="list of token ids"):
         read_completion(body)

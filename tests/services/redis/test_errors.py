@@ -19,8 +19,8 @@ from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
 from offbeat.services.errors import BufferError, RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect, connect_async
-from offbeat.services.redis.errors import RefusesWritesError, complaint
-from offbeat.services.retry import patiently
+from offbeat.services.redis.errors import RedisReadOnlyError, complaint
+from offbeat.services.retry import retry_until_answered
 from tests.conftest import free_port, redis_server_binary
 from tests.services.buffer.buffer_play import RUN
 from tests.waiting import wait_until, wait_until_sync
@@ -82,7 +82,7 @@ def test_a_command_that_is_refused_is_retryable_and_says_why_and_what_to_do(redi
             lambda: client.pipeline().set("key", "value").execute(),
             lambda: client.pipeline(transaction=False).get("key").set("key", "value").execute(raise_on_error=False),
         ):
-            with pytest.raises(RefusesWritesError, match=r"^Redis refuses writes: [A-Z]+ .*\(.+\)$") as refused:
+            with pytest.raises(RedisReadOnlyError, match=r"^Redis refuses writes: [A-Z]+ .*\(.+\)$") as refused:
                 write()
             assert complaint(refused.value) == str(refused.value)
         with pytest.raises(RetryableError, match=r"^Redis refuses writes: "):
@@ -116,7 +116,7 @@ async def test_calls_that_travel_together_are_each_told_and_each_go_through_when
     worker = AsyncRolloutBuffer(client, RUN)
     told = await asyncio.gather(*(worker.heartbeat("w") for _ in range(5)), return_exceptions=True)
     assert [type(each) for each in told] == [RetryableError] * 5
-    calls = [asyncio.create_task(patiently(lambda: worker.claim("w", 1))) for _ in range(3)]
+    calls = [asyncio.create_task(retry_until_answered(lambda: worker.claim("w", 1))) for _ in range(3)]
     await asyncio.sleep(0)
     refusing(False)
     assert all(len(tasks) == 1 for tasks in await asyncio.gather(*calls))
@@ -127,7 +127,7 @@ def test_a_refusal_leaves_the_connection_and_other_errors_are_no_refusals(redis_
     with connect(redis_url, patience_s=0.1) as client:
         before = client.client_id()
         full(True)
-        with pytest.raises(RefusesWritesError):
+        with pytest.raises(RedisReadOnlyError):
             client.set("key", "value")
         assert client.client_id() == before
         full(False)
@@ -150,7 +150,7 @@ async def test_a_transaction_that_is_refused_is_not_repeated_without_its_watch(
         pipe.multi()
         pipe.set("key", "mine")
         began = time.monotonic()
-        with pytest.raises(RefusesWritesError, match=r"^Redis refuses writes: [A-Z]+ [^(]*\([^(]+\)$"):
+        with pytest.raises(RedisReadOnlyError, match=r"^Redis refuses writes: [A-Z]+ [^(]*\([^(]+\)$"):
             await pipe.execute()
         assert time.monotonic() - began < 10.0
     await client.aclose()
@@ -190,7 +190,7 @@ def test_a_client_that_is_told_to_goes_on_beyond_its_patience_until_it_is_told_n
         assert client.set("key", "value")
         assert len(asked) >= 3
         full(True)
-        with connect(redis_url, patience_s=0.05, goes_on=lambda _: False) as other, pytest.raises(RefusesWritesError):
+        with connect(redis_url, patience_s=0.05, goes_on=lambda _: False) as other, pytest.raises(RedisReadOnlyError):
             other.set("key", "value")
 
 
@@ -240,7 +240,7 @@ def test_a_full_disk_is_waited_out_and_what_was_written_before_is_kept(small_dis
                 return str(error).startswith("MISCONF")
 
         wait_until_sync(refused)
-        with pytest.raises(RefusesWritesError, match=r"^Redis refuses writes: MISCONF .*No space left.*make room"):
+        with pytest.raises(RedisReadOnlyError, match=r"^Redis refuses writes: MISCONF .*No space left.*make room"):
             client.set("after", "refused")
         with pytest.raises(RetryableError, match=r"^Redis refuses writes: MISCONF"):
             RedisLearnerBuffer(client, RUN, 1).teach("state")

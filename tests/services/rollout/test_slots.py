@@ -2,35 +2,35 @@ import asyncio
 
 import pytest
 
-from offbeat.services.rollout.slots import Place, Places
+from offbeat.services.rollout.slots import Slot, SlotPool
 from tests.waiting import wait_until
 
 LONG_S = 30.0
 """What nobody waits for in these tests."""
 
 
-async def departed(*places: Place) -> list["asyncio.Task[None]"]:
+async def departed(*places: Slot) -> list["asyncio.Task[None]"]:
     """Each place's episode is finished, and waits to leave."""
-    leaving = [asyncio.create_task(place.depart()) for place in places]
+    leaving = [asyncio.create_task(place.finish_and_wait_for_flush()) for place in places]
     await asyncio.sleep(0)
     return leaving
 
 
 async def test_what_is_finished_first_leaves_at_once_and_frees_its_place():
-    places = Places(3, gather_s=LONG_S)
+    places = SlotPool(3, gather_s=LONG_S)
     playing = [places.take() for _ in range(3)]
     assert places.num_free == 0
     async with asyncio.timeout(LONG_S / 2):
-        await playing[0].depart()
+        await playing[0].finish_and_wait_for_flush()
         await places.freed()
     assert places.num_free == 1
 
 
 async def test_those_that_finish_in_one_round_of_the_loop_leave_together_and_before_their_places_are_claimed_for():
-    places, order = Places(3, gather_s=LONG_S), list[str]()
+    places, order = SlotPool(3, gather_s=LONG_S), list[str]()
 
-    async def play(name: str, place: Place) -> None:
-        await place.depart()
+    async def play(name: str, place: Slot) -> None:
+        await place.finish_and_wait_for_flush()
         order.append(name)
 
     async def claim() -> None:
@@ -46,9 +46,9 @@ async def test_those_that_finish_in_one_round_of_the_loop_leave_together_and_bef
 
 
 async def test_what_finishes_soon_after_a_departure_waits_for_company_as_long_as_somebody_plays():
-    places = Places(4, gather_s=LONG_S)
+    places = SlotPool(4, gather_s=LONG_S)
     playing = [places.take() for _ in range(4)]
-    await playing[0].depart()
+    await playing[0].finish_and_wait_for_flush()
     leaving = await departed(*playing[1:3])
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -61,32 +61,32 @@ async def test_what_finishes_soon_after_a_departure_waits_for_company_as_long_as
 
 
 async def test_a_departure_is_as_long_after_the_last_as_it_should_be():
-    places = Places(3, gather_s=0.2)
+    places = SlotPool(3, gather_s=0.2)
     playing = [places.take() for _ in range(3)]
     loop = asyncio.get_running_loop()
-    await playing[0].depart()
+    await playing[0].finish_and_wait_for_flush()
     began = loop.time()
-    await playing[1].depart()
+    await playing[1].finish_and_wait_for_flush()
     assert loop.time() - began >= 0.19  # the loop's clock ticks in milliseconds
 
 
 async def test_an_episode_that_ends_without_a_trajectory_frees_its_place_once():
-    places = Places(2, gather_s=0.0)
+    places = SlotPool(2, gather_s=0.0)
     failed, finished = places.take(), places.take()
     failed.leave()
     failed.leave()
     await places.freed()
     assert places.num_free == 1
-    await finished.depart()
+    await finished.finish_and_wait_for_flush()
     finished.leave()
     await places.freed()
     assert places.num_free == 2
 
 
 async def test_an_episode_that_is_cancelled_while_it_waits_to_leave_keeps_nobody():
-    places = Places(3, gather_s=LONG_S)
+    places = SlotPool(3, gather_s=LONG_S)
     first, second, third = (places.take() for _ in range(3))
-    await first.depart()
+    await first.finish_and_wait_for_flush()
     cancelled, other = await departed(second, third)
     cancelled.cancel()
     second.leave()
@@ -96,10 +96,10 @@ async def test_an_episode_that_is_cancelled_while_it_waits_to_leave_keeps_nobody
 
 
 async def test_more_episodes_than_places_leave_none_free():
-    places = Places(1)
+    places = SlotPool(1)
     given = [places.take() for _ in range(3)]
     assert places.num_free == 0
-    await asyncio.gather(*(place.depart() for place in given[:2]))
+    await asyncio.gather(*(place.finish_and_wait_for_flush() for place in given[:2]))
     assert places.num_free == 0
     given[2].leave()
     assert places.num_free == 1

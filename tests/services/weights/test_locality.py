@@ -12,12 +12,12 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.errors import WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.locality import check_reach, this_place
+from offbeat.services.weights.locality import check_reach, this_locality
 from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 
 RUN = "run"
-ELSEWHERE = replace(this_place(), host="other-host", memory="other-boot:26")
+ELSEWHERE = replace(this_locality(), host="other-host", memory="other-boot:26")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ async def test_a_replica_reports_where_it_runs_and_a_learner_beside_it_is_fine(r
     async with AsyncRedis.from_url(redis_url) as client:
         await RedisWeightSubscriber(client, RUN, WeightsConfig(), tmp_path).report("r", 3)
     check_reach(redis, RUN, WeightsConfig())
-    assert json.loads(redis.hget(RunKeys(RUN).served, "r"))["memory"] == this_place().memory != ""
+    assert json.loads(redis.hget(RunKeys(RUN).served, "r"))["memory"] == this_locality().memory != ""
     with pytest.raises(WeightsError, match=r"replica r samples on .*, this learner runs on other-host: .*transport=fs"):
         check_reach(redis, RUN, WeightsConfig(), ELSEWHERE)
 

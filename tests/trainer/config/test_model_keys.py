@@ -15,7 +15,7 @@ from offbeat.trainer.config.learner import (
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.policy import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group
 from tests.trainer.config.key_effects import Change
 from tests.trainer.data.test_prefix_groups import ragged
@@ -67,7 +67,7 @@ def made(folder: Path, args: dict[str, Any]) -> dict[str, Any]:
     config = LearnerConfig.model_validate({"actor_train": training})
     policy = load_policy(folder, config.actor_train.model_args, seed=1)
     model: Any = policy.model
-    batches = BatchTrainer(config, Models(PlainEngine(policy)), Ranks(0, 0, 1, torch.device("cpu")))
+    batches = BatchTrainer(config, StepModels(PlainEngine(policy)), Ranks(0, 0, 1, torch.device("cpu")))
     gauges = batches.train(ragged(), 0)
     return {
         "trained": {name: each.shape for name, each in policy.named_parameters() if each.requires_grad},
@@ -85,7 +85,7 @@ def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
     config = LearnerConfig.model_validate({"adv_estimator": "gae", "critic": critic, "actor_train": training})
     policy = load_policy(folder, ModelArgs(), seed=1, value_head=config.has_value_head)
     own = load_critic(folder, ModelArgs(), seed=1) if config.has_own_critic else None
-    models = Models(PlainEngine(policy), None if own is None else PlainEngine(own))
+    models = StepModels(PlainEngine(policy), None if own is None else PlainEngine(own))
     batches = BatchTrainer(config, models, Ranks(0, 0, 1, torch.device("cpu")))
     for step in range(2):
         batches.train([make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(2)], step)

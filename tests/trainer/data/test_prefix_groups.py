@@ -38,7 +38,7 @@ from offbeat.trainer.models.policy import (
     load_policy,
 )
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine
 
 WORDS = 11
@@ -200,7 +200,7 @@ def test_a_step_trains_the_same_weights(told: dict[str, Any], folder: Path) -> N
         policy = PlainEngine(load_policy(folder, args, seed=1))
         critic = PlainEngine(load_critic(folder, args, seed=1)) if config.adv_estimator == "gae" else None
         reference = FrozenModel(load_policy(folder, args, seed=2), ALONE) if config.needs_reference else None
-        seen = BatchTrainer(config, Models(policy, critic, reference), ALONE).train(ragged(), 0)
+        seen = BatchTrainer(config, StepModels(policy, critic, reference), ALONE).train(ragged(), 0)
         gauges.append({name: each.value for name, each in seen.items()})
         ends.append([tensor for _, tensor in policy.tensors()])
     for plain, shared in zip(*ends, strict=True):

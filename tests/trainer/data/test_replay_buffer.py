@@ -16,19 +16,19 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.data.batch import pack
-from offbeat.trainer.data.replay_buffer import Again, Replay
+from offbeat.trainer.data.replay_buffer import ReplayBuffer, ReplayedGroups
 from offbeat.trainer.losses.policy_loss import policy_loss
-from offbeat.trainer.losses.targets import prepare, weighted
+from offbeat.trainer.losses.targets import apply_group_weights, build_targets
 from tests.fakes import make_group
 from tests.trainer.outcome import inputs_of, rich_groups
 
 PER_STEP = 4
 
 
-def replayed(steps: int, *, per_step: int = PER_STEP, staleness: float = math.inf, **told: Any) -> list[Again]:
+def replayed(steps: int, *, per_step: int = PER_STEP, staleness: float = math.inf, **told: Any) -> list[ReplayedGroups]:
     """What joined each step's batch when `per_step` new groups, sampled by the newest weights, came in each."""
-    replay = Replay(ReplayConfig(**told), per_step, seed=7)
-    joined: list[Again] = []
+    replay = ReplayBuffer(ReplayConfig(**told), per_step, seed=7)
+    joined: list[ReplayedGroups] = []
     for step in range(steps):
         again = replay.choose(step, staleness)
         assert again == replay.choose(step, staleness)
@@ -41,12 +41,12 @@ def fresh(step: int, per_step: int = PER_STEP) -> list[Group]:
     return [make_group(step * per_step + i, rewards=(0.0, 1.0 + i), version=step) for i in range(per_step)]
 
 
-def numbers(again: Again) -> list[int]:
+def numbers(again: ReplayedGroups) -> list[int]:
     return [group.number for group in again.groups]
 
 
 def test_nothing_joins_unless_it_is_asked_for() -> None:
-    assert replayed(5) == [Again()] * 5
+    assert replayed(5) == [ReplayedGroups()] * 5
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,27 +97,29 @@ def test_the_table_has_its_own_bound_on_age() -> None:
 
 def test_groups_whose_rewards_differ_more_are_drawn_more_often_and_weigh_less() -> None:
     told = {"samples_per_insert": 1.25, "max_times_sampled": 10**6, "max_size": PER_STEP, "sampler": "prioritized"}
-    replay = Replay(ReplayConfig(**told, priority_exponent=1.0, importance_sampling_exponent=1.0), PER_STEP, seed=3)
-    replay.trained(fresh(0), Again())
+    replay = ReplayBuffer(
+        ReplayConfig(**told, priority_exponent=1.0, importance_sampling_exponent=1.0), PER_STEP, seed=3
+    )
+    replay.trained(fresh(0), ReplayedGroups())
     counts = [0] * PER_STEP
     for step in range(4000):
         (number,) = numbers(replay.choose(step, math.inf))
         counts[number] += 1
     assert [count / 4000 for count in counts] == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
-    everything = Replay(ReplayConfig(**told | {"samples_per_insert": 2.0}, priority_exponent=1.0,
+    everything = ReplayBuffer(ReplayConfig(**told | {"samples_per_insert": 2.0}, priority_exponent=1.0,
                                      importance_sampling_exponent=1.0), PER_STEP, seed=3)  # fmt: skip
-    everything.trained(fresh(0), Again())
+    everything.trained(fresh(0), ReplayedGroups())
     assert everything.choose(1, math.inf).weights == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4], rel=1e-4)
-    flat = Replay(
+    flat = ReplayBuffer(
         ReplayConfig(**told | {"samples_per_insert": 2.0}, importance_sampling_exponent=0.0), PER_STEP, seed=3
     )
-    flat.trained(fresh(0), Again())
+    flat.trained(fresh(0), ReplayedGroups())
     assert flat.choose(1, math.inf).weights == (1.0,) * PER_STEP
 
 
 def test_what_is_kept_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     config = ReplayConfig(samples_per_insert=2.0, max_times_sampled=3)
-    one, two = Replay(config, PER_STEP, seed=7), Replay(config, PER_STEP, seed=7)
+    one, two = ReplayBuffer(config, PER_STEP, seed=7), ReplayBuffer(config, PER_STEP, seed=7)
     for step in range(3):
         one.trained(fresh(step), one.choose(step, math.inf))
     one.save(tmp_path)
@@ -137,7 +139,7 @@ def test_what_is_kept_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
 def test_a_groups_weight_multiplies_its_policy_loss_alone() -> None:
     config = AlgorithmConfig(entropy_loss_coef=0.1)
     batch = pack(rich_groups())
-    targets = prepare(batch, config, **inputs_of(batch, config))
+    targets = build_targets(batch, config, **inputs_of(batch, config))
     weights = [0.5, 1.0, 0.25, 1.0, 1.0, 2.0]
 
     def gradient(which: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,11 +149,11 @@ def test_a_groups_weight_multiplies_its_policy_loss_alone() -> None:
         policy, of_entropy = torch.autograd.grad(loss, [logprobs, entropy])
         return policy, of_entropy
 
-    plain, heavy = gradient(targets), gradient(weighted(targets, batch, weights))
+    plain, heavy = gradient(targets), gradient(apply_group_weights(targets, batch, weights))
     of_token = torch.tensor([weights[int(batch.group[t])] for t in batch.trajectory.tolist()])
     torch.testing.assert_close(heavy[0], plain[0] * of_token)
     assert torch.equal(heavy[1], plain[1])
-    assert weighted(targets, batch, [1.0] * 6) is targets
+    assert apply_group_weights(targets, batch, [1.0] * 6) is targets
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from offbeat.services.messages.types import Group, StopReason
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.checks.algorithm import algorithm_complaints
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.data.batch import pack
-from offbeat.trainer.data.reward_shaping import shaped
+from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import (
     carries_signal,
     episode_weights,
+    masked_counts,
     most_varied,
-    silent_part,
     trained_episodes,
 )
 from tests.trainer.outcome import outcome
@@ -42,17 +42,17 @@ def test_the_most_varied_groups_stay_in_the_order_in_which_they_came():
     assert chosen(0.2) == [2]  # of equals the earlier
     assert chosen(0.01) == [2]
     assert chosen(1.0) == [0, 1, 2, 3, 4]
-    assert most_varied([], 0.5, Silent(8, 4, 2)) == ([], Silent(8, 4, 2))
+    assert most_varied([], 0.5, MaskedCounts(8, 4, 2)) == ([], MaskedCounts(8, 4, 2))
 
 
 def test_the_share_is_of_all_groups_of_a_step_and_masked_ones_are_chosen_last():
     groups = [of_rewards(n, 0, 1 + n) for n in range(4)]
-    masked = silent_part([of_rewards(9 + n, 1, 1, 1) for n in range(4)], AlgorithmConfig())
-    assert masked == Silent(tokens=24, sequences=12, groups=4)
+    masked = masked_counts([of_rewards(9 + n, 1, 1, 1) for n in range(4)], AlgorithmConfig())
+    assert masked == MaskedCounts(tokens=24, sequences=12, groups=4)
     for ratio, numbers, counted in (
-        (0.25, [2, 3], Silent()),
-        (0.5, [0, 1, 2, 3], Silent()),
-        (0.75, [0, 1, 2, 3], Silent(12, 6, 2)),
+        (0.25, [2, 3], MaskedCounts()),
+        (0.5, [0, 1, 2, 3], MaskedCounts()),
+        (0.75, [0, 1, 2, 3], MaskedCounts(12, 6, 2)),
         (1.0, [0, 1, 2, 3], masked),
     ):
         chosen, silent = most_varied(groups, ratio, masked)
@@ -78,7 +78,7 @@ def test_remax_learns_from_a_group_unless_all_did_as_well_as_the_greedy_episode(
 def test_the_greedy_episode_is_shaped_like_the_others_and_its_tokens_are_not_in_the_batch():
     config = AlgorithmConfig(adv_estimator="remax", reward_shaping=RewardShaping(response_length_penalty_coef=0.1))
     greedy = replace(trajectory(3, [(1, 4, 1.0)], base=90), baseline=True)
-    batch = pack(shaped([replace(of_rewards(0, 0.0, 0.5), baselines=(greedy,))], config))
+    batch = pack(shape_rewards([replace(of_rewards(0, 0.0, 0.5), baselines=(greedy,))], config))
     assert batch.greedy_reward is not None
     torch.testing.assert_close(batch.greedy_reward, torch.tensor([0.6]))
     assert batch.num_trajectories == 2
@@ -183,10 +183,10 @@ def test_shaping_is_taken_off_the_last_turn_and_is_seen_by_the_comparison():
     )
     short = replace(trajectory(0, [(1, 1, 0.0), (1, 1, 1.0)]), metrics={"action_is_valid": 0.5})
     long = trajectory(1, [(1, 5, 1.0)], base=20)
-    (after,) = shaped([group(0, short, long)], config)
+    (after,) = shape_rewards([group(0, short, long)], config)
     rewards = [[turn.reward for turn in t.turns] for t in after.trajectories]
     assert rewards[0] == pytest.approx([0.0, 1.0 - 0.2 - 0.25])
     assert rewards[1] == pytest.approx([1.0 - 0.5 - 2.0 * 3 / 4])
     assert carries_signal(group(0, short, long), config)
     assert not carries_signal(group(0, short, long), AlgorithmConfig())
-    assert shaped([group(0, short)], AlgorithmConfig()) == [group(0, short)]
+    assert shape_rewards([group(0, short)], AlgorithmConfig()) == [group(0, short)]

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.services.rollout.tasks import make_sampler
-from offbeat.trainer.data.replay_buffer import Replay
+from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import Evaluations
-from offbeat.trainer.learner.group_intake import Intake
-from offbeat.trainer.learner.loop import Learner, Parts
+from offbeat.trainer.learner.group_intake import GroupIntake
+from offbeat.trainer.learner.loop import Learner, LearnerComponents
 from offbeat.trainer.learner.reporter import Reporter
 from offbeat.trainer.learner.staleness_controller import StalenessController
-from offbeat.trainer.learner.step_ledger import StepJournal
+from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.run import LearnerRun, LearnerRunConfig
 from offbeat.trainer.training.checkpoint import CheckpointStore, read_checkpoint
@@ -76,16 +76,16 @@ class World:
         self.buffer.reconnect()
         trainer = FakeTrainer(moments)
         checkpoints = CheckpointStore(self.folder / "checkpoints", keep=2)
-        parts = Parts(
+        parts = LearnerComponents(
             buffer=self.buffer,
             publisher=self.publisher,
             trainer=trainer,
             checkpoints=checkpoints,
             evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
-            intake=Intake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
+            intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
             reporter=Reporter(self.sink, self.board),
-            journal=StepJournal(self.folder, next(self.epochs)),
-            replay=Replay(self.config.replay, GROUPS_PER_STEP, self.config.seed),
+            journal=StepLedger(self.folder, next(self.epochs)),
+            replay=ReplayBuffer(self.config.replay, GROUPS_PER_STEP, self.config.seed),
             staleness=StalenessController(
                 self.config.staleness_controller,
                 self.buffer,

@@ -7,15 +7,15 @@ import pytest
 
 from offbeat.services.messages.types import Group, VersionSpan
 from offbeat.trainer.config.learner import AlgorithmConfig
-from offbeat.trainer.learner.group_intake import Intake, Taken
+from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
 from tests.fakes import FakeLearnerBuffer, make_group
 
 
 def take(
     groups: list[Group], step: int = 0, *, bound: float = 1.0, train_stale: bool = False, **config: str
-) -> tuple[Taken | None, FakeLearnerBuffer]:
+) -> tuple[StepGroups | None, FakeLearnerBuffer]:
     buffer = FakeLearnerBuffer(stream=list(groups))
-    intake = Intake(buffer, AlgorithmConfig.model_validate(config), 2, bound, train_stale, 11)
+    intake = GroupIntake(buffer, AlgorithmConfig.model_validate(config), 2, bound, train_stale, 11)
     return intake.take(step, stopped=lambda: not buffer.stream[buffer._delivered :]), buffer
 
 

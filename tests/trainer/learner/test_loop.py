@@ -7,8 +7,8 @@ import pytest
 
 from offbeat.services.errors import ControlError
 from offbeat.services.telemetry import Partial
-from offbeat.trainer.algorithms.aggregation import Silent
-from offbeat.trainer.learner.step_ledger import StepLine, read_journal
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.learner.step_ledger import StepLine, read_step_ledger
 from tests.fakes import Moments, make_group
 from tests.trainer.learner.harness import GROUPS_PER_STEP, World, learner_config
 
@@ -30,7 +30,7 @@ def test_old_groups_join_batches_and_are_accounted_for_once(world: World) -> Non
     fresh = [(2 * step, 2 * step + 1) for step in range(6)]
     assert trainer.history == [(0, fresh[0]), *((step, fresh[step] + fresh[step - 1]) for step in range(1, 6))]
     assert world.buffer.trained == list(range(12))
-    lines = [line for line in read_journal(world.folder)[0] if isinstance(line, StepLine)]
+    lines = [line for line in read_step_ledger(world.folder)[0] if isinstance(line, StepLine)]
     assert [[group.number for group in line.groups] for line in lines] == [list(pair) for pair in fresh]
     assert [
         record.values["groups_again"].total for record in world.sink.records if "groups_again" in record.values
@@ -64,7 +64,7 @@ def test_a_step_without_signal_leaves_its_mark_but_no_gradient(tmp_path: Path) -
     learner, trainer = world.learner()
     assert learner.run()
     assert trainer.history == [(step, ()) for step in range(6)]
-    assert trainer.silent == [Silent(tokens=16, sequences=4, groups=GROUPS_PER_STEP)] * 6
+    assert trainer.silent == [MaskedCounts(tokens=16, sequences=4, groups=GROUPS_PER_STEP)] * 6
     assert list(world.publisher.versions) == list(range(7))
     assert world.buffer.trained == list(range(12))
     assert all(record.values["groups_without_signal"].total == GROUPS_PER_STEP for record in world.sink.of("learner"))
@@ -93,5 +93,5 @@ def test_a_value_that_is_not_finite_is_counted_and_left_out(world: World) -> Non
     assert "actor/total_loss" not in values
     assert values["not_finite"].total == 1.0
     assert values["actor/skipped_steps"].total == 1.0
-    lines, _ = read_journal(world.folder)
+    lines, _ = read_step_ledger(world.folder)
     assert [line.skipped for line in lines if isinstance(line, StepLine)] == [True] * 5

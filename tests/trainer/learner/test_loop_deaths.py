@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from offbeat.deploy.audit.lineage import trace
 from offbeat.services.errors import FencedError
-from offbeat.trainer.algorithms.aggregation import Silent
-from offbeat.trainer.learner.step_ledger import read_journal
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.learner.step_ledger import read_step_ledger
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
 from tests.fakes import FakeTrainer, Moments, make_group
 from tests.trainer.learner.harness import (
@@ -76,7 +76,7 @@ def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Pat
     left, back = FakeTrainer(), FakeTrainer()
     for trainer, numbers in ((left, (40, 41, 42)), (back, (50,))):
         for step, number in enumerate(numbers):
-            trainer.train([make_group(number)], step, Silent())
+            trainer.train([make_group(number)], step, MaskedCounts())
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
     store.save(LearnerState(3, "now"), left.save).result()
     store.save(LearnerState(1, "now/2"), back.save).result()
@@ -113,7 +113,7 @@ def test_the_journal_holds_every_step_of_every_life_and_its_groups(world: World)
     run_until_it_dies(world, Moments(crash_at=15))
     learner, trainer = world.learner()
     assert learner.run()
-    lines, broken = read_journal(world.folder)
+    lines, broken = read_step_ledger(world.folder)
     lineage = trace(lines)
     assert (broken, lineage.findings, lineage.learners, lineage.last) == (0, [], 2, 6)
     assert lineage.repeated > 0

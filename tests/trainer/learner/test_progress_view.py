@@ -4,8 +4,8 @@ from rich.console import Console
 
 from offbeat.services.telemetry import Partial, mean
 from offbeat.trainer.learner.progress_view import (
-    LineView,
-    TerminalView,
+    LearnerLineView,
+    LearnerTerminalView,
     describe_step,
     open_view,
 )
@@ -29,7 +29,7 @@ def test_a_step_is_told_by_the_figures_that_it_has():
 
 def test_without_a_terminal_a_count_that_goes_up_is_no_new_line():
     where, out = console(False)
-    view = LineView(where, 10)
+    view = LearnerLineView(where, 10)
     for text in ("warming up 10/300", "warming up 20/300", "training"):
         view.phase(text)
     assert out.getvalue().splitlines() == ["warming up 10/300", "training"]
@@ -37,7 +37,7 @@ def test_without_a_terminal_a_count_that_goes_up_is_no_new_line():
 
 def test_without_a_terminal_the_last_step_is_always_told():
     where, out = console(False)
-    view = LineView(where, 3)
+    view = LearnerLineView(where, 3)
     view.phase("training")
     for step in (1, 2, 3):
         view.step(step, STEP)
@@ -47,7 +47,7 @@ def test_without_a_terminal_the_last_step_is_always_told():
 def test_in_a_terminal_one_line_shows_phase_steps_and_figures_and_goes_away():
     where, out = console(True)
     view = open_view(10, where)
-    assert isinstance(view, TerminalView)
+    assert isinstance(view, LearnerTerminalView)
     view.phase("training")
     view.step(3, STEP)
     view.say("Goes on from step 2")
@@ -62,4 +62,4 @@ def test_in_a_terminal_one_line_shows_phase_steps_and_figures_and_goes_away():
 
 
 def test_elsewhere_than_in_a_terminal_lines_are_printed():
-    assert isinstance(open_view(1, console(False)[0]), LineView)
+    assert isinstance(open_view(1, console(False)[0]), LearnerLineView)

@@ -12,7 +12,7 @@ from offbeat.trainer.checks.learner import staleness_complaints
 from offbeat.trainer.config.staleness import StalenessControllerConfig
 from offbeat.trainer.learner.staleness_controller import (
     StalenessController,
-    Window,
+    WindowMeans,
     judge,
     moved,
 )
@@ -22,7 +22,7 @@ from tests.trainer.learner.harness import World, learner_config
 SETTINGS = Settings(
     num_workers=1, num_replicas=1, learning_rate=1.0, temperature=1.0, max_staleness=2.0, num_env_groups=24
 )
-GOOD = Window(mismatch_kl=0.0, ess=1.0, learner_idle=0.0, rollout_idle=0.0)
+GOOD = WindowMeans(mismatch_kl=0.0, ess=1.0, learner_idle=0.0, rollout_idle=0.0)
 WAITS_FOR_THE_BOUND = GOOD._replace(learner_idle=0.5, rollout_idle=0.5)
 
 
@@ -43,7 +43,7 @@ def controller(**told: Any) -> StalenessControllerConfig:
         (WAITS_FOR_THE_BOUND._replace(mismatch_kl=None, ess=None), None),
     ],
 )
-def test_each_figure_beyond_its_limit_has_its_remedy(window: Window, expected: str | None) -> None:
+def test_each_figure_beyond_its_limit_has_its_remedy(window: WindowMeans, expected: str | None) -> None:
     assert judge(controller(), window) == expected
 
 
@@ -59,7 +59,7 @@ def test_each_figure_beyond_its_limit_has_its_remedy(window: Window, expected: s
         ({"hysteresis": 0.0}, GOOD._replace(rollout_idle=0.5, learner_idle=0.09), None, "fewer"),
     ],
 )
-def test_each_limit_is_the_configured_one(told: dict[str, float], window: Window, before: Any, after: Any) -> None:
+def test_each_limit_is_the_configured_one(told: dict[str, float], window: WindowMeans, before: Any, after: Any) -> None:
     assert (judge(controller(), window), judge(controller(**told), window)) == (before, after)
 
 

@@ -13,7 +13,7 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardNormalization
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.selection import carries_signal
-from offbeat.trainer.losses.targets import Targets, prepare
+from offbeat.trainer.losses.targets import Targets, build_targets
 from tests.trainer.trajectories import (
     cut_into_segments,
     group,
@@ -81,7 +81,7 @@ def prepared(groups: list[Group], config: AlgorithmConfig, ref_shift: float = 0.
     batch = pack(groups)
     values = critic_of(batch) if config.adv_estimator == "gae" else None
     ref = batch.behavior_logprobs + ref_shift if config.needs_reference else None
-    return by_token(batch, prepare(batch, config, kl_coef=0.5, ref_logprobs=ref, values=values))
+    return by_token(batch, build_targets(batch, config, kl_coef=0.5, ref_logprobs=ref, values=values))
 
 
 @given(
@@ -125,13 +125,13 @@ def test_segments_do_not_change_what_a_turn_is_worth(shapes, estimator):
 
 
 def test_every_token_of_a_trajectory_gets_its_reward_less_the_groups_mean():
-    targets = prepare(pack(two_groups()), AlgorithmConfig(reward_normalization=MEAN))
+    targets = build_targets(pack(two_groups()), AlgorithmConfig(reward_normalization=MEAN))
     expected = [0.5] * 3 + [-0.5] * 2 + [-0.3] + [0.3] * 4
     torch.testing.assert_close(targets.advantages, torch.tensor(expected))
 
 
 def test_grpo_divides_by_the_groups_deviation_unless_told_otherwise():
-    targets = prepare(pack(two_groups()), AlgorithmConfig())
+    targets = build_targets(pack(two_groups()), AlgorithmConfig())
     expected = [2**-0.5] * 3 + [-(2**-0.5)] * 2 + [-(2**-0.5)] + [2**-0.5] * 4
     torch.testing.assert_close(targets.advantages, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
@@ -139,7 +139,7 @@ def test_grpo_divides_by_the_groups_deviation_unless_told_otherwise():
 def test_gae_takes_the_value_of_the_next_turns_first_token_after_a_turns_last():
     batch = pack([group(0, trajectory(0, [(2, 1, 0.0), (5, 1, 1.0)]))])
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lambd=0.0)
-    targets = prepare(batch, config, values=torch.tensor([0.25, 0.75]))
+    targets = build_targets(batch, config, values=torch.tensor([0.25, 0.75]))
     assert targets.advantages.tolist() == [0.5 * 0.75 - 0.25, 1.0 - 0.75]
     assert targets.returns is not None
     assert targets.returns.tolist() == [0.5 * 0.75, 1.0]
@@ -147,14 +147,14 @@ def test_gae_takes_the_value_of_the_next_turns_first_token_after_a_turns_last():
 
 def test_gae_without_values_is_refused():
     with pytest.raises(ValueError, match="critic's values"):
-        prepare(pack(two_groups()), AlgorithmConfig(adv_estimator="gae"))
+        build_targets(pack(two_groups()), AlgorithmConfig(adv_estimator="gae"))
 
 
 def test_whitening_comes_before_the_clip_and_leaves_the_critics_returns_alone():
     batch = pack(two_groups())
     config = AlgorithmConfig(adv_estimator="gae", whiten_advantages=True, advantage_clip=0.5)
-    plain = prepare(batch, AlgorithmConfig(adv_estimator="gae"), values=critic_of(batch))
-    targets = prepare(batch, config, values=critic_of(batch))
+    plain = build_targets(batch, AlgorithmConfig(adv_estimator="gae"), values=critic_of(batch))
+    targets = build_targets(batch, config, values=critic_of(batch))
     white = (plain.advantages - plain.advantages.mean()) / plain.advantages.std()
     torch.testing.assert_close(targets.advantages, white.clamp(-0.5, 0.5), rtol=1e-4, atol=1e-4)
     assert (white.abs() > 0.5).any()
@@ -167,7 +167,7 @@ def test_whitening_comes_before_the_clip_and_leaves_the_critics_returns_alone():
 def test_the_penalty_of_the_named_kind_is_subtracted_per_token(kind: str):
     batch = pack([group(0, trajectory(0, [(1, 2, 0.0)]))])
     config = AlgorithmConfig(adv_estimator="reinforce", gamma=0.0, add_token_level_kl=True, kl_penalty=kind)
-    targets = prepare(batch, config, kl_coef=0.5, ref_logprobs=batch.behavior_logprobs - 2.0)
+    targets = build_targets(batch, config, kl_coef=0.5, ref_logprobs=batch.behavior_logprobs - 2.0)
     expected = {"kl": 2.0, "k2": 2.0, "k3": 2.718281828**-2 + 1, "abs": 2.0}[kind]
     torch.testing.assert_close(targets.advantages, torch.full((2,), -0.5 * expected))
     assert targets.kl_in_reward == pytest.approx(expected)
@@ -177,7 +177,7 @@ def test_the_reported_penalty_is_a_mean_over_trajectories_of_means_over_tokens()
     batch = pack([group(0, trajectory(0, [(1, 1, 0.0)]), trajectory(1, [(1, 3, 0.0)], base=9))])
     config = AlgorithmConfig(adv_estimator="reinforce", add_token_level_kl=True, init_kl_coef=0.1)
     shift = torch.tensor([4.0, 1.0, 2.0, 3.0])
-    targets = prepare(batch, config, kl_coef=0.1, ref_logprobs=batch.behavior_logprobs - shift)
+    targets = build_targets(batch, config, kl_coef=0.1, ref_logprobs=batch.behavior_logprobs - shift)
     assert targets.kl_in_reward == pytest.approx((4.0 + 2.0) / 2)
 
 

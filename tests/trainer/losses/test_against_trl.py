@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.losses.policy_loss import policy_loss
-from offbeat.trainer.losses.targets import prepare
+from offbeat.trainer.losses.targets import build_targets
 from tests.trainer.trajectories import group, trajectory
 
 if importlib.util.find_spec("trl") is None:
@@ -130,7 +130,7 @@ def test_losses_and_gradients_are_trls(name: str):
     theirs, ours = CASES[name]
     config, batch = AlgorithmConfig(**ours), one_turn_batch()
     ref = batch.behavior_logprobs - 0.2 if config.needs_reference else None
-    targets = prepare(batch, config, ref_logprobs=ref)
+    targets = build_targets(batch, config, ref_logprobs=ref)
     firsts = torch.searchsorted(batch.trajectory, torch.arange(len(LENGTHS)))
     logprobs = (batch.behavior_logprobs + shift_of(batch)).requires_grad_()
     loss, _ = policy_loss(config, logprobs, torch.zeros_like(logprobs), targets)
@@ -151,7 +151,7 @@ def test_rloo_is_trls():
         adv_estimator="rloo", ratio_type="sequence-product", loss_agg_mode="seq-mean-token-mean", pg_clip=0.2
     )
     batch = one_turn_batch()
-    targets = prepare(batch, config)
+    targets = build_targets(batch, config)
     rewards = torch.tensor(REWARDS).reshape(-1, SIZE)
     leave_one_out = (rewards - (rewards.sum(1, keepdim=True) - rewards) / (SIZE - 1)).flatten()
     firsts = torch.searchsorted(batch.trajectory, torch.arange(len(LENGTHS)))

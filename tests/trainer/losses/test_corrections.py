@@ -9,7 +9,7 @@ from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter, TrainInferCorrection
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.losses.corrections import correct
-from offbeat.trainer.losses.targets import prepare
+from offbeat.trainer.losses.targets import build_targets
 from tests.trainer.outcome import (
     by_token,
     inputs_of,
@@ -33,7 +33,7 @@ def units_of(batch, unit: str) -> list[list[int]]:
 def test_units_outside_either_bound_are_dropped_whole(unit: str):
     config = AlgorithmConfig(old_logprobs="recompute")
     batch = pack(rich_groups())
-    targets = prepare(batch, config, **inputs_of(batch, config))
+    targets = build_targets(batch, config, **inputs_of(batch, config))
     bounds = {"ratio_low": 0.9, "ratio_high": 1.15}, {"diff_low": -0.1, "diff_high": 0.08}, {"binary_kl_high": 0.015}
     for bound in bounds:
         correction = TrainInferCorrection(filters=(MismatchFilter(agg_type=unit, **bound),))
@@ -60,7 +60,7 @@ def test_units_outside_either_bound_are_dropped_whole(unit: str):
 def test_weights_are_the_units_ratio_within_bounds(unit: str):
     config = AlgorithmConfig(old_logprobs="recompute")
     batch = pack(rich_groups())
-    targets = prepare(batch, config, **inputs_of(batch, config))
+    targets = build_targets(batch, config, **inputs_of(batch, config))
     bounds = ImportanceWeight(weight_type=unit, lower_bound=0.9, upper_bound=1.1)
     got = correct(TrainInferCorrection(is_weight=bounds), targets.old_logprobs, targets)
     assert got.weight is not None

@@ -13,11 +13,11 @@ from offbeat.trainer.config.reference import TeacherConfig
 from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.engines.frozen import FrozenModel
-from offbeat.trainer.losses.targets import prepare
+from offbeat.trainer.losses.targets import build_targets
 from offbeat.trainer.models.policy import PackedPolicy, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.outcome import inputs_of, rich_groups, teacher_logprobs
 from tests.trainer.plain_engine import PlainEngine
 from tests.trainer.training.test_learning import (
@@ -38,7 +38,7 @@ TWO = {
 def test_the_advantage_of_a_token_is_what_its_teachers_find_it_more_likely(old: str) -> None:
     config = AlgorithmConfig.model_validate({"adv_estimator": "opd", "teacher": TWO, "old_logprobs": old})
     batch = pack(rich_groups())
-    found = prepare(batch, config, **inputs_of(batch, config))
+    found = build_targets(batch, config, **inputs_of(batch, config))
     said = teacher_logprobs(batch, config).tolist()
     for m in range(batch.num_sampled):
         tag = batch.tags[int(batch.tag[batch.trajectory[m]])]
@@ -52,7 +52,7 @@ def test_the_advantage_of_a_token_is_what_its_teachers_find_it_more_likely(old: 
 def test_mixed_it_is_added_to_what_rewards_say(base: dict) -> None:
     batch = pack(rich_groups())
     parts = [
-        prepare(batch, config, **inputs_of(batch, config)).advantages
+        build_targets(batch, config, **inputs_of(batch, config)).advantages
         for config in (
             AlgorithmConfig(**base, use_opd=True, teacher=TWO),
             AlgorithmConfig(**base),
@@ -102,7 +102,7 @@ def test_a_student_learns_a_game_from_a_teacher_who_plays_it_and_from_no_reward(
     def rewards(policy: PackedPolicy, tree: dict, teachers: list[FrozenModel]) -> list[float]:
         training = {"actor_train": {"training_args": {"learning_rate": 1e-2}}}
         config = LearnerConfig.model_validate_json(json.dumps(tree | training))
-        batches = BatchTrainer(config, Models(PlainEngine(policy), teachers=teachers), ALONE)
+        batches = BatchTrainer(config, StepModels(PlainEngine(policy), teachers=teachers), ALONE)
         seen: list[float] = []
         for step in range(12):
             groups = play(policy, step, draw)

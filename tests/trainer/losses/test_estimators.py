@@ -10,7 +10,7 @@ from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardNormalization
 from offbeat.trainer.data.batch import pack
-from offbeat.trainer.losses.targets import Targets, prepare
+from offbeat.trainer.losses.targets import Targets, build_targets
 from tests.trainer.outcome import by_token, inputs_of, rich_groups
 
 Advantages = dict[int, float]
@@ -151,7 +151,7 @@ def test_advantages_are_those_of_the_definition(name: str):
     config, by_hand = ESTIMATORS[name]
     groups = rich_groups()
     batch = pack(groups)
-    targets = prepare(batch, config)
+    targets = build_targets(batch, config)
     got = dict(zip(batch.tokens[batch.positions].tolist(), targets.advantages.tolist(), strict=True))
     assert got == pytest.approx(by_hand(groups), rel=1e-4, abs=1e-5)
 
@@ -159,7 +159,7 @@ def test_advantages_are_those_of_the_definition(name: str):
 def of_gae(**settings: object) -> tuple[Targets, Advantages, Advantages]:
     config = AlgorithmConfig.model_validate({"adv_estimator": "gae", "gamma": 0.9, "lambd": 0.8, **settings})
     batch = pack(rich_groups())
-    targets = prepare(batch, config, **inputs_of(batch, config))
+    targets = build_targets(batch, config, **inputs_of(batch, config))
     ids = batch.tokens[batch.positions].tolist()
     values = dict(zip(ids, by_token(batch, 0.4, 3.0).tolist(), strict=True))
     return targets, dict(zip(ids, targets.advantages.tolist(), strict=True)), values

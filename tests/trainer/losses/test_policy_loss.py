@@ -15,7 +15,7 @@ from offbeat.trainer.data.batch import (
     pack,
 )
 from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
-from offbeat.trainer.losses.targets import Targets, prepare
+from offbeat.trainer.losses.targets import Targets, build_targets
 from tests.trainer.trajectories import (
     cut_into_segments,
     group,
@@ -56,9 +56,9 @@ def test_losses_and_gradients_of_all_parts_add_up_to_the_batchs(shapes, mode, bu
         adv_estimator="reinforce", loss_agg_mode=mode, entropy_loss_coef=0.1, pg_variant=variant, reward_clip=0.5
     )
     logprobs = shifted(batch).requires_grad_()
-    whole, whole_gauges = policy_loss(config, logprobs, entropy_of(batch), prepare(batch, config))
+    whole, whole_gauges = policy_loss(config, logprobs, entropy_of(batch), build_targets(batch, config))
     (whole_gradient,) = torch.autograd.grad(whole, logprobs)
-    targets = prepare(batch, config, num_minibatches=count)
+    targets = build_targets(batch, config, num_minibatches=count)
     parts = minibatches(batch, count)
     loss, gauges = torch.zeros(()), []
     for part in parts:
@@ -83,7 +83,7 @@ def test_the_order_of_trajectories_changes_nothing(order: list[int], mode: str):
 
     def loss(chosen: list[int]) -> Tensor:
         batch = pack([group(0, *(members[i] for i in chosen))])
-        return policy_loss(config, shifted(batch), entropy_of(batch), prepare(batch, config))[0]
+        return policy_loss(config, shifted(batch), entropy_of(batch), build_targets(batch, config))[0]
 
     torch.testing.assert_close(loss(order), loss([0, 1, 2, 3]))
 
@@ -93,7 +93,7 @@ def test_the_order_of_trajectories_changes_nothing(order: list[int], mode: str):
 def test_on_policy_the_gradient_is_reinforces(variant: str, mode: str):
     batch = pack(two_groups())
     config = AlgorithmConfig(reward_normalization=MEAN, pg_variant=variant, loss_agg_mode=mode)
-    targets = prepare(batch, config)
+    targets = build_targets(batch, config)
     sizes = torch.tensor([3.0] * 3 + [2.0] * 2 + [1.0] + [4.0] * 4)
     weight = {"token-mean": 1 / 10, "seq-mean-token-sum": 1 / 4, "seq-mean-token-mean": 1 / (4 * sizes)}[mode]
     torch.testing.assert_close(gradient(config, batch.behavior_logprobs, targets), -targets.advantages * weight)
@@ -104,18 +104,18 @@ def test_a_trajectory_in_segments_counts_as_one_sequence(mode: str):
     config = AlgorithmConfig(reward_normalization=MEAN, loss_agg_mode=mode)
     whole = two_groups()
     cut = [group(g.number, *(cut_into_segments(t) for t in g.trajectories)) for g in whole]
-    assert torch.equal(prepare(pack(cut), config).weights, prepare(pack(whole), config).weights)
+    assert torch.equal(build_targets(pack(cut), config).weights, build_targets(pack(whole), config).weights)
 
 
 def test_old_logprobs_are_the_engines_unless_they_are_recomputed():
     batch = pack(two_groups())
     config = AlgorithmConfig(reward_normalization=MEAN)
-    assert torch.equal(prepare(batch, config).old_logprobs, batch.behavior_logprobs)
+    assert torch.equal(build_targets(batch, config).old_logprobs, batch.behavior_logprobs)
     recompute = AlgorithmConfig(reward_normalization=MEAN, old_logprobs="recompute")
     with pytest.raises(ValueError, match="recompute"):
-        prepare(batch, recompute)
+        build_targets(batch, recompute)
     own = shifted(batch)
-    targets = prepare(batch, recompute, old_logprobs=own)
+    targets = build_targets(batch, recompute, old_logprobs=own)
     torch.testing.assert_close(gradient(recompute, own, targets), -targets.advantages / batch.num_sampled)
 
 
@@ -125,7 +125,7 @@ def test_decoupled_ppo_weighs_tokens_by_the_truncated_ratio_of_old_to_behavior()
     config = AlgorithmConfig(reward_normalization=MEAN, old_logprobs="recompute", train_infer_correction=correction)
     shift = torch.linspace(-1.0, 1.0, batch.num_sampled)
     old = batch.behavior_logprobs + shift
-    targets = prepare(batch, config, old_logprobs=old)
+    targets = build_targets(batch, config, old_logprobs=old)
     expected = -shift.exp().clamp(max=1.5) * targets.advantages / batch.num_sampled
     torch.testing.assert_close(gradient(config, old, targets), expected)
 
@@ -153,8 +153,8 @@ def test_the_entropy_bonus_is_subtracted():
     plain = AlgorithmConfig(reward_normalization=MEAN)
     bonus = AlgorithmConfig(reward_normalization=MEAN, entropy_loss_coef=0.5)
     entropy = entropy_of(batch).requires_grad_()
-    loss, _ = policy_loss(bonus, shifted(batch), entropy, prepare(batch, bonus))
-    base, _ = policy_loss(plain, shifted(batch), entropy, prepare(batch, plain))
+    loss, _ = policy_loss(bonus, shifted(batch), entropy, build_targets(batch, bonus))
+    base, _ = policy_loss(plain, shifted(batch), entropy, build_targets(batch, plain))
     torch.testing.assert_close(base - loss, 0.5 * entropy.mean())
     torch.testing.assert_close(torch.autograd.grad(loss, entropy)[0], torch.full_like(entropy, -0.05))
 
@@ -163,8 +163,8 @@ def test_a_kl_loss_adds_the_k3_estimate_and_pulls_towards_the_reference():
     batch = pack(two_groups())
     config = AlgorithmConfig(reward_normalization=MEAN, use_kl_loss=True, kl_loss_coef=0.3)
     with pytest.raises(ValueError, match="reference"):
-        prepare(batch, config)
-    targets = prepare(batch, config, ref_logprobs=batch.behavior_logprobs + 0.5)
+        build_targets(batch, config)
+    targets = build_targets(batch, config, ref_logprobs=batch.behavior_logprobs + 0.5)
     got = gradient(config, batch.behavior_logprobs, targets)
     pull = 0.3 * (1 - torch.exp(torch.tensor(0.5)))
     torch.testing.assert_close(got, (-targets.advantages + pull) / batch.num_sampled)
@@ -175,7 +175,7 @@ def test_a_kl_loss_adds_the_k3_estimate_and_pulls_towards_the_reference():
 def test_the_critics_loss_is_a_mean_over_tokens_and_clips_as_configured():
     batch = pack([group(0, trajectory(0, [(1, 2, 1.0)]))])
     config = AlgorithmConfig(adv_estimator="gae", lambd=1.0, loss_agg_mode="seq-mean-token-sum")
-    targets = prepare(batch, config, values=torch.tensor([0.25, 0.5]))
+    targets = build_targets(batch, config, values=torch.tensor([0.25, 0.5]))
     values = torch.tensor([1.5, 0.0])
     loss, gauges = critic_loss(config, values, targets)
     assert float(loss) == pytest.approx(0.5 * (0.5**2 + 1.0**2) / 2)
@@ -187,14 +187,14 @@ def test_the_critics_loss_is_a_mean_over_tokens_and_clips_as_configured():
 def test_a_critics_loss_without_returns_is_refused():
     batch = pack(two_groups())
     with pytest.raises(ValueError, match="returns"):
-        critic_loss(AlgorithmConfig(), torch.zeros(10), prepare(batch, AlgorithmConfig()))
+        critic_loss(AlgorithmConfig(), torch.zeros(10), build_targets(batch, AlgorithmConfig()))
 
 
 @pytest.mark.parametrize("shift", [1e4, -1e4])
 def test_extreme_ratios_give_finite_losses_gradients_and_gauges(shift: float):
     batch = pack(two_groups())
     config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
-    targets = prepare(batch, config, ref_logprobs=batch.behavior_logprobs)
+    targets = build_targets(batch, config, ref_logprobs=batch.behavior_logprobs)
     logprobs = (batch.behavior_logprobs + shift).requires_grad_()
     loss, gauges = policy_loss(config, logprobs, entropy_of(batch), targets)
     assert torch.isfinite(torch.autograd.grad(loss, logprobs)[0]).all()
@@ -204,7 +204,7 @@ def test_extreme_ratios_give_finite_losses_gradients_and_gauges(shift: float):
 def test_an_empty_batch_has_a_loss_of_zero_that_can_be_differentiated():
     config = AlgorithmConfig()
     nothing = torch.zeros(0, requires_grad=True)
-    loss, gauges = policy_loss(config, nothing, torch.zeros(0), prepare(pack([]), config))
+    loss, gauges = policy_loss(config, nothing, torch.zeros(0), build_targets(pack([]), config))
     loss.backward()
     assert loss.item() == 0.0
     assert gauges["actor/pg_loss"].value == 0.0
@@ -213,7 +213,7 @@ def test_an_empty_batch_has_a_loss_of_zero_that_can_be_differentiated():
 def test_targets_of_some_tokens_are_those_tokens_targets():
     batch = pack(two_groups())
     config = AlgorithmConfig(adv_estimator="gae", use_kl_loss=True, kl_loss_coef=0.1)
-    targets = prepare(
+    targets = build_targets(
         batch, config, values=entropy_of(batch), ref_logprobs=shifted(batch), version=0, old_logprobs=shifted(batch) - 1
     )
     index = torch.tensor([7, 0, 3])

@@ -11,7 +11,7 @@ from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models import logprobs
-from offbeat.trainer.models.divergence import Anchor, full_kl
+from offbeat.trainer.models.divergence import ReferenceStates, full_kl
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -20,7 +20,7 @@ from tests.fakes import make_group
 ROWS, VOCABULARY, WIDTH = 7, 11, 5
 
 
-def by_hand(logits: Tensor, anchor: Anchor, heats: Tensor) -> Tensor:
+def by_hand(logits: Tensor, anchor: ReferenceStates, heats: Tensor) -> Tensor:
     rows: list[Tensor] = []
     for row, hidden, heat in zip(logits, anchor.hidden, heats, strict=True):
         p = (row / heat).softmax(0)
@@ -37,7 +37,7 @@ def test_it_is_the_sum_over_the_vocabulary_and_so_is_its_gradient(
     monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", chunk)
     draw = torch.Generator().manual_seed(3)
     logits = torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64).requires_grad_()
-    anchor = Anchor(*(torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in (ROWS, VOCABULARY)))
+    anchor = ReferenceStates(*(torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in (ROWS, VOCABULARY)))
     heats = (
         torch.full((ROWS,), 0.7, dtype=torch.float64) if one_heat else torch.linspace(0.5, 2, ROWS, dtype=torch.float64)
     )
@@ -51,12 +51,12 @@ def test_it_is_the_sum_over_the_vocabulary_and_so_is_its_gradient(
 
 
 def test_no_tokens_have_no_divergence() -> None:
-    assert full_kl(torch.zeros(0, 4), Anchor(torch.zeros(0, 2), torch.zeros(4, 2))).shape == (0,)
+    assert full_kl(torch.zeros(0, 4), ReferenceStates(torch.zeros(0, 2), torch.zeros(4, 2))).shape == (0,)
 
 
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[1e4, 0.0, -1e4]], requires_grad=True)
-    kl = full_kl(logits, Anchor(torch.tensor([[1.0]]), torch.tensor([[0.0], [50.0], [0.0]])))
+    kl = full_kl(logits, ReferenceStates(torch.tensor([[1.0]]), torch.tensor([[0.0], [50.0], [0.0]])))
     assert float(kl.detach()) == pytest.approx(50.0)
     kl.sum().backward()
     assert torch.isfinite(logits.grad).all()  # pyright: ignore[reportArgumentType]

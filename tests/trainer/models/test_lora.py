@@ -9,13 +9,13 @@ from torch import Tensor
 
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
 from offbeat.trainer.data.batch import microbatches, pack
-from offbeat.trainer.engines.frozen import WithoutAdapters
+from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.lora import whole_weights, without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group
 from tests.trainer.plain_engine import PlainEngine
 
@@ -35,7 +35,7 @@ def trained(folder: Path, args: ModelArgs, steps: int = 3) -> tuple[PackedPolicy
     policy = load_policy(folder, args, seed=1)
     engine = PlainEngine(policy)
     settings = {"actor_train": {"training_args": {"learning_rate": 1e-2}}}
-    batches = BatchTrainer(LearnerConfig.model_validate(settings), Models(engine), ALONE)
+    batches = BatchTrainer(LearnerConfig.model_validate(settings), StepModels(engine), ALONE)
     for step in range(steps):
         batches.train(GROUPS, step)
     return policy, engine
@@ -121,7 +121,7 @@ def test_without_its_adapter_a_trained_policy_is_the_start(folder: Path) -> None
     batch = pack(GROUPS)
     (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
     x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
-    assert torch.equal(WithoutAdapters(engine, policy).infer([x])[0], start)
+    assert torch.equal(AdapterFreeReference(engine, policy).infer([x])[0], start)
     assert all(p.requires_grad == (".lora_" in name) for name, p in policy.named_parameters())
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from offbeat.trainer.process.heartbeat import START_S
-from offbeat.trainer.process.watchdog import HUNG, LOOK_S, Watchdog
+from offbeat.trainer.process.watchdog import CHECK_INTERVAL_S, EXIT_HUNG, Watchdog
 
 
 class Clock:
@@ -18,8 +18,8 @@ class Clock:
 def look_for(dog: Watchdog, clock: Clock, seconds: float) -> float:
     """What the last of many looks says."""
     hung_s = 0.0
-    for _ in range(round(seconds / LOOK_S)):
-        clock.now += LOOK_S
+    for _ in range(round(seconds / CHECK_INTERVAL_S)):
+        clock.now += CHECK_INTERVAL_S
         hung_s = dog.hung_s()
     return hung_s
 
@@ -52,7 +52,7 @@ def test_time_in_which_the_watcher_stood_still_too_does_not_count() -> None:
 def test_a_process_whose_main_thread_hangs_ends_and_says_where() -> None:
     code = """
         import logging, threading
-        from trainer import watchdog
+        from offbeat.trainer.process import watchdog
         logging.basicConfig()
         def a_hook_that_never_returns():
             threading.Event().wait()
@@ -63,6 +63,6 @@ def test_a_process_whose_main_thread_hangs_ends_and_says_where() -> None:
     """
     lines = "\n".join(line[8:] for line in code.splitlines())
     ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == HUNG
+    assert ended.returncode == EXIT_HUNG
     assert "the main thread has come no further" in ended.stderr
     assert "a_hook_that_never_returns" in ended.stderr

@@ -14,7 +14,7 @@ from offbeat.services.telemetry import (
     mean,
 )
 from offbeat.trainer.trackers.metrics_file import MetricsFile
-from offbeat.trainer.trackers.metrics_writer import TrackerThread
+from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from tests.waiting import wait_until_sync
 
 
@@ -38,7 +38,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_records_reach_both_files_while_training_goes_on(redis_url: str, tmp_path: Path) -> None:
     with Redis.from_url(redis_url) as redis:
         sink = RedisMetrics(redis, "run")
-        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
             sink.append(record(1, 0.25))
             wait_until_sync(lambda: len(rows(tmp_path)) == 1)
             sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
@@ -53,10 +53,10 @@ def test_a_resumed_learner_goes_on_behind_the_last_record_and_purges_repeated_st
 ) -> None:
     with Redis.from_url(redis_url) as redis:
         sink = RedisMetrics(redis, "run")
-        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
             for step in (1, 2, 3):
                 sink.append(record(step, 0.0))
-        with TrackerThread(redis, "run", tmp_path, ["tensorboard"], 1):
+        with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 1):
             for step in (2, 3):
                 sink.append(record(step, 1.0))
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 2, 3]
@@ -81,7 +81,7 @@ def test_records_wait_in_the_stream_while_the_file_can_t_be_written(
 ) -> None:
     in_the_way = tmp_path / "metrics.jsonl"
     in_the_way.mkdir()
-    with Redis.from_url(redis_url) as redis, TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0):
+    with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
         RedisMetrics(redis, "run").append(record(1, 0.25))
         wait_until_sync(lambda: "can't be written now" in caplog.text)
         in_the_way.rmdir()
@@ -94,7 +94,7 @@ def test_standard_output_gets_steps_and_evaluations_and_no_gauges(
 ) -> None:
     with Redis.from_url(redis_url) as redis:
         sink = RedisMetrics(redis, "run")
-        with TrackerThread(redis, "run", tmp_path, ["stdout"], 0):
+        with MetricsWriter(redis, "run", tmp_path, ["stdout"], 0):
             sink.append(record(1, 0.25))
             sink.append(MetricRecord("generation", {"running": mean([3.0])}))
             sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
@@ -107,6 +107,6 @@ def test_standard_output_gets_steps_and_evaluations_and_no_gauges(
 
 def test_tensorboard_s_files_lie_where_they_are_wanted(redis_url: str, tmp_path: Path) -> None:
     kwargs = {"tensorboard": {"log_dir": str(tmp_path / "elsewhere" / "tensorboard")}}
-    with Redis.from_url(redis_url) as redis, TrackerThread(redis, "run", tmp_path, ["tensorboard"], 0, kwargs):
+    with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0, kwargs):
         RedisMetrics(redis, "run").append(record(1, 0.25))
     assert scalars(tmp_path / "elsewhere", "learner/reward") == [(1, 0.25)]

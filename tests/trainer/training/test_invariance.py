@@ -19,7 +19,7 @@ from offbeat.trainer.config.rewards import RewardNormalization
 from offbeat.trainer.data.batch import microbatches, minibatches, pack
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
-from offbeat.trainer.losses.targets import prepare
+from offbeat.trainer.losses.targets import build_targets
 from tests.trainer.outcome import (
     by_token,
     inputs_of,
@@ -82,7 +82,7 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(name: str):
     logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
     entropy, values = 1.0 + by_token(batch, 0.5, 4.0), by_token(batch, 0.6, 5.0).requires_grad_()
     for count, budget in ((1, 12), (3, 30)):
-        targets = prepare(batch, config, num_minibatches=count, **inputs_of(batch, config))
+        targets = build_targets(batch, config, num_minibatches=count, **inputs_of(batch, config))
         parts = minibatches(batch, count)
         loss, of_critic, gauges = torch.zeros(()), torch.zeros(()), []
         for part in parts:
@@ -151,14 +151,14 @@ def test_groups_without_signal_are_those_that_have_no_advantage_by_themselves(na
     config = AlgorithmConfig(**{**CONFIGS[name], "zero_variance": "mask", "whiten_advantages": False})
     for group in rich_groups():
         batch = pack([group])
-        advantages = prepare(batch, config, **inputs_of(batch, config)).advantages
+        advantages = build_targets(batch, config, **inputs_of(batch, config)).advantages
         assert carries_signal(group, config) == has_signal(torch.cat([torch.zeros(1), advantages]))
 
 
 def test_nothing_at_all_has_a_loss_of_zero_that_can_be_differentiated():
     for keys in CONFIGS.values():
         config, batch = AlgorithmConfig(**keys), pack([])
-        targets = prepare(batch, config, **inputs_of(batch, config))
+        targets = build_targets(batch, config, **inputs_of(batch, config))
         nothing = torch.zeros(0, requires_grad=True)
         loss, gauges = policy_loss(config, nothing, torch.zeros(0), targets)
         loss.backward()

@@ -27,7 +27,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -129,7 +129,7 @@ def test_an_algorithm_learns(name: str, folder: Path):
     config = LearnerConfig.model_validate_json(json.dumps(tree | training))
     policy = load_policy(folder, ModelArgs(), seed=1, value_head=config.has_value_head)
     critic = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if config.has_own_critic else None
-    batches = BatchTrainer(config, Models(PlainEngine(policy), critic, None), ALONE)
+    batches = BatchTrainer(config, StepModels(PlainEngine(policy), critic, None), ALONE)
     draw = torch.Generator().manual_seed(0)
     rewards: list[float] = []
     for step in range(12):

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from offbeat.services.messages.types import Group, StopReason, Trajectory
-from offbeat.trainer.algorithms.aggregation import Silent
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
-from offbeat.trainer.data.selection import silent_part
+from offbeat.trainer.data.selection import masked_counts
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group
 from tests.trainer.plain_engine import PlainEngine
 
@@ -53,7 +53,7 @@ def trainer(
     policy = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
     head = PlainEngine(load_critic(folder, ModelArgs(), seed=1)) if critic else None
     frozen = FrozenModel(load_policy(folder, ModelArgs(), seed=1), ALONE) if reference else None
-    return BatchTrainer(settings, Models(policy, head, frozen), ALONE), policy, head
+    return BatchTrainer(settings, StepModels(policy, head, frozen), ALONE), policy, head
 
 
 def weights(engine: PlainEngine) -> Tensor:
@@ -209,7 +209,7 @@ def test_the_whole_kl_in_the_reward_is_the_sum_over_the_vocabulary_at_the_steps_
     told = [batches.train(GROUPS, step)["actor/kl_in_reward"].value for step in range(3)]
     assert told[0] == pytest.approx(0.0, abs=1e-6)
     assert told[2] > told[1] > 0
-    seen = batches.look(GROUPS, 3)
+    seen = batches.preview(GROUPS, 3)
     assert seen is not None
     assert isinstance(engine.module, PackedPolicy)
     start = load_policy(folder, ModelArgs(), seed=1)
@@ -322,15 +322,15 @@ def test_groups_without_signal_that_are_masked_leave_the_gradient_as_if_they_wer
     members = tuple(replace(each, stop_reason=StopReason.MAX_LENGTH) for each in cut.trajectories)
     flat = [make_group(7, rewards=(1.0,) * 4), replace(cut, trajectories=members)]
 
-    def gradient(groups: Sequence[Group], zero_variance: str, silent: Silent) -> Tensor:
+    def gradient(groups: Sequence[Group], zero_variance: str, silent: MaskedCounts) -> Tensor:
         chosen = config(entropy_loss_coef=0.0, zero_variance=zero_variance, **settings)
         batches, engine, _ = trainer(folder, chosen)
         batches.train(groups, 0, silent)
         return torch.cat([p.grad.flatten() for p in engine.module.parameters() if p.grad is not None])
 
-    masked = gradient(varied, "mask", silent_part(flat, config(**settings)))
+    masked = gradient(varied, "mask", masked_counts(flat, config(**settings)))
     assert 0 < masked.norm() < 0.99  # not clipped
-    torch.testing.assert_close(masked, gradient([*varied, *flat], "train", Silent()))
+    torch.testing.assert_close(masked, gradient([*varied, *flat], "train", MaskedCounts()))
 
 
 def test_nothing_to_learn_from_leaves_everything_alone(folder: Path) -> None:

@@ -21,7 +21,7 @@ from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.value_head import ValueHead
-from offbeat.trainer.training.optimizer_step import BatchTrainer, Models
+from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group
 from tests.trainer.plain_engine import PlainEngine
 
@@ -67,7 +67,7 @@ def head_of(policy: PackedPolicy) -> ValueHead:
 def trainer(folder: Path, settings: LearnerConfig) -> tuple[BatchTrainer, PlainEngine, PackedPolicy]:
     policy = policy_with_head(folder)
     engine = PlainEngine(policy)
-    return BatchTrainer(settings, Models(engine), ALONE), engine, policy
+    return BatchTrainer(settings, StepModels(engine), ALONE), engine, policy
 
 
 def everything(policy: PackedPolicy) -> Tensor:
@@ -175,4 +175,4 @@ def test_keys_of_the_critic_without_effect_are_refused_with_what_would_be_right(
 def test_a_policy_without_a_head_is_refused(folder: Path) -> None:
     engine = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
     with pytest.raises(ValueError, match="value head"):
-        BatchTrainer(config(), Models(engine), ALONE).train(GROUPS, 0)
+        BatchTrainer(config(), StepModels(engine), ALONE).train(GROUPS, 0)

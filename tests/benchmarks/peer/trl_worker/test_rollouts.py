@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from offbeat.benchmarks.peer.trl_worker.chat import Chat
 from offbeat.benchmarks.peer.trl_worker.job import Play
 from offbeat.benchmarks.peer.trl_worker.kv_store import Store
-from offbeat.benchmarks.peer.trl_worker.rollouts import Player
+from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner
 from offbeat.envs import registry
 from offbeat.envs.frozen_lake.env import SYSTEM_PROMPT
 from offbeat.services.chat.append_only import load_chat_format
@@ -106,7 +106,7 @@ def test_an_env_that_hears_the_recorded_answers_gives_the_recorded_reward(
     model: torch.nn.Module, chat: Chat, changes: dict[str, object]
 ) -> None:
     torch.manual_seed(1)
-    episodes = Player(model, chat, rules(**changes), 12).play([11, 12, 13], group_size=4)
+    episodes = EpisodeRunner(model, chat, rules(**changes), 12).play([11, 12, 13], group_size=4)
     assert len(episodes) == 12
     for number, episode in enumerate(episodes):
         env = registry.make("frozen_lake", LAKE)
@@ -132,13 +132,13 @@ def answers_of(completion: list[int], sampled: list[int]) -> list[tuple[int, ...
 
 def test_siblings_start_alike_and_go_their_own_ways(model: torch.nn.Module, chat: Chat) -> None:
     torch.manual_seed(2)
-    episodes = Player(model, chat, rules(), 8).play([21], group_size=8)
+    episodes = EpisodeRunner(model, chat, rules(), 8).play([21], group_size=8)
     assert len({each.prompt for each in episodes}) == 1
     assert len({tuple(each.completion) for each in episodes}) > 1
 
 
 def test_what_an_env_raises_ends_the_rollout(model: torch.nn.Module, chat: Chat) -> None:
-    player = Player(model, chat, rules(env_threads=2), 2)
+    player = EpisodeRunner(model, chat, rules(env_threads=2), 2)
 
     def broken(_: str) -> None:
         raise RuntimeError("the ice broke")

@@ -27,7 +27,7 @@ class Crowd:
             self.calls.append(asyncio.create_task(self._call(len(self.calls))))
         await settle()
 
-    async def let_go(self, *numbers: int) -> None:
+    async def flush(self, *numbers: int) -> None:
         for number in numbers:
             self._leave[number].set()
         await settle()
@@ -50,9 +50,9 @@ async def test_calls_go_through_in_their_order_as_many_as_the_share_allows():
     crowd = Crowd(pool_of(6, num_workers=2))
     await crowd.arrive(7)
     assert crowd.inside == [0, 1, 2]
-    await crowd.let_go(1)
+    await crowd.flush(1)
     assert crowd.inside == [0, 2, 3]
-    await crowd.let_go(*range(7))
+    await crowd.flush(*range(7))
     assert crowd.inside == []
 
 
@@ -62,27 +62,27 @@ async def test_the_share_follows_the_number_of_workers():
     await crowd.arrive(12)
     assert len(crowd.inside) == 6
     pool.share_with(3)
-    await crowd.let_go(0, 1, 2, 3)
+    await crowd.flush(0, 1, 2, 3)
     assert crowd.inside == [4, 5], "those that are under way go on, and nobody comes after them"
-    await crowd.let_go(4)
+    await crowd.flush(4)
     assert crowd.inside == [5, 6]
     pool.share_with(1)
     await settle()
     assert crowd.inside == [5, 6, 7, 8, 9, 10]
     pool.share_with(100)
-    await crowd.let_go(*range(11))
+    await crowd.flush(*range(11))
     assert crowd.inside == [11], "one is always let through"
-    await crowd.let_go(11)
+    await crowd.flush(11)
 
 
 async def test_who_gives_up_leaves_its_place_to_others():
     crowd = Crowd(pool_of(1))
     await crowd.arrive(4)
     crowd.calls[1].cancel()
-    await crowd.let_go(0)
+    await crowd.flush(0)
     assert crowd.inside == [2]
     crowd.calls[2].cancel()
     await settle()
     assert crowd.inside == [3]
-    await crowd.let_go(3)
+    await crowd.flush(3)
     assert crowd.inside == []

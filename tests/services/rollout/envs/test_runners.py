@@ -160,7 +160,7 @@ async def test_what_an_env_prints_does_not_reach_the_protocol(tmp_path: Path):
 def on_order(orders: Path, **limits: float) -> EnvSpec:
     config = {"orders": str(orders)}
     return EnvSpec(
-        "offbeat.benchmarks.chaos.faulty_env:MisbehavingLakeEnv", config, 20.0, limits.pop("timeout_s", 20.0), **limits
+        "offbeat.benchmarks.chaos.faulty_env:FaultyLakeEnv", config, 20.0, limits.pop("timeout_s", 20.0), **limits
     )
 
 

@@ -13,16 +13,16 @@ from redis.retry import Retry
 
 from offbeat.services.errors import RetryableError, WeightsError
 from offbeat.services.messages.types import Manifest
-from offbeat.services.redis.connection import PatientRetry
+from offbeat.services.redis.connection import OutageRetry
 from offbeat.services.weights.transports import device, gpu_pulls
 from offbeat.services.weights.transports.device import DeviceTransport, Held, checksum
-from offbeat.services.weights.transports.gpu_pulls import Pull, PullDesk
+from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 from tests.waiting import wait_until_sync
 
 RUN = "pulls"
 
 
-def hand_over(held: Held, pull: Pull, desk: PullDesk) -> None:
+def hand_over(held: Held, pull: TensorPull, desk: PullServer) -> None:
     """A sender that moves nothing: the ticket says what the version holds."""
     update = {"names": sorted(held), "workers": pull.workers}
     desk.answer(pull, {"init": {"port": 1}, "update": update})
@@ -40,7 +40,7 @@ def learner(server: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     monkeypatch.setattr(device, "DESK_WAIT_S", 0.05)
     made: list[DeviceTransport] = []
 
-    def make(sender: Callable[[Held, Pull, PullDesk], None] = hand_over) -> DeviceTransport:
+    def make(sender: Callable[[Held, TensorPull, PullServer], None] = hand_over) -> DeviceTransport:
         made.append(DeviceTransport("ipc", RUN, server, sender=sender))
         return made[-1]
 
@@ -116,7 +116,7 @@ def test_a_replica_that_fails_does_not_keep_others_waiting(
 def test_what_goes_wrong_while_sending_is_told_to_the_replica(
     learner: Callable[..., DeviceTransport], replica: DeviceTransport
 ) -> None:
-    def broken(held: Held, pull: Pull, desk: PullDesk) -> None:
+    def broken(held: Held, pull: TensorPull, desk: PullServer) -> None:
         raise RuntimeError(f"no peer for {len(held)} tensors of {pull.version} at {desk is not None}")
 
     manifest = stage(learner(broken), 0)
@@ -141,7 +141,7 @@ def test_a_replica_may_load_for_longer_than_a_read_of_the_learner_lasts_and_its_
     monkeypatch.setattr(device, "DESK_WAIT_S", 0.1)
     outcomes: list[str] = []
 
-    def send(held: Held, pull: Pull, desk: PullDesk) -> None:
+    def send(held: Held, pull: TensorPull, desk: PullServer) -> None:
         outcomes.append("failed")
         hand_over(held, pull, desk)
         outcomes[:] = ["sent"]
@@ -160,7 +160,7 @@ def test_a_replica_may_load_for_longer_than_a_read_of_the_learner_lasts_and_its_
 
 
 def test_a_replica_whose_redis_refuses_writes_may_ask_again(redis_url: str) -> None:
-    with redis.Redis.from_url(redis_url, retry=PatientRetry(0.0)) as client:
+    with redis.Redis.from_url(redis_url, retry=OutageRetry(0.0)) as client:
         client.config_set("maxmemory", 1)
         try:
             with (
@@ -177,7 +177,7 @@ def test_a_replica_that_asks_whether_weights_are_there_while_redis_is_away_may_a
     learner: Callable[..., DeviceTransport],
 ) -> None:
     manifest = stage(learner(), 3)
-    with redis.Redis.from_url("redis://127.0.0.1:1/0", retry=PatientRetry(0.0)) as nowhere:
+    with redis.Redis.from_url("redis://127.0.0.1:1/0", retry=OutageRetry(0.0)) as nowhere:
         replica = DeviceTransport("ipc", RUN, nowhere)
         with pytest.raises(RetryableError, match=r"^Redis does not answer: "):
             replica.readable(manifest)
