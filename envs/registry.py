@@ -21,7 +21,6 @@ An env of Offbeat is a `gymnasium.Env` with these habits:
 import inspect
 import itertools
 import json
-import pkgutil
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
@@ -30,6 +29,8 @@ from typing import Any, cast
 
 import gymnasium
 from pydantic import BaseModel, JsonValue, ValidationError
+
+from offbeat.envs.class_path import load_object
 
 ENTRY_POINT_GROUP = "offbeat.envs"
 
@@ -105,7 +106,7 @@ def find(env_type: str) -> EnvFactory:
     """
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point(env_type))
     try:
-        found: object = pkgutil.resolve_name(path)
+        found: object = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"env_type {env_type!r}: {error}") from error
     except Exception as error:  # the module may be the user's own: a mistake in it is told

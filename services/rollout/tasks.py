@@ -10,11 +10,11 @@ import json
 import zlib
 from collections.abc import Mapping
 from functools import lru_cache
-from importlib import import_module
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from offbeat.envs.class_path import load_object
 from offbeat.envs.registry import distinct_seeds, held_out_config
 from offbeat.envs.task_samplers import TaskSampler
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig
@@ -65,9 +65,8 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     told = manager.task_sampler
     if told is None:
         return None
-    module, _, name = told.path.partition(":")
     try:
-        made = getattr(import_module(module), name)(_tags(custom_envs, manager), **told.args)
+        made = load_object(told.path)(_tags(custom_envs, manager), **told.args)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{told.path} can't be made: {error}") from error
     if missing := [each for each in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(made, each)]:

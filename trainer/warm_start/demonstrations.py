@@ -7,7 +7,6 @@ all is text the later observations of a conversation too, but never its first pr
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offbeat.envs import registry
+from offbeat.envs.class_path import load_object
 from offbeat.envs.prompts import fill_template
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.messages.types import Picture
@@ -57,10 +57,12 @@ def demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat, *, m
 
 def find_demos(config: WarmStartConfig) -> Play:
     """The function that `config.demos` names. Raises ValueError if there is none."""
-    module, _, name = config.demos.partition(":")
-    play = getattr(import_module(module), name, None)
+    try:
+        play = load_object(config.demos)
+    except AttributeError as error:
+        raise ValueError(f"warm_start.demos: {error}") from error
     if not callable(play):
-        raise ValueError(f"warm_start.demos: {module} has no function {name!r}")
+        raise ValueError(f"warm_start.demos: {config.demos} is not a function")
     return cast(Play, play)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import IO, Any
 
+from offbeat.envs.class_path import load_object
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
@@ -26,7 +26,7 @@ def find_agent(path: str) -> Callable[[AgentTask], Any]:
         ValueError: there is none.
     """
     try:
-        found: object = pkgutil.resolve_name(path)
+        found: object = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"agent_runner.path {path!r}: {error}") from error
     if not callable(found):

@@ -169,5 +169,5 @@ def test_roles_out_of_order_are_refused(chat: ChatFormat, roles: list[str]) -> N
 
 
 def test_demos_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="no function"):
+    with pytest.raises(ValueError, match="has no attribute 'nothing'"):
         find_demos(WARM.model_copy(update={"demos": "offbeat.envs.frozen_lake.demos:nothing"}))

@@ -1,0 +1,46 @@
+"""Objects named as `module:attribute` in a configuration."""
+
+import pkgutil
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MOVED = MappingProxyType(
+    {
+        "envs.curricula:Levels": "offbeat.envs.task_samplers:Levels",
+        "envs.frozen_lake.demos:careful_wandering": "offbeat.envs.frozen_lake.demos:careful_wandering",
+        "envs.sokoban.demos:clumsy_solving": "offbeat.envs.sokoban.demos:clumsy_solving",
+        "envs.webshop.demos:careless_shopping": "offbeat.envs.webshop.demos:careless_shopping",
+        "deploy.agents.verifiers_env:play": "offbeat.deploy.agents.verifiers_env:play",
+        "deploy.agents.walker:play": "offbeat.deploy.agents.walker:play",
+    }
+)
+"""Names of 0.1, which stored runs and older YAML files hold, and their names since 0.2."""
+
+
+def load_object(path: str) -> Any:
+    """Import the object that `path` names; a name of 0.1 is looked up under its new name unless the user has such a module.
+
+    Raises:
+        ValueError: `path` is not of the form `module:attribute`.
+        ImportError: the module can't be imported.
+        AttributeError: the module has no such attribute.
+    """
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"expected `module:name`, got {path!r}")
+    if path in MOVED and not _is_foreign(module):
+        path = MOVED[path]
+    return pkgutil.resolve_name(path)
+
+
+def _is_foreign(module: str) -> bool:
+    """Return True if `module` exists outside of this package's own folders."""
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:
+        return False
+    return spec is not None and spec.origin is not None and not Path(spec.origin).resolve().is_relative_to(ROOT)
