@@ -32,9 +32,12 @@ def load_object(path: str) -> Any:
     module, _, attribute = path.partition(":")
     if not module or not attribute:
         raise ValueError(f"expected `module:name`, got {path!r}")
-    if path in MOVED and not _is_foreign(module):
-        path = MOVED[path]
-    return pkgutil.resolve_name(path)
+    return pkgutil.resolve_name(current_path(path))
+
+
+def current_path(path: str) -> str:
+    """Return `path`, or its new name if it is one of 0.1 and the user has no module of that name."""
+    return MOVED[path] if path in MOVED and not _is_foreign(path.partition(":")[0]) else path
 
 
 def _is_foreign(module: str) -> bool:

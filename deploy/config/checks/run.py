@@ -15,6 +15,7 @@ from offbeat.deploy.config.checks.prompts import first_prompt_problems
 from offbeat.deploy.config.errors import Problem
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
+from offbeat.envs.class_path import current_path
 from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import AgentRunner, EnvManagerConfig
 from offbeat.trainer.checks.algorithm import algorithm_complaints
@@ -127,7 +128,7 @@ def _agent_problems(tag: str, runner: AgentRunner) -> Iterator[Problem]:
 
 
 def _function_problems(key: str, path: str) -> Iterator[Problem]:
-    module, _, function = path.partition(":")
+    module, _, function = current_path(path).partition(":")
     if not module or not function:
         yield Problem(key, f"expected `module:function`, got {path!r}")
         return
