@@ -1,1 +1,92 @@
-"""Asynchronous reinforcement learning of LLM agents."""
+"""Asynchronous reinforcement learning of LLM agents: the public Python API.
+
+    import offbeat
+
+    run = offbeat.train("deploy/configs/quickstart.yaml", ["seed=2"])
+    run.wait()
+    run.metrics()[["step", "success"]]
+
+Names are imported when they are first used, so that `import offbeat` is fast. Everything else is internal: its names may
+change with any release.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offbeat.deploy.api.client import Client, connect
+    from offbeat.deploy.api.episode import Episode, check_env, play, rollout
+    from offbeat.deploy.api.run import Run, RunFailedError, load_config, train
+    from offbeat.deploy.config.errors import ConfigError
+    from offbeat.deploy.config.run import RunConfig
+    from offbeat.envs.config import Config
+    from offbeat.envs.contract import ContractReport
+    from offbeat.envs.task_samplers import TaskSampler
+    from offbeat.services.errors import RetryableError
+    from offbeat.services.messages.types import Group
+    from offbeat.services.rollout.agents.task import AgentTask
+    from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
+
+__version__ = version("offbeat")
+
+_MODULES = {
+    "AgentTask": "services.rollout.agents.task",
+    "Client": "deploy.api.client",
+    "Config": "envs.config",
+    "ConfigError": "deploy.config.errors",
+    "ContractReport": "envs.contract",
+    "Episode": "deploy.api.episode",
+    "Group": "services.messages.types",
+    "RetryableError": "services.errors",
+    "Row": "trainer.trackers.base",
+    "Run": "deploy.api.run",
+    "RunConfig": "deploy.config.run",
+    "RunFailedError": "deploy.api.run",
+    "TaskSampler": "envs.task_samplers",
+    "TrackedRun": "trainer.trackers.base",
+    "Tracker": "trainer.trackers.base",
+    "check_env": "deploy.api.episode",
+    "connect": "deploy.api.client",
+    "load_config": "deploy.api.run",
+    "play": "deploy.api.episode",
+    "rollout": "deploy.api.episode",
+    "train": "deploy.api.run",
+}
+
+__all__ = [  # noqa: RUF022 (in the order in which a reader needs them)
+    "load_config",
+    "train",
+    "Run",
+    "connect",
+    "Client",
+    "play",
+    "rollout",
+    "Episode",
+    "check_env",
+    "ContractReport",
+    "RunConfig",
+    "ConfigError",
+    "RunFailedError",
+    "RetryableError",
+    "AgentTask",
+    "TaskSampler",
+    "Tracker",
+    "TrackedRun",
+    "Row",
+    "Group",
+    "Config",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+    value = getattr(import_module(f"offbeat.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The Python API: what `import offbeat` exports."""

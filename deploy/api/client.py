@@ -1,0 +1,131 @@
+"""The control service's REST API as blocking calls, for scripts and notebooks."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.client import ControlClient
+from offbeat.services.control.schemas import DeletedView, RunView, WhyView
+
+T = TypeVar("T")
+PAGE = 2000
+
+
+def connect(url: str = "http://127.0.0.1:8000", *, token: str | None = None) -> "Client":
+    """Return a client of the control service at `url`; no request is made yet."""
+    return Client(url, token=token)
+
+
+class Client:
+    """Starts, watches and changes the runs of a deployed mesh.
+
+    Every method raises `ControlRefusedError` if the service refuses the call, and `RetryableError` if it can't be reached.
+    Calls are made on an event loop in a background thread, so that they work in a notebook, too.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        self.url = url
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="offbeat client", daemon=True).start()
+        self._client = self._call(self._connect(url, token))
+
+    @staticmethod
+    async def _connect(url: str, token: str | None) -> ControlClient:
+        return ControlClient(url, token=token)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; idempotent."""
+        if not self._loop.is_closed():
+            self._call(self._client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def create(self, config: RunConfig) -> RunView:
+        """Start a run."""
+        return self._call(self._client.create(config.model_dump_json()))
+
+    def validate(self, config: RunConfig) -> None:
+        """Check whether a run could start, without starting it."""
+        self._call(self._client.validate(config.model_dump_json()))
+
+    def list(self, *, states: Sequence[str] = (), name: str = "*") -> "list[str]":
+        """Return the ids of runs, newest first. states: `running`, `finished`, ...; name: a glob."""
+        ids: list[str] = []
+        after: str | None = None
+        while True:
+            page = self._call(self._client.runs(states=states, name=name, after=after))
+            ids += [run.id for run in page.runs]
+            after = page.next
+            if after is None:
+                return ids
+
+    def show(self, run_id: str) -> RunView:
+        """Return the state of a run."""
+        return self._call(self._client.show(run_id))
+
+    def change(self, run_id: str, **settings: float) -> RunView:
+        """Change live settings: `learning_rate`, `temperature`, `max_staleness`, `num_env_groups`, `num_workers`, ..."""
+        values: Mapping[str, float] = settings
+        return self._call(self._client.change(run_id, values))
+
+    def pause(self, run_id: str) -> RunView:
+        """Start no further episode and no further step until `resume`."""
+        return self._call(self._client.pause(run_id))
+
+    def resume(self, run_id: str) -> RunView:
+        """Resume a paused run."""
+        return self._call(self._client.resume(run_id))
+
+    def stop(self, run_id: str, *, now: bool = False) -> RunView:
+        """Stop a run after its current step, or at once."""
+        return self._call(self._client.stop(run_id, now=now))
+
+    def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
+        """Remove the record of a run that is over, and its files if `files`."""
+        return self._call(self._client.delete(run_id, files=files))
+
+    def why(self, run_id: str) -> WhyView:
+        """Return which part of the run waits for which."""
+        return self._call(self._client.why(run_id))
+
+    def metrics(self, run_id: str, source: str | None = "learner") -> pd.DataFrame:
+        """Return a run's metric records; see `Run.metrics`."""
+        rows: list[dict[str, Any]] = []
+        position = "0"
+        while True:
+            page = self._call(self._client.metrics(run_id, after=position, limit=PAGE))
+            for entry in page.records:
+                record = entry.record()
+                position = entry.id
+                if record.values and (source is None or record.source == source):
+                    labels = {f"label.{name}": value for name, value in record.labels.items()}
+                    values = {name: partial.value for name, partial in record.values.items()}
+                    rows.append({"time": record.time, "source": record.source, "step": record.step, **labels, **values})
+            if len(page.records) < PAGE:
+                return pd.DataFrame(rows)
+
+    def events(self, run_id: str, *, kinds: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the events of a run (name, body) as they happen, until it is over."""
+        stream = self._client.events(run_id, kinds=kinds)
+        while True:
+            try:
+                message = self._call(anext(stream))  # pyright: ignore[reportArgumentType]
+            except StopAsyncIteration:
+                return
+            yield message.event, json.loads(message.data)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

@@ -1,0 +1,172 @@
+"""Episodes as Python objects: recorded by a run, or collected here."""
+
+import asyncio
+import html
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+from pydantic import JsonValue
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.report.recorded_episodes import FOLDER
+from offbeat.envs.contract import ContractReport, check_contract
+from offbeat.envs.contract_process import check_apart
+
+T = TypeVar("T")
+KINDS = ("after", "during", "before")
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode: its task, its conversation and what it earned."""
+
+    tag: str
+    seed: int
+    reward: float
+    """Sum over the episode."""
+    metrics: dict[str, float]
+    """Metrics that the env reports at the end, such as `success`."""
+    messages: tuple[dict[str, str], ...]
+    """Chat messages (`role`, `content`): system prompt, then observations and completions in turn."""
+
+    @property
+    def success(self) -> bool | None:
+        """True if the env reports success; None if it reports none."""
+        success = self.metrics.get("success")
+        return None if success is None else success > 0
+
+    @classmethod
+    def from_texts(
+        cls, tag: str, seed: int, reward: float, metrics: Mapping[str, float], texts: Sequence[str]
+    ) -> "Episode":
+        """Build an episode from its texts: system prompt, then observation and completion in turn."""
+        system, *turns = texts or [""]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        return cls(tag, seed, reward, dict(metrics), tuple(messages))
+
+    def _repr_html_(self) -> str:
+        """Return the conversation for notebooks."""
+        rows = "".join(
+            f'<tr><td style="vertical-align:top"><b>{html.escape(message["role"])}</b></td>'
+            f'<td><pre style="margin:0;text-align:left">{html.escape(message["content"])}</pre></td></tr>'
+            for message in self.messages
+        )
+        heading = f"{self.tag}, seed {self.seed}: reward {self.reward:g}, success {self.success}"
+        return f"<div>{html.escape(heading)}<table>{rows}</table></div>"
+
+
+def read_episodes(folder: Path, limit: int, kind: str | None = None) -> list[Episode]:
+    """Read the episodes that the newest sampled evaluation of a run wrote down; [] if there is none."""
+    files = [
+        path for name in ((kind,) if kind else KINDS) for path in (folder / FOLDER).glob(f"{name}-sampled-*.jsonl")
+    ]
+    if not files:
+        return []
+    newest = max(files, key=lambda path: path.stat().st_mtime)
+    rows = (json.loads(line) for line in newest.read_text(encoding="utf-8").splitlines()[:limit])
+    return [Episode.from_texts(row["tag"], row["seed"], row["reward"], row["metrics"], row["text"]) for row in rows]
+
+
+def check_env(
+    env: str | type, env_config: Mapping[str, JsonValue] | None = None, *, num_seeds: int = 8
+) -> ContractReport:
+    """Check that an env can be trained on: text in and out, determinism, own generators, gymnasium's own check, speed.
+
+    env: a name (`frozen_lake`), `module:Class`, or the class itself. A class of a notebook is checked in this process, any
+    other in a process of its own, so that a call that hangs is reported.
+
+    >>> check_env("frozen_lake", {"size": 4}).problems
+    []
+    """
+    name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
+    if name.startswith("__main__:"):
+        return check_contract(name, env_config or {}, num_seeds=num_seeds)
+    return check_apart(name, dict(env_config or {}), num_seeds=num_seeds)
+
+
+def play(
+    env: str,
+    env_config: Mapping[str, JsonValue] | None = None,
+    *,
+    agent: str | Path = "random",
+    tag: str | None = None,
+    seed: int = 0,
+    max_steps: int | None = None,
+    show: Callable[[str], None] | None = None,
+) -> Episode:
+    """Run one episode in this process, without Ray, Redis or a GPU.
+
+    env: a name, `module:Class`, or a run's YAML file, of which `tag` picks one env. agent: `random`, or the folder of a
+    policy: a Hugging Face folder, a checkpoint, or a run. show: called with each line of a trace of the episode.
+
+    >>> play("frozen_lake", seed=1, max_steps=3).messages[1]["content"].splitlines()[0]
+    'P _ _ _'
+
+    Raises:
+        ConfigError: there is no such env, tag or setting.
+    """
+    # Here and in `rollout`: transformers takes seconds to import.
+    from offbeat.deploy.play.session import run_episode  # noqa: PLC0415
+    from offbeat.deploy.play.target import find_target  # noqa: PLC0415
+
+    target = find_target(env, dict(env_config or {}), tag, max_steps)
+    trajectory = _run(run_episode(target, agent, seed=seed, tell=show or _ignore))
+    return Episode.from_texts(trajectory.tag, trajectory.seed, trajectory.reward, trajectory.metrics, trajectory.text)
+
+
+def rollout(
+    config: RunConfig,
+    *,
+    episodes: int = 64,
+    group_size: int = 1,
+    agent: str | Path | None = None,
+    held_out: bool = True,
+    seed: int | None = None,
+    concurrency: int = 32,
+) -> pd.DataFrame:
+    """Collect episodes of a run's tasks in this process, without training; a row each, token by token.
+
+    agent: `random`, or the folder of a policy; None takes the run's newest checkpoint, else its `pretrain`. held_out: tasks
+    of evaluation instead of training's. group_size: episodes of each task. seed: the run's by default. The columns are
+    those of `offbeat rollout`'s parquet file: `tokens`, `loss_mask`, `logprobs`, `versions`, `messages`, `reward`, ...
+
+    >>> config = load_config("deploy/configs/quickstart.yaml")
+    >>> rollout(config, episodes=4, agent="random")[["tag", "reward"]].shape
+    (4, 2)
+
+    Raises:
+        ValueError: `episodes` is not a multiple of `group_size`, or there is no policy.
+    """
+    from offbeat.deploy.play.parquet import record  # noqa: PLC0415
+    from offbeat.deploy.play.rollouts import EpisodeRequest  # noqa: PLC0415
+    from offbeat.deploy.play.session import collect  # noqa: PLC0415
+    from offbeat.services.messages.types import EpisodeKind  # noqa: PLC0415
+
+    if episodes % group_size:
+        raise ValueError(f"episodes ({episodes}) must be a multiple of group_size ({group_size})")
+    kind = EpisodeKind.EVAL if held_out else EpisodeKind.TRAIN
+    request = EpisodeRequest(episodes, group_size, kind, config.seed if seed is None else seed, concurrency)
+    rollouts = _run(collect(config, request, agent, _no_progress))
+    return pd.DataFrame([asdict(record(t, rollouts.chat)) for t in rollouts.result.trajectories])
+
+
+def _ignore(_: str) -> None: ...
+
+
+def _no_progress(_: int, __: int) -> None: ...
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, also where a loop is running already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()

@@ -1,0 +1,236 @@
+"""Runs from Python: started as a process of their own, or opened from their folder.
+
+Invariant: nothing of a run lives in the calling process: no Ray, no CUDA, no signal handler. A run outlives its caller.
+"""
+
+import base64
+import html
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from offbeat.deploy import run_folder
+from offbeat.deploy.api.episode import Episode, read_episodes
+from offbeat.deploy.config.loader import dump_yaml, load_run, read_run
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.report.history import RunHistory
+from offbeat.deploy.report.report import CURVE, REPORT, draw_curve
+from offbeat.services.telemetry import MetricRecord, Partial
+from offbeat.trainer.trackers.metrics_file import METRICS_FILE, read_lines
+
+State = Literal["running", "finished", "stopped", "failed"]
+EXIT_STATES: dict[int, State] = {0: "finished", 130: "stopped"}
+POLL_S = 0.2
+TAIL_LINES = 30
+
+
+class RunFailedError(RuntimeError):
+    """A run that ended with an error; the message holds the end of its console output."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Compose, validate and check a run's configuration.
+
+    path: a YAML file. overrides: `key=value`, as on the command line.
+
+    >>> config = load_config("deploy/configs/quickstart.yaml", ["seed=2", "max_steps=50"])
+    >>> config.seed, config.max_steps
+    (2, 50)
+
+    Raises:
+        ConfigError: the configuration can't run; the error lists every problem.
+    """
+    return load_run(Path(path), overrides)
+
+
+def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, resume: bool = False) -> "Run":
+    """Start `offbeat train` as a process of its own and return at once.
+
+    config: a configuration of `load_config`, or a YAML file. overrides: `key=value`. resume: continue from the newest
+    checkpoint of `output_dir`; otherwise an earlier run in that folder is moved aside.
+
+    The run outlives the calling process; end it with `Run.stop`, and find it again with `Run.open`.
+
+    Raises:
+        ConfigError: the configuration can't run.
+    """
+    if not isinstance(config, RunConfig):
+        config = load_config(config, overrides)
+    elif overrides:
+        raise ValueError("overrides are applied by load_config: train(load_config(path, overrides))")
+    config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
+    workspace = Path(tempfile.mkdtemp(prefix="offbeat-"))
+    source, console = workspace / f"{config.exp_name}.yaml", workspace / "console.log"
+    source.touch(mode=0o600)  # may hold passwords
+    source.write_text(dump_yaml(config), encoding="utf-8")
+    command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(source)]
+    if resume:
+        command.append("resume_from_checkpoint=true")
+    with console.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    return Run(config.output_dir, process=process, console=console)
+
+
+class Run:
+    """One run and its folder, whether it is running or over."""
+
+    def __init__(
+        self, folder: Path, *, process: "subprocess.Popen[bytes] | None" = None, console: Path | None = None
+    ) -> None:
+        self.folder = folder
+        self._process = process
+        self._console = console
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Run":
+        """Return the run in a folder.
+
+        Raises:
+            FileNotFoundError: the folder holds no run.
+        """
+        path = Path(folder).resolve()
+        if not run_folder.holds_run(path):
+            raise FileNotFoundError(f"{path} holds no run: expected one of {', '.join(run_folder.MARKS)}")
+        return cls(path)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.state})"
+
+    @property
+    def config(self) -> RunConfig:
+        """The whole configuration, as the run wrote it down.
+
+        Raises:
+            ConfigError: the run has not written it yet, or another version of Offbeat wrote it.
+        """
+        return read_run(self.folder / run_folder.CONFIG)
+
+    @property
+    def state(self) -> State:
+        """`running`, `finished` (all steps trained), `stopped` (can be resumed), or `failed`.
+
+        `failed` is known only to the `Run` that `train` returned.
+        """
+        code = None if self._process is None else self._process.poll()
+        if code is not None:
+            return EXIT_STATES.get(code, "failed")
+        if self._process is not None or run_folder.read_endpoints(self.folder) is not None:
+            return "running"
+        newest = run_folder.newest_checkpoint(self.folder)
+        return "finished" if newest is not None and newest[0] >= self.config.max_steps else "stopped"
+
+    @property
+    def console(self) -> str:
+        """Console output so far; empty for a run that was opened from its folder."""
+        return "" if self._console is None else self._console.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """Block until the run is over and return its report, or None if it was stopped.
+
+        Raises:
+            RunFailedError: the run ended with an error.
+            TimeoutError: it is still running after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (state := self.state) == "running":
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.folder} is still running after {timeout_s:g} s")
+            time.sleep(POLL_S)
+        if state == "failed":
+            raise RunFailedError("\n".join(self.console.splitlines()[-TAIL_LINES:]))
+        return self.report if state == "finished" else None
+
+    def stop(self, timeout_s: float = 120.0) -> None:
+        """Stop the run after its current step, with a checkpoint from which it can be resumed.
+
+        Raises:
+            TimeoutError: it is still running after `timeout_s`.
+        """
+        endpoints = run_folder.read_endpoints(self.folder)
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        elif self._process is None and endpoints is not None:
+            os.kill(endpoints.pid, signal.SIGINT)
+        deadline = time.monotonic() + timeout_s
+        while self.state == "running":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.folder} is still running {timeout_s:g} s after it was asked to stop")
+            time.sleep(POLL_S)
+
+    def metrics(self, source: str | None = "learner") -> pd.DataFrame:
+        """Return the metric records so far, one row each, in the order in which they were written.
+
+        source: `learner` (a row per optimizer step), `eval`, `rollout`, `generation`, `weights`, ...; None returns all.
+        Columns: `time` (Unix, s), `source`, `step`, the record's labels (`label.NAME`), and a column per metric.
+        """
+        rows: list[dict[str, Any]] = []
+        for line in read_lines(self.folder / METRICS_FILE, 0, 0):
+            record = line.record
+            if record is None or (source is not None and record["source"] != source) or not record["values"]:
+                continue
+            labels = {f"label.{name}": value for name, value in record["labels"].items()}
+            row = {"time": record["time"], "source": record["source"], "step": record["step"]}
+            rows.append({**row, **labels, **record["values"]})
+        return pd.DataFrame(rows)
+
+    def episodes(self, limit: int = 8, *, kind: Literal["before", "during", "after"] | None = None) -> list[Episode]:
+        """Return up to `limit` recorded episodes of the newest evaluation, or of the newest of that `kind`."""
+        return read_episodes(self.folder, limit, kind)
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The contents of `report.json`, or None while there is none."""
+        try:
+            return json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of the complete checkpoints, oldest first; `AutoModelForCausalLM.from_pretrained` loads each."""
+        folders = (self.folder / "checkpoints").glob("step-*")
+        return sorted(path for path in folders if path.name.removeprefix("step-").isdecimal())
+
+    def _repr_html_(self) -> str:
+        """Return the learning curve so far and the newest step, for notebooks."""
+        history = self._history()
+        last = history.last_step
+        facts = [self.state, f"step {last.number}" if last else "no step yet"]
+        if last and "success" in last.values:
+            facts.append(f"success {last.values['success']:.2f}")
+        heading = f"<b>{html.escape(self.folder.name)}</b>: {html.escape(', '.join(facts))}"
+        if last is None:
+            return f"<div>{heading}</div>"
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / CURVE
+            draw_curve(path, self.config, history, {})
+            data = base64.b64encode(path.read_bytes()).decode()
+        return f'<div>{heading}<br><img width="880" alt="learning curve" src="data:image/png;base64,{data}"></div>'
+
+    def _history(self) -> RunHistory:
+        """Read the run's history from `metrics.jsonl`."""
+        history = RunHistory()
+        for line in read_lines(self.folder / METRICS_FILE, 0, 0):
+            record = line.record
+            if record is None:
+                continue
+            values = {name: Partial("last", value) for name, value in record["values"].items() if value is not None}
+            parsed = MetricRecord(record["source"], values, record["step"], record["labels"], record["time"])
+            history.add([(record["id"], parsed)])
+        return history
