@@ -1,1 +1,1 @@
-"""Tasks as gymnasium environments with text observations; this package knows nothing of Ray, torch, Redis or HTTP."""
+"""Tasks as gymnasium environments with text observations; independent of Ray, torch, Redis and HTTP."""

@@ -18,7 +18,7 @@ MOVED = MappingProxyType(
         "deploy.agents.walker:play": "offbeat.deploy.agents.walker:play",
     }
 )
-"""Names of 0.1, which stored runs and older YAML files hold, and their names since 0.2."""
+"""Paths of 0.1, which stored runs and older YAML files use, and their paths since 0.2."""
 
 
 def load_object(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""The base of every configuration class: strict, frozen, and documented where the field stands."""
+"""Base class of all configuration: strict, frozen, documented at the field."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,6 +1,6 @@
-"""What every env must hold, checked by playing it: `offbeat env check` and the tests over all envs run this.
+"""The contract of an env, checked by running it: used by `offbeat env check` and by the tests of all envs.
 
-A finding names what is wrong, what was seen, and what would be right. Nothing here judges how good a task is.
+A finding names what is wrong, what was observed, and what would be right. The quality of a task is not judged.
 """
 
 import math
@@ -20,18 +20,18 @@ from offbeat.envs import registry
 from offbeat.envs.registry import TextEnv
 
 NONSENSE = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
-"""Answers that a policy may well give; an env answers them like any other."""
+"""Answers that a policy may give; an env must handle them like any other."""
 
 MOST_BYTES = 1 << 20
-"""That an env may take without advice: a worker holds one for each episode that it plays."""
+"""Memory per env above which advice is given; a worker holds one env per episode slot."""
 
 Call = Callable[[str], None]
-"""Told the name of each call of the env before it is made, so that one that hangs can be named."""
+"""Callback with the name of each call before it is made, so that a call that hangs can be named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that an env does not hold."""
+    """One violation of the contract."""
 
     severity: Literal["problem", "advice"]
     """Training goes wrong with a problem; advice may be left."""
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(slots=True)
 class ContractReport:
-    """What playing an env showed."""
+    """Result of a contract check."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
     num_episodes: int = 0
@@ -51,13 +51,13 @@ class ContractReport:
     """Longest of all; so is `step_s`."""
     step_s: float = 0.0
     mean_s: float = 0.0
-    """Of resets and steps."""
+    """Mean duration of resets and steps."""
     bytes_per_env: int = 0
-    """That one more env takes in this process."""
+    """Memory of one more env in this process."""
     sandbox: str = ""
-    """What holds in the programs that the env runs; empty where it runs none."""
+    """Isolation of the programs that the env runs; empty if it runs none."""
     digest: str = ""
-    """Of all that was shown and paid: equal wherever the same seeds and answers are played."""
+    """Digest of observations and rewards: equal wherever the same seeds and answers are run."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -72,7 +72,7 @@ def check_contract(
     max_turns: int = 20,
     on_call: Call = lambda _: None,
 ) -> ContractReport:
-    """Play an env on `num_seeds` seeds, `max_turns` turns each, and say what it does not hold."""
+    """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report every violation of the contract."""
     report = ContractReport()
     if wrong := registry.check_env_config(env_type, env_config):
         report.findings += [Finding("problem", "settings", message) for message in wrong]
@@ -106,7 +106,7 @@ def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
 
 
 class _Player:
-    """Plays episodes and keeps count of time."""
+    """Runs episodes and measures time."""
 
     def __init__(
         self, env_type: str, env_config: Mapping[str, JsonValue], max_turns: int, report: ContractReport, on_call: Call
@@ -142,7 +142,7 @@ class _Player:
         return result
 
     def episode(self, env: TextEnv, seed: int) -> list[object]:
-        """All that an episode shows and pays, with the same answers whenever it is played."""
+        """Return all observations and rewards of an episode; its answers are the same on every call."""
         rng = np.random.default_rng(seed)
         seen: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):

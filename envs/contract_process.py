@@ -70,7 +70,7 @@ def _death(done: subprocess.CompletedProcess[str], limit_s: str) -> Finding:
 
 
 def main() -> None:
-    """Read the order, play, print the report."""
+    """Read the request from stdin, run the check, print the report."""
     order = json.loads(sys.stdin.read())
 
     def on_call(doing: str) -> None:

@@ -16,17 +16,17 @@ A = TypeVar("A")
 
 
 class ParsedAction(NamedTuple, Generic[A]):
-    """What a text said."""
+    """Result of parsing an answer."""
 
     action: A | None
-    """None where nothing valid was said."""
+    """The action, or None if the answer holds no valid one."""
     content: str
     """The action's words, or the whole text where the pattern did not match."""
     think: str = ""
 
 
 class ActionParser(Generic[A]):
-    """Finds `pattern` (one group: the action; two: thought and action) and looks the action up, whatever its case."""
+    """Matches `pattern` (one group: the action; two: thought and action) and looks the action up, ignoring case."""
 
     def __init__(self, pattern: str, lookup: Mapping[str, A], special_tokens: Sequence[str] = ()) -> None:
         """Compile.

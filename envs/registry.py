@@ -77,7 +77,7 @@ def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
 
 
 def _config(model: type[BaseModel], text: str) -> BaseModel:
-    """The settings, the same object for all envs of a tag: thousands of them are played in turn."""
+    """Build the settings object, shared by all envs of a tag."""
     return _shared_config(model, text) if model.model_config.get("frozen") else model.model_validate_json(text)
 
 
@@ -87,7 +87,7 @@ def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:
-    """Everything that is wrong with a tag's `env_type` and `env_config`, each with what would be right; empty if nothing."""
+    """Return every problem of a tag's `env_type` and `env_config`, each with what would be right."""
     try:
         factory = find(env_type)
     except ValueError as error:
@@ -119,12 +119,12 @@ def find(env_type: str) -> EnvFactory:
 
 
 def names() -> list[str]:
-    """Every name that `find` knows beside `module:Class`."""
+    """Return every name that `find` knows besides `module:Class`."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def about(env_type: str) -> str:
-    """The first line of what an env's documentation says of it. Raises ValueError if there is no such env."""
+    """Return the first line of an env's docstring. Raises ValueError if there is no such env."""
     return (inspect.getdoc(find(env_type)) or "").partition("\n")[0]
 
 
@@ -141,9 +141,9 @@ def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[
 
 
 def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, JsonValue]) -> list[int]:
-    """The first `n` seeds from `start` on whose tasks all differ; an env without `task_id` is taken to repeat none.
+    """Return the first `n` seeds from `start` with distinct tasks; an env without `task_id` is assumed to repeat none.
 
-    Where the env has fewer tasks than `n`, they are played again in the same order.
+    If the env has fewer tasks than `n`, the seeds repeat in the same order.
     """
     env = make(env_type, env_config)
     try:

@@ -1,7 +1,8 @@
-"""Which tag and seed the next training group plays, where that depends on how earlier ones went.
+"""Task samplers: choose the tag and seed of the next training group from the results of earlier ones.
 
-A sampler is named by class path (`train_env_manager.task_sampler`) and made with the tags and its `args` on every worker and
-on the learner. The learner tells it of each group that it trains, and keeps its state in checkpoints; workers draw by it.
+A sampler is named by class path (`train_env_manager.task_sampler`) and constructed with the tags and its `args` on every
+worker and on the learner. The learner reports each trained group to it and keeps its state in checkpoints; workers draw by
+that state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,22 @@ import numpy as np
 
 
 class TaskSampler(Protocol):
-    """What a class for `task_sampler` has; it is made as `Class(tags, **args)`."""
+    """Protocol of a class for `task_sampler`; it is constructed as `Class(tags, **args)`.
+
+    class Uniform:
+        def __init__(self, tags):
+            self.tags = tags
+
+        def draw(self, rng):
+            return self.tags[int(rng.integers(len(self.tags)))], None
+
+        def learn(self, tag, seed, rewards, successes): ...
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state): ...
+    """
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
         """A tag, and a seed below 2**31 for its env, or None for any. By `rng` and the state alone."""
@@ -22,7 +38,7 @@ class TaskSampler(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, as JSON can say it."""
+        """Return the state as JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -31,14 +47,15 @@ class TaskSampler(Protocol):
 
 
 class Levels:
-    """From the first tag to the last: the next begins when the newest one is mastered, and earlier ones stay in play."""
+    """Curriculum over the tags in order: the next tag starts when the newest is mastered; earlier ones are still
+    reviewed."""
 
     def __init__(self, tags: Sequence[str], *, at: float = 0.8, window: int = 16, review: float = 0.2) -> None:
-        """at: mean success of the newest level's last `window` groups with which the next begins; review: share of groups
-        that play one of the levels before.
+        """at: mean success over the newest level's last `window` groups from which the next level starts; review: share
+        of groups of earlier levels.
 
         Raises:
-            ValueError: a setting that can't be.
+            ValueError: a setting is out of range.
         """
         if not 0 < at <= 1 or window < 1 or not 0 <= review < 1:
             raise ValueError(
@@ -50,12 +67,10 @@ class Levels:
         self._seen: list[float] = []
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
-        """See `TaskSampler.draw`."""
         back = self._level and rng.random() < self._review
         return self._tags[int(rng.integers(self._level)) if back else self._level], None
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:  # noqa: ARG002
-        """See `TaskSampler.learn`."""
         if tag != self._tags[self._level] or not successes:
             return
         self._seen = [*self._seen, sum(successes) / len(successes)][-self._window :]
@@ -64,9 +79,7 @@ class Levels:
             self._level, self._seen = self._level + 1, []
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TaskSampler.state_dict`."""
         return {"level": self._level, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `TaskSampler.load_state_dict`."""
         self._level, self._seen = min(int(state["level"]), len(self._tags) - 1), [float(x) for x in state["seen"]]

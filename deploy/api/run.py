@@ -177,8 +177,8 @@ class Run:
         """Return the metric records so far, one row each, in the order in which they were written.
 
         source: `learner` (a row per optimizer step; its start leaves rows without a step), `eval`, `rollout`, `generation`,
-        `weights`, ...; None returns all. Columns: `time` (Unix, s), `source`, `step`, the record's labels (`label.NAME`), and
-        a column per metric.
+        `weights`, ...; None returns all. Columns: `time` (Unix, s), `source`, `step`, the record's labels
+        (`label.NAME`), and a column per metric.
         """
         rows: list[dict[str, Any]] = []
         for line in read_lines(self.folder / METRICS_FILE, 0, 0):

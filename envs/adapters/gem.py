@@ -20,13 +20,13 @@ class GemConfig(Config):
     id: str
     """Such as `game:GuessTheNumber-v0` or `rg:letter_counting`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """For `gem.make`."""
+    """Keyword arguments of `gem.make`."""
     success_reward: float = 1.0
-    """A last reward of so much is a success."""
+    """Smallest last reward that counts as success."""
 
 
 class GemEnv(TextEnv):
-    """An env of GEM; play it inline or in a process, not in threads: many draw from global generators."""
+    """An env of GEM; run it inline or in a process, not in threads: many draw from global generators."""
 
     config_class: ClassVar[type[GemConfig]] = GemConfig
 
@@ -58,7 +58,7 @@ class GemEnv(TextEnv):
         return str(observation), float(reward), bool(terminated), bool(truncated), {**numbers, "success": success}
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """What GEM calls a random action, drawn by `rng`; a number where it has none."""
+        """Return GEM's own random action, or a random number for envs without one."""
         drawn = OwnRandomness()
         drawn.seed(int(rng.integers(2**31)))
         with drawn():

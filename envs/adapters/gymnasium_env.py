@@ -18,21 +18,21 @@ class GymnasiumConfig(Config):
     """`env_config` of a tag with `env_type: gymnasium`."""
 
     id: str
-    """As `gymnasium.make` takes it, such as `CartPole-v1` or `module:Env-v0`."""
+    """Id for `gymnasium.make`, such as `CartPole-v1` or `module:Env-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """For `gymnasium.make`."""
+    """Keyword arguments of `gymnasium.make`."""
     actions: tuple[str, ...] = ()
     """Words for the actions of a discrete space, in its order; empty takes their numbers."""
     observation: Literal["values", "ansi"] = "values"
     """The observation itself, or what the env renders as text."""
     digits: int = Field(default=3, ge=0)
-    """Of a number that is shown, behind the point."""
+    """Decimals of the numbers in observations."""
     success_reward: float | None = None
-    """An episode whose rewards sum up to this much succeeds; None for envs that say it themselves, or not at all."""
+    """Smallest sum of rewards that counts as success; None for envs that report success themselves, or none."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Reward of a turn whose answer names no action; the env is not stepped then."""
     system_prompt: str = ""
-    """Empty says which answers there are."""
+    """System prompt; empty lists the valid answers."""
 
 
 class GymnasiumEnv(TextEnv):
@@ -93,7 +93,7 @@ class GymnasiumEnv(TextEnv):
         return " ".join(f"{value:.3g}" for value in np.ravel(rng.uniform(low, high)))
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the wrapped env."""
         self._env.close()
 
     def _names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""OpenEnv's environments: a client of a server that plays, one session for each env."""
+"""OpenEnv environments: a client of an environment server, one session for each env."""
 
 import json
 from typing import Any, ClassVar, cast
@@ -11,7 +11,7 @@ from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
 REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
-"""Codes of a server that says that the action, not itself, is at fault."""
+"""HTTP status codes by which a server rejects an action."""
 
 
 class ActionRejectedError(ValueError):
@@ -22,9 +22,9 @@ class OpenEnvConfig(Config):
     """`env_config` of a tag with `env_type: openenv`."""
 
     base_url: str
-    """Of a server that runs, such as `http://localhost:8000`."""
+    """URL of a running server, such as `http://localhost:8000`."""
     reset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """What its `reset` takes beside the seed."""
+    """Arguments of the server's `reset`, besides the seed."""
     action_field: str = ""
     """Field of the action that the answer fills; empty takes the answer for the whole action, as a JSON object."""
     action: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -33,9 +33,9 @@ class OpenEnvConfig(Config):
     """Field of the observation that is shown; empty shows the whole, as JSON."""
     system_prompt: str = ""
     success_reward: float = 1.0
-    """A last reward of so much is a success."""
+    """Smallest last reward that counts as success."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer the server refuses as no action; nothing is played then."""
+    """Reward of a turn whose answer the server rejects; the env is not stepped then."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Patience with the server's answers."""
 
@@ -46,7 +46,7 @@ class OpenEnvEnv(TextEnv):
     config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Raises ValueError where openenv-core is not installed; the server is first asked by `reset`."""
+        """Raises ValueError if openenv-core is not installed; the first request is that of `reset`."""
         super().__init__(config.system_prompt)
         self.config, self._library = config, require("openenv.core", "openenv")
         self._closed: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed

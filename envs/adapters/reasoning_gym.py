@@ -20,12 +20,12 @@ class ReasoningGymConfig(Config):
     """`env_config` of a tag with `env_type: reasoning_gym`."""
 
     dataset: str
-    """Its name, such as `chain_sum`."""
+    """Data set, such as `chain_sum`."""
     dataset_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Its own settings."""
+    """Settings of the data set."""
     answer_pattern: str = "<answer>(.*?)</answer>"
     split: Literal["train", "held_out"] = "train"
-    """Which questions: the two are made by different seeds."""
+    """Split; the two use disjoint seeds."""
     format_penalty: float = Field(default=0.0, le=0)
 
 

@@ -1,4 +1,4 @@
-"""What adapted envs have in common: text in, text out, and global generators that belong to one env at a time."""
+"""Shared parts of the adapters: text spaces, metrics, and global generators that belong to one env at a time."""
 
 import random
 from collections.abc import Generator, Mapping
@@ -26,17 +26,17 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        """Observation space; created lazily, because its character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it is told; made when asked for, see `observation_space`."""
+        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers and booleans among what an env says beside its observation."""
+    """Return the numbers and booleans of an info dict."""
     told: dict[str, float] = {}
     for key, value in info.items():
         number: object = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
@@ -46,16 +46,16 @@ def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
 
 
 class OwnRandomness:
-    """Stands in for the global generators of `random` and `numpy` while a library that draws from them runs.
+    """Replaces the global generators of `random` and `numpy` while a library that draws from them runs.
 
-    Global generators are shared by threads: an env that needs this is played inline or in a process of its own.
+    Threads share global generators: an env that needs this runs inline or in a process of its own.
     """
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any] | None = None
 
     def seed(self, seed: int) -> None:
-        """Start anew; both generators depend on `seed` alone."""
+        """Seed both generators from `seed` alone."""
         rng = np.random.default_rng(seed)
         twister = np.random.RandomState(int(rng.integers(2**32)))
         self._states = random.Random(int(rng.integers(2**63))).getstate(), twister.get_state()

@@ -15,13 +15,13 @@ class TextArenaConfig(Config):
     id: str
     """A game for one player, such as `GuessTheNumber-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """For `textarena.make`."""
+    """Keyword arguments of `textarena.make`."""
 
 
 class TextArenaEnv(TextEnv):
-    """A game; its reward comes at the end, and `success` is a reward of 1 or more.
+    """A game; its reward is given at the end, and `success` is a reward of 1 or more.
 
-    The games draw from Python's global generator, which is put in its place for each call: play them inline or in a process,
+    The games draw from Python's global generator, which is replaced during each call: run them inline or in a process,
     not in threads.
     """
 
@@ -68,7 +68,7 @@ class TextArenaEnv(TextEnv):
             raise ValueError(f"textarena.make({self.config.id!r}): {' '.join(str(error).split())}") from error
 
     def _news(self) -> str:
-        """What the game says and has not said before: the history is in the policy's context already."""
+        """Return the part of the game's log that has not been shown yet; the policy's context already holds the rest."""
         _, shown = self._game.get_observation()
         if not isinstance(shown, str):
             return "\n".join(str(message[1]) for message in shown if message[0] != 0)

@@ -1,7 +1,7 @@
-"""verifiers' tasksets (Prime Intellect, `verifiers.v1`): a task's prompt, one answer, the task's own rewards.
+"""Tasksets of verifiers (Prime Intellect, `verifiers.v1`): a task's prompt, one answer, the task's own rewards.
 
-Tasks that need a program of their own, tools, a container or a user who talks back are played by verifiers itself through
-the policy's endpoint: `played_by: agent`, and `offbeat.deploy.agents.verifiers_env` as the tag's `agent_runner`.
+Tasks that need a program, tools, a container or a simulated user are run by verifiers itself through the policy's endpoint:
+`played_by: agent`, and `offbeat.deploy.agents.verifiers_env` as the tag's `agent_runner`.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ class VerifiersConfig(Config):
     taskset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """The taskset's own settings."""
     num_tasks: int | None = Field(default=None, ge=2)
-    """The first so many tasks; a taskset without an end needs it."""
+    """Number of tasks to use; required for a taskset without an end."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Which tasks: one in eight, by a digest of its key, is held out and never turns up in training."""
+    """Split; one task in eight, by a digest of its key, is held out and never used in training."""
     played_by: Literal["policy", "agent"] = "policy"
-    """`policy`: its answer to the prompt ends the episode. `agent`: verifiers plays, whatever the task needs; the env then
-    only chooses the task."""
+    """`policy`: the answer to the prompt ends the episode. `agent`: verifiers runs the episode; the env only picks the
+    task."""
     environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """With `played_by: agent`: what verifiers' `[env]` block holds beside the taskset (id, agents, harness, runtime)."""
+    """With `played_by: agent`: verifiers' `[env]` block without the taskset (id, agents, harness, runtime)."""
     success_reward: float = 1.0
-    """A reward of so much is a success."""
+    """Smallest reward that counts as success."""
 
 
 class VerifiersEnv(TextEnv):
-    """One task, one answer; the reward is the weighted sum of the task's rewards, its metrics are told beside."""
+    """One task, one answer; the reward is the weighted sum of the task's rewards, its metrics go into info."""
 
     config_class: ClassVar[type[VerifiersConfig]] = VerifiersConfig
 
@@ -68,7 +68,7 @@ class VerifiersEnv(TextEnv):
         return own + self._task.data.prompt_text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer. Raises RuntimeError where verifiers plays."""
+        """Score the answer. Raises RuntimeError if verifiers runs the episode."""
         if self.config.played_by == "agent":
             raise RuntimeError("verifiers itself plays this task: nothing is to be answered here")
         trace = self._trace(action)
@@ -83,7 +83,7 @@ class VerifiersEnv(TextEnv):
         return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
 
     def _order(self) -> dict[str, JsonValue]:
-        """What `offbeat.deploy.agents.verifiers_env` is to play."""
+        """Return the episode description for `offbeat.deploy.agents.verifiers_env`."""
         taskset: dict[str, JsonValue] = {**self.config.taskset, "id": self.config.id}
         return {
             "taskset": taskset,
@@ -114,12 +114,12 @@ class VerifiersEnv(TextEnv):
 
 @lru_cache(maxsize=8)
 def tasks_of(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
-    """The split's tasks; all envs of a process share them, and nobody changes them.
+    """Return the tasks of a split; they are shared by all envs of a process and must not be modified.
 
     settings: JSON.
 
     Raises:
-        ValueError: there is no such taskset, or it can't be played by one answer to each task.
+        ValueError: there is no such taskset, or its tasks can't be solved by a single answer.
     """
     vf = require("verifiers.v1", "verifiers")
     try:
@@ -139,7 +139,7 @@ def tasks_of(taskset_id: str, settings: str, num_tasks: int | None, split: str, 
 
 
 def _needs(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
-    """What one answer can't give; empty if nothing."""
+    """Return what the task needs beyond a single answer; empty if nothing."""
     kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
     if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
         return "an Env of its own"

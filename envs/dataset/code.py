@@ -29,9 +29,9 @@ class CodeConfig(QuestionsConfig):
     reward: Literal["binary", "pass_rate"] = "binary"
     """1 where all tests pass, or the share that does."""
     sandbox: Limits = Limits()
-    """Of each test."""
+    """Limits of each test."""
     max_tests: int | None = Field(default=None, ge=1)
-    """Run the first so many alone."""
+    """Number of tests to run, from the first."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -41,18 +41,17 @@ class CodeConfig(QuestionsConfig):
 
 
 class CodeEnv(QuestionEnv[CodeConfig]):
-    """A task and tests; 1 for a program (in a fenced block) that passes all of them. Each test has a process of its own."""
+    """A task and tests; reward 1 for a program (in a fenced block) that passes all. Each test runs in its own process."""
 
     config_class: ClassVar[type[CodeConfig]] = CodeConfig
     system_prompt: str = "Write a Python program that does what is asked, in a fenced block."
 
     def __init__(self, config: CodeConfig) -> None:
-        """Raises IsolationError where this machine can't hold programs in."""
+        """Raises IsolationError if this machine can't isolate programs."""
         check_isolation(config.sandbox)
         super().__init__(config)
 
     def judge(self, row: Row, answer: str) -> Judgement:
-        """See `QuestionEnv.judge`."""
         program = last_group(self.config.answer_pattern, answer)
         if program is None:
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
@@ -63,7 +62,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
 
     def _fails(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
-        """What went wrong in a test; empty if nothing did."""
+        """Run one test and return its error; empty if it passes."""
         outcome = run_python(f"{program}\n{extra}", stdin=stdin, limits=self.config.sandbox)
         if not outcome.ok:
             return outcome.error

@@ -1,7 +1,7 @@
-"""One question of a data set and one answer to it: what math, question answering and code have in common.
+"""One question of a data set and one answer: base class of math, question answering and code.
 
-Invariants: training draws a row by the env's own generator, so that a seed fixes it; evaluation's seeds walk through the
-held-out rows, each once before any comes again.
+Invariants: training draws rows by the env's own generator, so that a seed determines the row; evaluation seeds enumerate the
+held-out rows, each once before any repeats.
 """
 
 from abc import abstractmethod
@@ -31,16 +31,16 @@ class QuestionsConfig(Config):
     dataset_name: Path
     """A .jsonl, .json, .csv or .parquet file, or a folder that `datasets` saved."""
     val_dataset_name: Path | None = None
-    """The same for evaluation; None holds one question in eight of `dataset_name` out."""
+    """Data set of evaluation; None holds out one question in eight of `dataset_name`."""
     question_key: str = "question"
     answer_key: str = "answer"
     """Columns."""
     prompt: str = "{question}"
     """The observation, with `{question}`."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Which questions: a held-out one never turns up in training."""
+    """Split; held-out questions are never used in training."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Reward of an answer in which none can be found."""
+    """Reward of a response without an answer."""
 
     @field_validator("prompt")
     @classmethod
@@ -51,12 +51,12 @@ class QuestionsConfig(Config):
 
 
 class Judgement(NamedTuple):
-    """What an answer is worth."""
+    """Score of an answer."""
 
     reward: float
     success: bool
     valid: bool = True
-    """Whether an answer was found in the text at all."""
+    """True if the text contains an answer."""
     feedback: str = ""
     """The last observation."""
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -80,17 +80,17 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        """Observation space; created lazily, because its character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it is told; made when asked for, see `observation_space`."""
+        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET[3:98])
 
     @abstractmethod
     def judge(self, row: Row, answer: str) -> Judgement:
-        """What `answer` is worth as one to `row`."""
+        """Score `answer` for `row`."""
 
     @property
     def row(self) -> Row:
@@ -123,7 +123,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         return judged.feedback, judged.reward + penalty, True, False, info
 
     def task_id(self, seed: int) -> str:
-        """The row that `reset(seed=seed)` asks about; leaves this env as it is."""
+        """Return the row of `reset(seed=seed)` without changing this env."""
         return self._rows.name(self._index(seed, seeding.np_random(seed)[0]))
 
     def render(self) -> str:
@@ -140,7 +140,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 
 def last_group(pattern: str, text: str) -> str | None:
-    """What the last match of `pattern` (one group: the answer; two: thought and answer) holds; None without one."""
+    """Return the last match of `pattern` (one group: the answer; two: thought and answer), or None."""
     found = list(compile_pattern(pattern).finditer(text))
     return (found[-1][found[-1].re.groups] or "").strip() if found else None
 

@@ -48,7 +48,6 @@ class MathEnv(QuestionEnv[MathConfig]):
         logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def judge(self, row: Row, answer: str) -> Judgement:
-        """See `QuestionEnv.judge`."""
         pattern = self.config.answer_pattern
         said = last_boxed(answer) if pattern is None else last_group(pattern, answer)
         if said is None:

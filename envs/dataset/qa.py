@@ -22,7 +22,7 @@ class QAConfig(QuestionsConfig):
     """`env_config` of a tag with `env_type: qa`."""
 
     metric: Literal["exact_match", "f1"] = "exact_match"
-    """What the reward is."""
+    """Metric used as the reward."""
     answer_pattern: str = WHOLE_PATTERN
     """Regular expression for the answer in the text, such as `<answer>(.*?)</answer>`."""
 
@@ -34,12 +34,11 @@ class QAConfig(QuestionsConfig):
 
 
 class QAEnv(QuestionEnv[QAConfig]):
-    """A question; its column of answers holds one text or a list of them, of which the best match counts."""
+    """A question; its answer column holds one text or a list, of which the best match counts."""
 
     config_class: ClassVar[type[QAConfig]] = QAConfig
 
     def judge(self, row: Row, answer: str) -> Judgement:
-        """See `QuestionEnv.judge`."""
         said = last_group(self.config.answer_pattern, answer)
         if said is None:
             return Judgement(0.0, success=False, valid=False, metrics={"exact_match": 0.0, "f1": 0.0})

@@ -1,6 +1,6 @@
-"""Rows of a data set on disk, through `datasets`: a file (jsonl, json, csv, parquet), or a folder that it saved.
+"""Rows of a data set on disk, through `datasets`: a file (jsonl, json, csv, parquet) or a saved folder.
 
-Invariant: nothing is fetched from a hub; rows are mapped into memory once for each process and shared by its envs.
+Invariant: nothing is downloaded; rows are memory-mapped once per process and shared by its envs.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from offbeat.envs.optional_imports import require
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HELD_OUT_SHARE = 8
-"""Without a file for validation, one question in so many is held out, by a digest of its text."""
+"""Without a validation file, one question in this many is held out, by a digest of its text."""
 
 Row = Mapping[str, Any]
 
@@ -34,7 +34,7 @@ class Rows:
         return self._table[self._place(index)]
 
     def name(self, index: int) -> str:
-        """File and place in it; differs for different rows, whatever their split."""
+        """Return file and row number; unique across splits."""
         return f"{self._path}:{self._place(index)}"
 
     def _place(self, index: int) -> int:
@@ -62,7 +62,7 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
 
 
 def read_table(path: Path) -> Any:
-    """A `datasets.Dataset` of what lies at `path`.
+    """Load the `datasets.Dataset` at `path`.
 
     Raises:
         ValueError: it can't be read.

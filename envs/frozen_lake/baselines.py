@@ -1,6 +1,6 @@
-"""What success means on given maps: that of a random walker, of a scripted one, and the most that can be had.
+"""Success of reference policies on given maps: random walker, scripted policy, optimum.
 
-All three are computed exactly, by dynamic programming over cells and turns left: no sampling, no noise.
+All three are computed exactly, by dynamic programming over cells and remaining turns: no sampling, no noise.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class Baselines(NamedTuple):
     """Chance of reaching the goal within the turns of an episode, mean over maps."""
 
     random: float
-    """Any of the four directions, whatever lies there."""
+    """Uniformly random directions."""
     scripted: float
     """Towards the goal around visible holes: a nearer neighbour that is no hole, else any that is none."""
     optimal: float
@@ -85,7 +85,8 @@ def _distance(a: Cell, b: Cell) -> int:
 
 
 def _success(lake: LakeMap, moves: Array, policy: Array | None, max_steps: int) -> Array:
-    """[cell] chance of reaching the goal in `max_steps` turns under the policy; None plays each turn best."""
+    """Return the [cell] probability of reaching the goal within `max_steps` turns under the policy; None is the optimal
+    policy."""
     chance = np.zeros(lake.size**2)
     chance[lake.goal[0] * lake.size + lake.goal[1]] = 1.0
     for _ in range(max_steps):

@@ -1,4 +1,4 @@
-"""Weak play to warm a policy start up with: it moves and avoids holes, and knows nothing of the goal."""
+"""Demonstrations for the warm start: a walker that avoids holes and does not know the goal."""
 
 import numpy as np
 

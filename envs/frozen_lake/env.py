@@ -1,7 +1,7 @@
-"""FrozenLake as a text env: the policy reads where it stands and answers with a direction.
+"""FrozenLake as a text env: the observation describes the position, the answer is a direction.
 
-Invariants: all that is random comes from the env's own generator, which `reset(seed=)` seeds; the same seed and settings
-give the same map and the same slips.
+Invariants: all randomness comes from the env's own generator, which `reset(seed=)` seeds; equal seeds and settings give
+equal maps and slips.
 """
 
 from functools import cached_property, lru_cache
@@ -28,7 +28,7 @@ from offbeat.envs.parsing import WHOLE_PATTERN, ActionParser, compile_pattern
 
 SYSTEM_PROMPT = "Walk P to G . Avoid O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), "_", "#", *ACTIONS, *"0123456789")))
-"""Every word that prompts, observations and answers hold (rows and columns up to 9), for a word-level tokenizer."""
+"""Vocabulary of prompts, observations and answers (rows and columns up to 9), for a word-level tokenizer."""
 
 OBSERVATION_CHARS = "".join(sorted({*"".join(WORDS), " ", "\n"}))
 ANSWER_CHARS = "".join(map(chr, range(32, 127))) + "\n\t"
@@ -47,13 +47,13 @@ class FrozenLakeConfig(Config):
     start_goal: Literal["corners", "random"] = "corners"
     """Start top left and goal bottom right, or both anywhere."""
     split: Split = "train"
-    """Which maps: a held-out map never turns up in training."""
+    """Split; held-out maps are never used in training."""
     format_penalty: float = Field(default=-0.1, le=0)
     """Reward of a turn whose answer names no direction; the agent stays where it is."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression for an answer; one group holds the direction, of two the second."""
+    """Regular expression of an answer; one group holds the direction; of two groups, the second."""
     show_grid: Literal["first", "always"] = "first"
-    """Whether later turns show the whole grid too, or the four neighbours alone."""
+    """Whether later turns show the whole grid or only the four neighbours."""
     render_mode: Literal["ansi", "rgb_array"] | None = None
 
     @field_validator("action_pattern")
@@ -79,12 +79,12 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        """Observation space; created lazily, because its character tables are larger than the env."""
         return Text(max_length=4 * self.config.size**2 + 64, charset=OBSERVATION_CHARS)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it is told; made when asked for, see `observation_space`."""
+        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=ANSWER_CHARS)
 
     @property
@@ -100,7 +100,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @property
     def agent(self) -> Cell:
-        """Where the agent stands."""
+        """Position of the agent."""
         return self._agent
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -143,7 +143,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return "\n".join(" ".join(lake.cell((row, column), self._agent) for column in rows) for row in rows)
 
     def neighbours_text(self) -> str:
-        """`row col Left # Down _ Right O Up _`: where the agent stands and what lies around it."""
+        """Return `row col Left # Down _ Right O Up _`: position and the four neighbouring cells."""
         (row, column), lake = self._agent, self.lake
         around = (
             f"{name} {lake.cell((row + down, column + right), self._agent)}" for name, (down, right) in MOVES.items()

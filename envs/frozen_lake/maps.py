@@ -1,7 +1,6 @@
-"""Maps of FrozenLake: drawn at random, solvable, and split into training and held-out ones.
+"""Maps of FrozenLake: random, solvable, split into training and held-out maps.
 
-Invariant: a map belongs to one split by a stable digest of what it looks like, so no seed can bring a held-out map into
-training.
+Invariant: a map's split is a stable digest of its cells, so no seed brings a held-out map into training.
 """
 
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ Cell = tuple[int, int]
 """Row and column, from the top left."""
 
 HELD_OUT_SHARE = 8
-"""One map in so many is held out."""
+"""One map in this many is held out."""
 MAX_DRAWS = 10_000
 
 MOVES: dict[str, Cell] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 ACTIONS = tuple(MOVES)
-"""In gymnasium's order, which makes a slip's directions the neighbours in this list."""
+"""Actions in gymnasium's order, in which the directions of a slip are neighbours."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class LakeMap:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
     def cell(self, at: Cell, agent: Cell | None = None) -> str:
-        """What is there: `P` the agent (or, without one, the start), `G`oal, `O` hole, `_` ice, `#` beyond the edge."""
+        """Return the symbol of a cell: `P` agent (or start), `G` goal, `O` hole, `_` ice, `#` beyond the edge."""
         if not (0 <= at[0] < self.size and 0 <= at[1] < self.size):
             return "#"
         if at == (self.start if agent is None else agent):
@@ -54,13 +53,13 @@ class LakeMap:
         return "O" if at in self.holes else "_"
 
     def neighbour(self, at: Cell, action: int) -> Cell:
-        """Where a step leads: the same cell at the edge."""
+        """Return the cell that a step leads to; at the edge, the same cell."""
         row, column = MOVES[ACTIONS[action]]
         there = at[0] + row, at[1] + column
         return there if 0 <= there[0] < self.size and 0 <= there[1] < self.size else at
 
     def is_solvable(self) -> bool:
-        """Whether a way without holes leads from start to goal."""
+        """Return True if a path without holes leads from start to goal."""
         seen, frontier = {self.start}, [self.start]
         while frontier:
             at = frontier.pop()

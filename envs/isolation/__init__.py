@@ -1,1 +1,1 @@
-"""What the kernel offers to hold a program in, by ctypes and the library alone: it is imported by each sandboxed process."""
+"""Kernel isolation for programs, by ctypes and the standard library alone: every sandboxed process imports it."""

@@ -1,6 +1,6 @@
-"""Landlock: which files this process and its children may open, and that they reach no TCP port and signal nobody else.
+"""Landlock: restricts the files that this process and its children may open, TCP ports and signals.
 
-Needs Linux 5.13 with Landlock among its security modules; later kernels hold more
+Needs Linux 5.13 with Landlock among its security modules; later kernels restrict more
 (docs.kernel.org/userspace-api/landlock.html).
 """
 
@@ -31,7 +31,7 @@ def abi() -> int:
 
 
 def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on: files below `readable` can be read and run, files below `writable` anything, no others opened.
+    """Allow reading and executing below `readable`, everything below `writable`, and no other files.
 
     Raises:
         KernelError: the kernel has no Landlock.

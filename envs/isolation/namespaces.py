@@ -1,6 +1,6 @@
-"""Namespaces: users, processes, network and mounts of a program's own.
+"""Namespaces: users, processes, network and mounts of a program.
 
-Started as root, a program runs as a user that nobody else is; started as somebody else, as that one, without capabilities.
+Started as root, a program runs as a user of its own; started as another user, as that user without capabilities.
 """
 
 import ctypes
@@ -24,20 +24,20 @@ BIND, RECURSIVE, PRIVATE, NOSUID, NODEV = 4096, 16384, 1 << 18, 2, 4
 MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = -100, 0x8000, 1, 2, 4
 PROGRAM_ID = 1000
-"""User and group of the program, seen from inside."""
+"""User and group id of the program inside the namespace."""
 FIRST_OUTSIDE_ID = 1 << 30
-"""Seen from outside, where root starts the sandbox: this plus the supervisor's process id."""
+"""Base of the user id outside, if root starts the sandbox; the supervisor's process id is added."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/sandbox"
 
 
 def enter() -> int:
-    """Move this process into new namespaces; its children will be in new ones of processes too.
+    """Move this process into new namespaces; its children get a new process namespace, too.
 
-    Returns: the program's user and group in there, 0 where it can have none of its own.
+    Returns: the program's user and group id inside, 0 if it can't have one of its own.
 
     Raises:
-        OSError: the kernel refuses them here.
+        OSError: the kernel refuses namespaces.
     """
     uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
     if uid or not _others_may_read(os.__file__):
@@ -62,10 +62,10 @@ def enter() -> int:
 
 
 def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
-    """See a tree of its own from now on: `readable` read-only, four devices, and `/sandbox`, empty and of bounded size.
+    """Switch to a root of its own: `readable` read-only, four devices, and `/sandbox`, empty and of bounded size.
 
     Raises:
-        OSError: the kernel refuses a mount; what was mounted is seen by this process alone.
+        OSError: the kernel refuses a mount; mounts made so far are visible to this process alone.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
@@ -102,9 +102,9 @@ def _others_may_read(path: str) -> bool:
 
 
 def _map_when_told(told: int, pid: int) -> None:
-    """In a process that stayed outside: give `pid`'s users their numbers once it has a namespace; does not return.
+    """Write `pid`'s user mappings from outside once its namespace exists; does not return.
 
-    Ends with 0 where the program has one of its own, with 1 where only root could be mapped.
+    Exits with 0 if the program has a user of its own, with 1 if only root could be mapped.
     """
     if os.read(told, 1):
         for code, more in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):

@@ -13,7 +13,7 @@ from offbeat.envs.isolation.syscalls import KernelError, call, machine
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Where they stand in what the filter sees (struct seccomp_data); of the argument, the low half."""
+"""Offsets in struct seccomp_data; of the argument, the low half."""
 CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
 X32 = 0x40000000
 """Calls of x86-64's second ABI have this bit, and would slip through a list of numbers."""
@@ -101,15 +101,15 @@ ON_ITSELF: dict[str, tuple[int, int]] = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-"""Calls whose first argument says on which process: this one alone."""
+"""Calls whose first argument is a process: only this process is allowed."""
 ZERO_IS_ITSELF = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 PR_SET_PDEATHSIG = 1
 
 
 def restrict(*, one_process: bool, own_pid: int | None) -> None:
-    """From now on the calls above fail with EPERM, in this process and its children.
+    """Make the calls above fail with EPERM in this process and its children.
 
-    own_pid: signals and limits reach this process alone; None where a namespace sees to that.
+    own_pid: the only target of signals and limits; None if a namespace already confines them.
 
     Raises:
         KernelError: the kernel has no seccomp filters, or the machine is neither x86-64 nor 64-bit ARM.
@@ -124,7 +124,7 @@ def restrict(*, one_process: bool, own_pid: int | None) -> None:
 
 
 def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
-    """A list of tests on the call's number; each refusal stands right behind its test."""
+    """Build the BPF program: tests on the call's number, each followed by its refusal."""
     column, architecture, _ = ARCHITECTURES[machine]
     code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, architecture, 1, 0), _step(RETURN, KILL), _step(LOAD, NUMBER)]
     if machine == "x86_64":

@@ -1,7 +1,7 @@
-"""What runs in a process that `offbeat.envs.sandbox.run` started: a supervisor, and in a child of it the program, held in.
+"""Process started by `offbeat.envs.sandbox.run`: a supervisor, and the confined program as its child.
 
-Invariants: the program starts only when each promise that was asked for is held by the kernel; the supervisor, which the
-program can't reach, ends it with its time.
+Invariants: the program starts only if the kernel gives every requested guarantee; the supervisor, which the program can't
+reach, kills it at its time limit.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_THREADS = 64
 
 
 def main() -> None:
-    """Isolate, limit, run `main.py` of the folder in argv[1]; `outcome.json` there tells how it ended."""
+    """Isolate, limit and run `main.py` of the folder in argv[1]; write the result to `outcome.json` there."""
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     source = (folder / "main.py").read_text(encoding="utf-8", errors="surrogateescape")
     layers: list[str] = []
@@ -67,7 +67,7 @@ def _namespaces(wanted: dict[str, Any], layers: list[str]) -> int:
 
 
 def _hold_in(folder: Path, wanted: dict[str, Any], layers: list[str], program_id: int) -> None:
-    """Each layer that is wanted and that the kernel gives, outermost first."""
+    """Apply each requested layer that the kernel offers, outermost first."""
     offered, work = wanted["layers"], str(folder / "work")
     readable, one_process = _readable(), wanted["max_processes"] == 1
     own_pid = None if "namespaces" in layers else os.getpid()
@@ -103,7 +103,7 @@ def _held(layer: Any) -> bool:
 
 
 def _readable() -> list[str]:
-    """What Python and its libraries need to be read, the interpreter's own folders last."""
+    """Return the paths that Python and its libraries read, the interpreter's own folders last."""
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
     return [*system, *dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))]
 

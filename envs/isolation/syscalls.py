@@ -45,12 +45,12 @@ def detach(target: str) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends; to be said again after each change of user."""
+    """Request SIGKILL when the parent thread ends; must be repeated after each change of user."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def drop_capabilities() -> None:
-    """Keep none, whoever this process runs as; raises `KernelError`."""
+    """Drop all capabilities; raises `KernelError`."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 

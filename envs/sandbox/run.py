@@ -1,8 +1,8 @@
-"""A program in a process of its own: limits on time, CPU, memory, files and output, no network, an empty folder.
+"""Runs a program in a process of its own: limits on time, CPU, memory, files and output, no network, an empty folder.
 
-Invariants: nothing of it runs on after `run_python` returns; its environment holds no variable of ours; where `isolation` is
-`require` it is not run at all unless the kernel keeps it from the network, from other processes and from files that are not
-its own or a library's (`offbeat.envs.isolation`). `check_isolation` says what this machine lacks.
+Invariants: no process of the program survives `run_python`; its environment holds none of our variables; with `isolation:
+require` it runs only if the kernel confines it from the network, from other processes and from foreign files
+(`offbeat.envs.isolation`). `check_isolation` reports what this machine lacks.
 """
 
 import functools
@@ -34,7 +34,7 @@ STARTER = (
     "from offbeat.envs.isolation.supervisor import main; del sys.path[0]; main()"
 )
 START_UP_S = 30.0
-"""For the supervisor to start on a busy machine; the program's own time counts from its start."""
+"""Startup timeout of the supervisor; the program's own time counts from its start."""
 
 
 NEEDS = {
@@ -45,34 +45,34 @@ NEEDS = {
 
 
 class IsolationError(ValueError):
-    """This machine does not hold what `isolation: require` asks for; nothing was run."""
+    """The machine lacks what `isolation: require` asks for; nothing was run."""
 
 
 class Limits(Config):
-    """What a program may use."""
+    """Resource limits of a program."""
 
     timeout_s: float = Field(default=5.0, gt=0)
     cpu_s: int = Field(default=5, ge=1)
     memory_mib: int = Field(default=512, ge=64)
-    """Of address space, all its processes together: each of `max_processes` gets its share."""
+    """Address space of all its processes together: each of `max_processes` gets its share."""
     file_mib: int = Field(default=8, ge=1)
     """Largest file that it may write; of its output too."""
     disk_mib: int = Field(default=64, ge=1)
-    """All its files together, kept in memory; needs mounts."""
+    """Total size of its files, which are kept in memory; needs mounts."""
     max_files: int = Field(default=1000, ge=10)
-    """How many files and folders it may make; needs mounts."""
+    """Maximum number of files and folders; needs mounts."""
     max_processes: int = Field(default=1, ge=1)
     """1: it starts no other process, and up to 64 threads; more: processes and threads together, and it needs namespaces."""
     max_output_chars: int = Field(default=10_000, ge=1)
-    """Of stdout and of stderr, each cut at its middle."""
+    """Maximum length of stdout and of stderr; longer output is cut in the middle."""
     isolation: Literal["require", "warn"] = "require"
-    """Where the kernel can't hold a program in: refuse to run any, or run them behind Python's audit hooks, which stop
+    """If the kernel can't confine a program: refuse to run it, or run it behind Python's audit hooks, which stop
     ordinary code but no attacker, and warn."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended."""
+    """Result of a program."""
 
     stdout: str
     stderr: str
@@ -80,7 +80,7 @@ class ProgramResult:
     """Negative: the signal that killed it."""
     timed_out: bool
     layers: tuple[Layer, ...]
-    """What held it in."""
+    """Layers that confined it."""
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ class ProgramResult:
 
     @property
     def error(self) -> str:
-        """The last line of what went wrong, empty if nothing did."""
+        """Return the last line of the error, empty if there was none."""
         if self.timed_out:
             return "out of time"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
@@ -98,12 +98,12 @@ class ProgramResult:
 def run_python(
     code: str, *, stdin: str = "", limits: Limits | None = None, layers: tuple[Layer, ...] = LAYERS
 ) -> ProgramResult:
-    """Run a program to its end, or to that of its time.
+    """Run a program until it exits or reaches its time limit.
 
-    layers: those of them that the kernel offers are used.
+    layers: the requested layers; those that the kernel offers are used.
 
     Raises:
-        IsolationError: the kernel can't hold it in, and `limits.isolation` is `require`.
+        IsolationError: the kernel can't confine it, and `limits.isolation` is `require`.
     """
     limits = limits or Limits()
     folder = Path(tempfile.mkdtemp(prefix="offbeat-sandbox-"))
@@ -126,7 +126,7 @@ def run_python(
 
 
 def sandbox_in_use() -> str:
-    """What holds in the programs of this process' envs, in words; empty where no env runs any."""
+    """Describe the isolation of programs in this process' envs; empty if no env runs programs."""
     if not platform_isolation.cache_info().currsize:
         return ""
     layers = platform_isolation()
@@ -136,12 +136,12 @@ def sandbox_in_use() -> str:
 
 @functools.cache
 def platform_isolation() -> tuple[Layer, ...]:
-    """The layers that this machine's kernel gives, found by running an empty program once."""
+    """Return the layers that this kernel offers, probed once by running an empty program."""
     return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
 
 
 def lacking(layers: tuple[Layer, ...]) -> list[str]:
-    """What programs are not kept from by these layers, in words; empty if nothing is missing."""
+    """Describe the guarantees that these layers do not give; empty if none is missing."""
     missing = [f"{what} ({NEEDS[what]})" for what in missing_promises(layers, one_process=True)]
     return (
         missing if "mounts" in layers else [*missing, "filling the disk with many files (mounts in a user namespace)"]
@@ -149,9 +149,9 @@ def lacking(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Before programs are run: refuse, or log once, what this machine lacks.
+    """Refuse, or log once, what this machine lacks, before programs are run.
 
-    layers: what its kernel gives; None: found out.
+    layers: the layers that its kernel offers; None probes them.
 
     Raises:
         IsolationError: it lacks what `limits` require.

@@ -1,6 +1,6 @@
-"""What success means in given rooms: that of a random player, of a scripted one, and the most that can be had.
+"""Success of reference policies in given rooms: random player, scripted policy, optimum.
 
-All three are computed exactly, by dynamic programming over every position that can be reached and turns left.
+All three are computed exactly, by dynamic programming over reachable positions and remaining turns.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class Baselines(NamedTuple):
     """Chance of solving the room within the turns of an episode, mean over rooms."""
 
     random: float
-    """Any of the four directions, whatever lies there."""
+    """Uniformly random directions."""
     scripted: float
     """A push towards the nearest target where one is possible, else a step towards where such a push starts."""
     optimal: float
@@ -71,7 +71,7 @@ def scripted_policy(room: Room) -> Array:
 
 
 def _pushes(room: Room) -> set[tuple[Cell, int]]:
-    """(Where to stand, which way to push) that bring a box nearer to the nearest free target."""
+    """Return (cell to stand on, direction) of each push that brings a box nearer to the nearest free target."""
     free = room.targets - room.boxes
     found: set[tuple[Cell, int]] = set()
     for box in room.boxes - room.targets:
@@ -111,7 +111,7 @@ def _positions(room: Room, max_steps: int) -> list[Room] | None:
 
 
 def _success(after: npt.NDArray[np.int64], solved: npt.NDArray[np.bool_], policy: Array | None, turns: int) -> float:
-    """Chance of solving the first position in `turns` turns; None plays each turn best."""
+    """Return the probability of solving the first position within `turns` turns; None is the optimal policy."""
     chance = solved.astype(np.float64)
     for _ in range(turns):
         by_action = chance[after]

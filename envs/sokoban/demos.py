@@ -1,4 +1,4 @@
-"""Weak play to warm a policy start up with: it moves where it can, and more often than not does what solves the room."""
+"""Demonstrations for the warm start: a player that makes the best move in most turns and a random one otherwise."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Cell, Room
 from offbeat.envs.sokoban.solver import distances
 
 SKILL = 0.6
-"""Of the turns in which the player does what is best; in others it makes any move that changes something."""
+"""Probability of a best move; other moves are drawn from those that change the position."""
 
 
 def clumsy_solving(
@@ -19,10 +19,10 @@ def clumsy_solving(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """One episode on a fresh room as chat messages, in the format of a rollout with the same templates.
+    """Return one episode on a fresh room as chat messages, in the format of a rollout with the same templates.
 
-    Each turn is, six times in ten, any of the moves after which the least remain to be made, and else any move that changes
-    something. The last message is the last answer. Room and play depend on `rng` alone.
+    Each turn is, six times in ten, one of the moves with the fewest remaining moves, and otherwise any move that changes the
+    position. The last message is the last answer. Room and moves depend on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     left = distances(env.room)

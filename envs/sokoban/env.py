@@ -23,7 +23,7 @@ from offbeat.envs.sokoban.rooms import ACTIONS, Room
 SIGNS = ("#", "_", "O", "√", "X", "P", "S")
 SYSTEM_PROMPT = "Push X to O ."
 WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SIGNS, *ACTIONS, *map(str, range(32)))))
-"""Every word that prompts, observations and answers hold with the settings' own vocabulary, for a word-level tokenizer."""
+"""Vocabulary of prompts, observations and answers with the default settings, for a word-level tokenizer."""
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 MAX_ANSWER_CHARS = 100_000
@@ -36,25 +36,25 @@ class SokobanConfig(Config):
     """Rows and columns, the walls around included."""
     num_boxes: int = Field(default=1, ge=1, le=8)
     search_depth: int = Field(default=30, ge=1)
-    """Moves that a room is played back from its solved position at most, so that many always solve it."""
+    """Maximum number of reverse moves from the solved position, and so of moves of a solution."""
     max_steps: int | None = Field(default=None, ge=1)
     """Turns after which the env itself cuts the episode; None leaves that to the tag's `max_steps`."""
     split: Split = "train"
-    """Which rooms: a held-out room never turns up in training."""
+    """Split; held-out rooms are never used in training."""
     grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SIGNS)))
     """The sign of each kind of cell, by ROLL's numbers: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6
     player on target."""
     grid_vocab: dict[str, str] = Field(default_factory=dict[str, str])
-    """What a sign is called in the system prompt; empty leaves the legend out of it."""
+    """Names of the symbols in the system prompt; empty leaves the legend out."""
     action_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(ACTIONS, 1)))
     """The word for each direction: 1 up, 2 down, 3 left, 4 right."""
     observation_format: Literal["grid", "coord", "grid_coord", "relative"] = "grid"
-    """The room as rows of signs, as where player, boxes and targets are and what lies around the player, or both; or as what
-    lies around the player and how far it is to the boxes, and from these to the targets."""
+    """Format of the observation: rows of symbols, coordinates of player, boxes and targets with the player's
+    neighbours, or both; or the player's neighbours with distances to the boxes, and from these to the targets."""
     show_grid: Literal["first", "always"] = "always"
-    """With `grid_coord`: whether later turns show the rows too, or the places alone."""
+    """With `grid_coord`: whether later turns show the rows, too, or only the coordinates."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression for an answer; one group holds the direction, of two the second."""
+    """Regular expression of an answer; one group holds the direction; of two groups, the second."""
     format_penalty: float = Field(default=0.0, le=0)
     """Added to the reward of a turn whose answer names no direction; the player stays where it is."""
     penalty_for_step: float = -0.1
@@ -117,14 +117,14 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        """Observation space; created lazily, because its character tables are larger than the env."""
         shown = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
         longest = (max(map(len, shown)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
         return Text(max_length=longest, charset="".join(sorted({*"".join(shown), *"0123456789 \n"})))
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it is told; made when asked for, see `observation_space`."""
+        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=PRINTABLE)
 
     @property
@@ -174,8 +174,8 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
 
     def coord_text(self) -> str:
-        """`P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: the player's row and column, what lies around it, where boxes and
-        targets are, each kind from the top left."""
+        """Return `P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: the player's row, column and neighbours, then boxes
+        and targets, each kind from the top left."""
         room, sign = self.room, self.config.grid_lookup
         places = [*((4, box) for box in sorted(room.boxes)), *((2, target) for target in sorted(room.targets))]
         rest = [f"{sign[code]} {at // room.width} {at % room.width}" for code, at in places]
@@ -183,8 +183,8 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([f"{sign[5]} {row} {column}", *self._around(), *rest])
 
     def relative_text(self) -> str:
-        """`Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: what lies around the player, how far from it each
-        box is, and how far from the box nearest to it each target; each kind from the top left."""
+        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: the player's neighbours, the distance
+        from the player to each box, and from the nearest box to each target; each kind from the top left."""
         room, sign = self.room, self.config.grid_lookup
         boxes = [f"{sign[4]} {self._way(room.player, box)}" for box in sorted(room.boxes)]
         targets = [f"{sign[2]} {self._way(self._nearest_box(target), target)}" for target in sorted(room.targets)]
@@ -239,7 +239,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
 
 def system_prompt(config: SokobanConfig) -> str:
-    """What the task is, in the signs and words of the settings."""
+    """Render the system prompt in the symbols and words of the settings."""
     sign = config.grid_lookup
     told = f"Push {sign[4]} to {sign[2]} ."
     if config.grid_vocab:

@@ -1,7 +1,7 @@
-"""Making rooms: walls by a random walk, then the solved position played backwards.
+"""Room generator: walls by a random walk, then reverse play from the solved position.
 
-Invariants: every room can be solved, in at most `search_depth` moves, because it was reached from its own solution; all
-that is random comes from the generator that is handed in.
+Invariants: every room has a solution of at most `search_depth` moves, because it was reached from that solution; all
+randomness comes from the given generator.
 """
 
 from typing import Literal, NamedTuple
@@ -14,9 +14,9 @@ Split = Literal["train", "held_out", "any"]
 
 MAX_DRAWS = 2_000
 BEAM = 64
-"""Positions of each depth that the backward search goes on from, drawn at random where there are more."""
+"""Beam width of the backward search; more positions of a depth are sampled down to it."""
 TURN_CHANCE = 0.35
-"""Of the walk that digs the floor, at each of its steps."""
+"""Probability of a turn at each step of the walk that digs the floor."""
 MASKS = (
     ((0, -1), (0, 0), (0, 1)),
     ((-1, 0), (0, 0), (1, 0)),
@@ -24,10 +24,10 @@ MASKS = (
     ((0, 0), (0, 1), (1, 0), (1, 1)),
     ((0, 0), (0, 1), (-1, 0)),
 )
-"""What the walk digs around each of its cells (after gym-sokoban)."""
+"""Cells that the walk digs around each of its cells (after gym-sokoban)."""
 
 State = tuple[Cell, tuple[Cell, ...]]
-"""Player, and boxes in the order of the targets they stood on."""
+"""Player, and boxes in the order of their targets."""
 
 
 class _Reached(NamedTuple):
@@ -86,9 +86,9 @@ def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
 def play_backwards(
     rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
 ) -> State | None:
-    """The farthest position found, going back breadth first; None if none has all boxes off the targets.
+    """Search breadth first from the solved position and return the farthest one; None if none has all boxes off the targets.
 
-    Farthest: the most pulls times the boxes' distance from where they belong, after gym-sokoban; one of equals at random.
+    Farthest: most pulls times the boxes' distances from their targets, after gym-sokoban; ties are broken at random.
     """
     targets = solved[1]
     seen, level = {solved}, [_Reached(solved, 0)]

@@ -1,7 +1,7 @@
-"""Rooms of Sokoban and the rules of moving in them, forwards (push) and backwards (pull).
+"""Rooms of Sokoban and their moves, forwards (push) and backwards (pull).
 
-A cell is a number, `row * width + column`. Invariant: `pulls` are exactly the states from which one push or step leads
-here, so whatever is reached by pulling can be solved by pushing.
+A cell is a number, `row * width + column`. Invariant: `pulls` returns exactly the states from which one push or step
+leads to the given one, so whatever is reached by pulling can be solved by pushing.
 """
 
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from functools import cached_property
 from hashlib import blake2b
 
 HELD_OUT_SHARE = 8
-"""One room in so many is held out."""
+"""One room in this many is held out."""
 
 MOVES = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
 ACTIONS = tuple(MOVES)
-"""In the order of gym-sokoban and ROLL."""
+"""Actions in the order of gym-sokoban and ROLL."""
 
 Cell = int
 
 
 @dataclass(frozen=True)
 class Room:
-    """One position: what stands where."""
+    """One position of player, boxes, targets and walls."""
 
     height: int
     width: int
@@ -58,7 +58,7 @@ class Room:
         return 2 if on_target else 1
 
     def offset(self, action: int) -> int:
-        """What a step adds to a cell's number. Rooms are walled all around, so no step leaves the row."""
+        """Return the difference in cell number of a step. Rooms are walled all around, so no step leaves the row."""
         down, right = MOVES[ACTIONS[action]]
         return down * self.width + right
 

@@ -1,4 +1,4 @@
-"""The shortest solution of a room, by breadth-first search over pushes and steps; knows nothing of how rooms are made."""
+"""Shortest solution of a room, by breadth-first search over pushes and steps; independent of the generator."""
 
 from offbeat.envs.sokoban.rooms import (
     ACTIONS,

@@ -1,6 +1,6 @@
 """Any env with tools in front of it: an answer that calls a tool goes to the tool, any other to the env.
 
-Invariant: the env underneath never hears of a call; its rewards and its end are its own.
+Invariant: the wrapped env never sees a call; its rewards and its end are unchanged.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ class ToolEnvConfig(Config):
     """Each with `tool_id: python_code | search | mcp` and its settings. Where an answer calls several, the first of this
     list is used."""
     function_calling: Literal["prompt", "template"] = "prompt"
-    """How tools are told and called: by each tool's `instruction` and `pattern`, or as functions in the chat template's own
-    form, where `instruction` and `pattern` say nothing."""
+    """How tools are described and called: by each tool's `instruction` and `pattern`, or as functions in the chat
+    template's own form, in which `instruction` and `pattern` are unused."""
     max_tool_uses: int = Field(default=10, ge=1)
-    """Of an episode; a later call is told so, and is not made."""
+    """Maximum number of calls per episode; later calls are refused with a message."""
     tool_reward: float = 0.0
-    """For each call."""
+    """Reward of each call."""
     tool_success_reward: float = 0.0
-    """For each call that did not fail, on top."""
+    """Additional reward of each call that did not fail."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
     """Handed down to the env underneath, if it has that setting."""
 
@@ -76,12 +76,12 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the env underneath, which may make it when asked for."""
+        """Observation space of the wrapped env, which may create it lazily."""
         return self._env.observation_space
 
     @cached_property
     def action_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the env underneath."""
+        """Action space of the wrapped env."""
         return self._env.action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -113,7 +113,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise ValueError(f"tools: two functions have one name: {names}")
 
     def _used(self, call: Callable[[], ToolResult]) -> ToolResult | None:
-        """What comes of a call; None where no more are to be had."""
+        """Return the result of a call; None if the maximum is reached."""
         self._uses += 1
         return call() if self._uses <= self.config.max_tool_uses else None
 
@@ -137,7 +137,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         return random_answer(self._env, rng)
 
     def close(self) -> None:
-        """Let go of the env underneath and of the tools."""
+        """Close the wrapped env and the tools."""
         self._env.close()
         while self._tools:
             self._tools.pop().close()

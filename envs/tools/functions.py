@@ -24,12 +24,12 @@ class Function(NamedTuple):
     """JSON schema."""
 
     def schema(self) -> dict[str, Any]:
-        """In OpenAI's form, which chat templates read."""
+        """Return the schema in OpenAI's form, which chat templates read."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
     def told(self) -> str:
-        """In one line of JSON."""
+        """Return the schema as one line of JSON."""
         return json.dumps(self.schema(), ensure_ascii=False)
 
 
@@ -47,7 +47,7 @@ def write_calls(words: str, calls: Sequence[Call]) -> str:
 
 
 def read_calls(answer: str) -> list[Call]:
-    """The calls of what `write_calls` wrote; none in an answer that calls nothing."""
+    """Parse the calls written by `write_calls`; [] for an answer without calls."""
     found: list[Call] = []
     for text in CALL.findall(answer):
         try:
@@ -70,12 +70,13 @@ def read_call(text: str) -> Call:
 
 
 def write_results(results: Sequence[str]) -> str:
-    """What came of calls, as an observation."""
+    """Render the results of calls as an observation."""
     return OPENING + BETWEEN.join(results) + CLOSING
 
 
 def read_results(observation: str, count: int) -> list[str]:
-    """What came of each of `count` calls; all of it for the first where the observation does not tell them apart."""
+    """Split an observation into the results of `count` calls; if it does not separate them, all of it is the first
+    result."""
     inner = observation.removeprefix(OPENING).removesuffix(CLOSING)
     parts = inner.split(BETWEEN) if observation.startswith(OPENING) else [observation]
     return parts if len(parts) == count else [inner, *[""] * (count - 1)]

@@ -1,7 +1,7 @@
-"""Servers that speak the Model Context Protocol, as tools: one connection per server and process, shared by its envs.
+"""Servers of the Model Context Protocol as tools: one connection per server and process, shared by its envs.
 
-Invariants: a call returns within its time limit, whatever the server does; a server that died is started again at the next
-call; when the last env of a process lets go of a server, its connection is closed and its process ended.
+Invariants: a call returns within its time limit, whatever the server does; a server that died is restarted at the next call;
+when the last env of a process closes, the connection is closed and the server's process ended.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ START_S = 60.0
 """Longest time to reach a server, which may have to be started."""
 CLOSE_S = 3.0
 PROBE_S = 2.0
-"""In which a server whose call took too long must answer another."""
+"""Time limit for a probe of a server whose call timed out."""
 
 
 class McpAddress(NamedTuple):
-    """Where a server is: a command that is started and spoken to over its pipes, or a URL."""
+    """Address of a server: a command to start and talk to over its pipes, or a URL."""
 
     command: tuple[str, ...]
     url: str
@@ -47,7 +47,7 @@ class McpServer:
             raise
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """(what the tool says, whether it worked)."""
+        """Return (output of the tool, whether it succeeded)."""
         try:
             return self._ask(lambda client: _call(client, name, arguments))
         except ValueError as error:
@@ -59,8 +59,7 @@ class McpServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _ask(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Raises ValueError for whatever goes wrong; the connection is made anew then, unless the server is well and only
-        the call was not."""
+        """Raises ValueError for any failure; the connection is then reopened, unless the server answers a probe."""
         return asyncio.run_coroutine_threadsafe(self._limited(work), self._loop).result()
 
     async def _limited(self, work: Callable[[Any], Awaitable[T]]) -> T:
@@ -177,25 +176,25 @@ class McpSession:
         self.instruction = instruction.replace("{tools}", "\n".join(f.told() for f in self.functions))
 
     def takes(self, text: str) -> bool:
-        """Whether the call is of one of these functions."""
+        """Return True if the call is of one of these functions."""
         try:
             return read_call(text).name in self._functions
         except ValueError:
             return False
 
     def use(self, text: str) -> tuple[str, bool]:
-        """Make the call that an answer asks for; (what to tell, whether it worked)."""
+        """Make the call of an answer and return (output, whether it succeeded)."""
         try:
             return self.make(read_call(text))
         except ValueError as error:
             return str(error), False
 
     def make(self, call: Call) -> tuple[str, bool]:
-        """Make a call; (what to tell, whether it worked)."""
+        """Make a call and return (output, whether it succeeded)."""
         if call.name not in self._functions:
             return f"there is no function {call.name!r}; there is {', '.join(self._functions)}", False
         return self._server.call(call.name, call.arguments)
 
     def close(self) -> None:
-        """Let go of the server."""
+        """Release the server."""
         SHARED.give_back(self._address)

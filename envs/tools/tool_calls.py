@@ -1,4 +1,4 @@
-"""The tools: each finds its call in an answer and says what came of it."""
+"""Tools: each finds its call in an answer and returns the result."""
 
 from abc import abstractmethod
 from functools import lru_cache
@@ -33,11 +33,11 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>"""
-"""Word for word what Qwen2.5's chat template says."""
+"""Verbatim from Qwen2.5's chat template."""
 
 
 class ToolResult(NamedTuple):
-    """What a call gave."""
+    """Result of a call."""
 
     text: str
     ok: bool
@@ -56,24 +56,24 @@ class OpenTool(Protocol):
         ...
 
     def takes(self, text: str) -> bool:
-        """Whether the call is this tool's, where another one is called by the same pattern."""
+        """Return True if the call is this tool's, for tools that share a pattern."""
         ...
 
     def use(self, text: str) -> ToolResult:
-        """Do what is asked for; a call that fails says why."""
+        """Make the call; a failure is described in the result."""
         ...
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """The tool as functions, for chat templates that tell of them."""
+        """Return the tool as functions for chat templates."""
         ...
 
     def make(self, call: Call) -> ToolResult:
-        """Call one of `functions`; a call that fails says why."""
+        """Call one of `functions`; a failure is described in the result."""
         ...
 
     def close(self) -> None:
-        """Let go of what the tool holds."""
+        """Release the tool's resources."""
         ...
 
 
@@ -97,23 +97,20 @@ class Tool(Config):
 
     @abstractmethod
     def open(self) -> OpenTool:
-        """The tool, ready for an env. Raises ValueError where it can't be had."""
+        """Return the tool, ready for an env. Raises ValueError if it is not available."""
 
 
 class OwnTool(Tool):
-    """A tool that holds nothing."""
+    """A tool without resources."""
 
     def open(self) -> OpenTool:
-        """See `Tool.open`."""
         return self
 
     def takes(self, text: str) -> bool:  # noqa: ARG002
-        """See `OpenTool.takes`."""
         return True
 
     @abstractmethod
-    def use(self, text: str) -> ToolResult:
-        """See `OpenTool.use`."""
+    def use(self, text: str) -> ToolResult: ...
 
     @property
     @abstractmethod
@@ -121,15 +118,13 @@ class OwnTool(Tool):
         """See `OpenTool.functions`: one, whose only argument is the call's text."""
 
     def make(self, call: Call) -> ToolResult:
-        """See `OpenTool.make`."""
         (wanted,) = self.functions[0].parameters["required"]
         text = call.arguments.get(wanted)
         if isinstance(text, str):
             return self.use(text)
         return ToolResult(f"{call.name} needs the argument {wanted!r}, a text", False)
 
-    def close(self) -> None:
-        """See `OpenTool.close`."""
+    def close(self) -> None: ...
 
 
 def _takes_text(name: str, description: str, argument: str) -> tuple[Function, ...]:
@@ -147,16 +142,13 @@ class PythonTool(OwnTool):
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """See `OpenTool.functions`."""
         return _takes_text("python_code", "Run a Python program and see what it prints.", "code")
 
     def open(self) -> OpenTool:
-        """See `Tool.open`."""
         check_isolation(self.limits)
         return self
 
     def use(self, text: str) -> ToolResult:
-        """See `OpenTool.use`."""
         outcome = run_python(text, limits=self.limits)
         return ToolResult(outcome.stdout.rstrip() or "(nothing was printed)", True) if outcome.ok else _failed(outcome)
 
@@ -174,11 +166,9 @@ class SearchTool(OwnTool):
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """See `OpenTool.functions`."""
         return _takes_text("search", "Search a corpus by words and see the best passages.", "query")
 
     def use(self, text: str) -> ToolResult:
-        """See `OpenTool.use`."""
         asked = words(text)
         index, passages = _index(self.corpus, self.text_key)
         if not asked:
@@ -190,18 +180,18 @@ class SearchTool(OwnTool):
 
 
 class McpTool(Tool):
-    """The functions of a server that speaks the Model Context Protocol, told and called as Qwen's and Hermes' chat templates
-    do: the function's schema in `<tools>`, a call in `<tool_call>`, what came of it in `<tool_response>`."""
+    """Functions of a Model Context Protocol server, described and called as in Qwen's and Hermes' chat templates: the
+    schema in `<tools>`, a call in `<tool_call>`, its result in `<tool_response>`."""
 
     tool_id: Literal["mcp"]
     command: tuple[str, ...] = ()
     """Program and arguments of a server that is started here and spoken to over its pipes."""
     url: str = ""
-    """Of a server that runs elsewhere (streamable HTTP)."""
+    """URL of a server that runs elsewhere (streamable HTTP)."""
     functions: tuple[str, ...] = ()
     """Names of those that are offered; empty offers all."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Of a call."""
+    """Time limit of a call."""
     pattern: str = r"<tool_call>\s*(.*?)\s*</tool_call>"
     instruction: str = MCP_INSTRUCTION
     """Added to the system prompt; `{tools}` becomes the functions' schemas, a line each."""
@@ -213,7 +203,6 @@ class McpTool(Tool):
         return self
 
     def open(self) -> OpenTool:
-        """See `Tool.open`."""
         address = McpAddress(self.command, self.url, self.timeout_s)
         return _OpenMcp(self, McpSession(address, self.functions, self.instruction))
 

@@ -1,4 +1,4 @@
-"""WebShop (arXiv:2207.01206) in words: find, configure and buy what an instruction asks for."""
+"""WebShop (arXiv:2207.01206) as text: find, configure and buy the product that an instruction describes."""
 
 from offbeat.envs.webshop.env import WORDS, WebShopConfig, WebShopEnv
 

@@ -1,4 +1,4 @@
-"""What a shop sells and what its customers want."""
+"""Products and goals of a shop."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ PRICE_STEPS = tuple(10.0 * i for i in range(1, 100))
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One thing for sale; the fields of WebShop's data."""
+    """One product; the fields of WebShop's data."""
 
     asin: str
     title: str
     query: str
-    """The search that it was found by when the data was collected: a kind of thing."""
+    """Search query by which the product was collected: its category."""
     product_category: str
     """Path of categories, set apart by `›`."""
     price: float
@@ -33,13 +33,13 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What one customer wants, and the product that has it all."""
+    """One customer's goal, and the product that meets it."""
 
     instruction: str
     product: Product
     attributes: tuple[str, ...]
     options: tuple[str, ...]
-    """Values to choose, whatever option they belong to."""
+    """Option values to choose, whichever option they belong to."""
     price_upper: float
 
 

@@ -1,4 +1,4 @@
-"""Weak play to warm a policy start up with: it searches for the right kind of thing and buys what comes first to hand."""
+"""Demonstrations for the warm start: search for the right category and buy one of the first results."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from offbeat.envs.webshop.pages import (
 )
 
 CARE = 0.3
-"""Chance that an option is chosen as it was asked for."""
+"""Probability that an option is chosen as in the goal."""
 
 
 def careless_shopping(
@@ -23,10 +23,10 @@ def careless_shopping(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """One episode on a fresh goal as chat messages, in the format of a rollout with the same templates.
+    """Return one episode on a fresh goal as chat messages, in the format of a rollout with the same templates.
 
-    A search for the kind of thing, a click on any of the results shown, for each option a value that is the wanted one three
-    times in ten and else any or none, then `Buy Now`. Goal and play depend on `rng` alone.
+    A search for the category, a click on any of the results shown, for each option the goal's value three times in ten and
+    otherwise any value or none, then `Buy Now`. Goal and actions depend on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]

@@ -1,7 +1,7 @@
-"""WebShop as a text env: `search[words]`, then `click[what stands there]`, until something is bought.
+"""WebShop as a text env: `search[words]`, then `click[element]`, until something is bought.
 
-Invariants: the only randomness of an episode is which goal it has, drawn by the env's own generator; all envs of a process
-with the same settings share one shop, which nobody changes.
+Invariants: an episode's only randomness is its goal, drawn by the env's own generator; all envs of a process with equal
+settings share one read-only shop.
 """
 
 import re
@@ -46,7 +46,7 @@ WORDS = tuple(
         + [str(number) for number in range(10)]
     )
 )
-"""Every word that prompts, pages and sensible answers hold in a shop that is made here, for a word-level tokenizer."""
+"""Vocabulary of prompts, pages and sensible answers in a generated shop, for a word-level tokenizer."""
 ACTION = re.compile(r"(search|click)\s*\[(.*)\]", re.DOTALL | re.IGNORECASE)
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t›"
 MAX_CHARS = 100_000
@@ -56,23 +56,23 @@ class WebShopConfig(Config):
     """`env_config` of a tag with `env_type: webshop`."""
 
     data_dir: Path | None = None
-    """Folder with WebShop's own data files; None plays in a shop that is made here."""
+    """Folder with WebShop's own data files; None generates a shop."""
     num_products: int = Field(default=500, ge=10)
-    """Products of the shop; with `data_dir` the first so many."""
+    """Number of products; with `data_dir`, the first of the file."""
     human_goals: bool = True
-    """With `data_dir`: the instructions that people wrote, or the synthetic ones."""
+    """With `data_dir`: use the human-written instructions instead of the synthetic ones."""
     catalogue_seed: int = Field(default=0, ge=0)
     """Makes the shop."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Which goals: a held-out one never turns up in training."""
+    """Split; held-out goals are never used in training."""
     show_instruction: Literal["first", "always"] = "always"
     """Whether later pages repeat the instruction."""
     show_actions: bool = False
-    """Whether a page ends with all that can be clicked."""
+    """Whether a page ends with the list of clickable elements."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression for an answer; one group holds the action, of two the second."""
+    """Regular expression of an answer; one group holds the action; of two groups, the second."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Reward of a turn whose answer is neither a search where one can be made nor a click on what stands there."""
+    """Reward of a turn whose answer is neither a valid search nor a click on an element of the page."""
     max_steps: int | None = Field(default=None, ge=1)
     """Turns after which the env itself cuts the episode; None leaves that to the tag's `max_steps`."""
     render_mode: Literal["ansi"] | None = None
@@ -114,21 +114,21 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it says; made when asked for, because its tables of characters are larger than the env."""
+        """Observation space; created lazily, because its character tables are larger than the env."""
         charset = PRINTABLE if self.config.data_dir is None else "".join(map(chr, range(9, 0x2FFF)))
         return Text(max_length=MAX_CHARS, charset=charset)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of what it is told; made when asked for, see `observation_space`."""
+        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
     @property
     def goal(self) -> Goal:
-        """What is to be bought.
+        """Current goal.
 
         Raises:
-            RuntimeError: there is none before the first reset.
+            RuntimeError: called before the first reset.
         """
         if self._goal is None:
             raise RuntimeError("reset() comes before step() and render()")
@@ -136,7 +136,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     @property
     def page(self) -> Page:
-        """Where the customer is."""
+        """Current page."""
         return self._page
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -167,7 +167,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return f"{goal.product.asin} {goal.instruction}"
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """A search for the kind of thing that is wanted, or any click."""
+        """Return a search for the goal's category, or a random click."""
         found = list(clickables(self._page).values())
         if not found:
             return f"search[ {self.goal.product.query} ]"
@@ -181,7 +181,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return self._goals[int(rng.integers(len(self._goals)))]
 
     def _wanted(self, answer: str) -> tuple[str, str] | None:
-        """(search, words) or (click, text as it stands on the page); None where neither can be done."""
+        """Return (search, words) or (click, element as on the page); None if the answer is neither."""
         said = self._pattern.search(answer)
         match = said and ACTION.search(said[said.lastindex or 0])
         if not match:

@@ -1,6 +1,6 @@
-"""A shop that the project makes: products put together from word lists, by a seed. No data of anyone's is in it.
+"""Generated shop: products put together from word lists, by a seed; contains no third-party data.
 
-Invariant: the same seed and number give the same shop everywhere; texts hold no other words than `SHOP_WORDS`.
+Invariant: equal seed and number give an equal shop everywhere; texts use only `SHOP_WORDS`.
 """
 
 from typing import NamedTuple

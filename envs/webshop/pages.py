@@ -1,4 +1,4 @@
-"""The shop's pages as text, in WebShop's simple mode: what stands on a page, set apart by `[SEP]`."""
+"""Pages of the shop as text, in WebShop's simple mode, elements separated by `[SEP]`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ SECTIONS = ("Description", "Features", "Reviews", "Attributes")
 
 @dataclass(frozen=True, slots=True)
 class SearchPage:
-    """Where an episode begins."""
+    """First page of an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ResultsPage:
 
 @dataclass(frozen=True, slots=True)
 class ItemPage:
-    """A product, with what has been chosen of its options; or one section of what is said about it."""
+    """A product with the options chosen so far, or one section of its description."""
 
     product: Product
     back: ResultsPage
@@ -47,7 +47,7 @@ Page = SearchPage | ResultsPage | ItemPage
 
 
 def page_text(page: Page) -> str:
-    """What stands on the page."""
+    """Render the page."""
     match page:
         case SearchPage():
             parts = ["Search"]
@@ -68,7 +68,7 @@ def page_text(page: Page) -> str:
 
 
 def clickables(page: Page) -> dict[str, str]:
-    """What can be clicked, lower case -> as it stands there."""
+    """Return the clickable elements, lower case -> as on the page."""
     match page:
         case SearchPage():
             found: list[str] = []

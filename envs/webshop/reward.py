@@ -1,9 +1,9 @@
-"""What a purchase is worth: the reward of the WebShop paper (arXiv:2207.01206, eq. 1 and 2).
+"""Reward of a purchase, as in the WebShop paper (arXiv:2207.01206, eq. 1 and 2).
 
-reward = r_type * (attributes met + options met + price met) / (attributes wanted + options wanted + 1), in [0, 1].
+reward = r_type * (attributes met + options met + price met) / (attributes + options of the goal + 1), in [0, 1].
 
-Two things differ from the published code: nouns of a title are found by leaving out stop words, where that runs spaCy's
-large model; and an option that was chosen counts where it fits a wanted one, never for standing in the title.
+Two differences from the published code: nouns of a title are found by removing stop words instead of spaCy's large
+model; and a chosen option counts if it matches one of the goal's, never because it occurs in the title.
 """
 
 import re
@@ -14,7 +14,7 @@ from offbeat.envs.optional_imports import require
 from offbeat.envs.webshop.catalogue import Goal, Product
 
 MIN_SIMILARITY = 85
-"""Of the token-set ratio, beyond which two texts mean the same."""
+"""Token-set ratio above which two texts match."""
 EXACT_OPTIONS = ("size",)
 STOP_WORDS = frozenset(
     re.split(" ", "a an and are as at be by for from in is it of on or that the this to with you your our more new")
@@ -28,7 +28,7 @@ class PurchaseReward(NamedTuple):
     r_type: float
     r_att: float
     r_option: float
-    """1 where no option was wanted."""
+    """1 if the goal has no options."""
     r_price: float
 
 
@@ -74,7 +74,8 @@ class PurchaseScorer:
 
 
 def type_reward(wanted: Product, bought: Product) -> float:
-    """1 for the same kind of thing, .5 where only the title is a little alike, .1 for less, 0 for another thing."""
+    """Return 1 for the same category, .5 if only the titles are similar, .1 if they are less so, 0 for a different
+    product."""
     nouns = title_words(wanted.title)
     score = len(nouns & title_words(bought.title)) / len(nouns) if nouns else 0.2
     shared = _categories(wanted) & _categories(bought)

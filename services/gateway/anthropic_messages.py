@@ -28,7 +28,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def read_messages(body: Body) -> ModelRequest:
-    """A request. Raises RefusedError."""
+    """A request. Raises InvalidCallError."""
     system = words(body.get("system"), "system")
     messages = [ChatMessage("system", system)] if system else []
     for place, message in enumerate(list_of(body, "messages")):

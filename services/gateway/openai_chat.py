@@ -31,7 +31,7 @@ TOKEN_IDS = range(1 << 31)
 
 
 def read_chat(body: Body) -> ModelRequest:
-    """A chat completion request. Raises RefusedError."""
+    """A chat completion request. Raises InvalidCallError."""
     messages = tuple(_message(message, i) for i, message in enumerate(list_of(body, "messages")))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
@@ -57,7 +57,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def read_completion(body: Body) -> ModelRequest:
-    """A bare-text request. Raises RefusedError."""
+    """A bare-text request. Raises InvalidCallError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

@@ -26,7 +26,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 
 def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
-    """A request; `earlier` is the conversation that `previous_response_id` names. Raises RefusedError."""
+    """A request; `earlier` is the conversation that `previous_response_id` names. Raises InvalidCallError."""
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     refuse_unless(isinstance(items, list), "input: a text or a list of items is needed")

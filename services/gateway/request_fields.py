@@ -14,7 +14,7 @@ REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "e
 
 
 def refuse_unless(holds: bool, message: str) -> None:
-    """Raises RefusedError."""
+    """Raises InvalidCallError."""
     if not holds:
         raise InvalidCallError(message)
 
@@ -58,7 +58,7 @@ def words(value: Any, where: str) -> str:
     """Text of a content: a string, or parts of text, one after the other.
 
     Raises:
-        RefusedError: a part is something else.
+        InvalidCallError: a part is something else.
     """
     if value is None:
         return ""
@@ -98,7 +98,7 @@ def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
     others: names that the API's own translation found.
 
     Raises:
-        RefusedError: one is set that an agent would rely on.
+        InvalidCallError: one is set that an agent would rely on.
     """
     object_of(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
@@ -107,6 +107,6 @@ def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def need_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """Messages, of which there must be one. Raises RefusedError."""
+    """Messages, of which there must be one. Raises InvalidCallError."""
     refuse_unless(bool(messages), "messages is empty")
     return messages

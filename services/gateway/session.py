@@ -89,7 +89,7 @@ class EpisodeEnv(Protocol):
         """The env's reply: observation, reward, whether it is over, metrics.
 
         Raises:
-            RefusedError: the episode is over already.
+            InvalidCallError: the episode is over already.
         """
         ...
 
@@ -125,7 +125,7 @@ class EpisodeSession:
         """Sample `num_answers` answers to one call and record them, undelivered.
 
         Raises:
-            RefusedError: the call can't be answered.
+            InvalidCallError: the call can't be answered.
             Exception: sampling failed; `failed` is set.
         """
         self._admit(ask)

@@ -34,7 +34,7 @@ class Answering:
 
 
 class Beside:
-    """A `Servant` whose object lives in this process; its methods must not wait for anything."""
+    """A `ProcessActor` whose object lives in this process; its methods must not wait for anything."""
 
     def __init__(self, host: GatewayHost) -> None:
         self._host = host

@@ -67,11 +67,11 @@ def add_after_death(adder: ProcessActor) -> None:
 
 PARENT = """
     from pathlib import Path
-    from offbeat.benchmarks.harness.process_actor import Servant
+    from offbeat.benchmarks.harness.process_actor import ProcessActor
     from tests.benchmarks.harness.test_child_process import Adder
 
     if __name__ == "__main__":
-        with Servant(Adder(0), Path({log!r})) as adder:
+        with ProcessActor(Adder(0), Path({log!r})) as adder:
             print(adder.pid, flush=True)
             adder.call("hang")
 """

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.timeout(120)
 
 BENCHMARK = """
     import os, sys
-    from offbeat.benchmarks.harness.environment import ground
+    from offbeat.benchmarks.harness.environment import bench_environment
     from offbeat.deploy.local.signals import interrupt_at_signals
     from tests.benchmarks.harness.test_leftovers import put
 
     interrupt_at_signals()
-    with ground() as base:
+    with bench_environment() as base:
         put(base.folder)
         print(base.folder, base.server_pid, flush=True)
         sys.stdin.read()

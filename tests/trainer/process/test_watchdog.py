@@ -57,7 +57,7 @@ def test_a_process_whose_main_thread_hangs_ends_and_says_where() -> None:
         def a_hook_that_never_returns():
             threading.Event().wait()
         dog = watchdog.Watchdog(0.1)
-        with watchdog.watched(dog):
+        with watchdog.kill_if_hung(dog):
             dog.sign()
             a_hook_that_never_returns()
     """
