@@ -31,10 +31,10 @@ $(eval $(call pass-on,SSL_CERT_FILE,PIP_CERT))
 ifeq ($(EXTRA)$(UV_FIND_LINKS),cpu)
 TORCH_BACKEND := --torch-backend cpu
 endif
-.PHONY: help setup train test test-alone test-others check bench clean
+.PHONY: help setup train test test-fast test-alone test-others check bench clean
 
 help: ## list the commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 setup: $(STAMP) ## install everything into .venv, once
 
@@ -58,6 +58,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	@$(BIN)/python -m pytest -q $(ARGS)
 endif
+
+test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training engine: under two minutes
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone and not slow' \
+		--ignore tests/integration --ignore tests/gpu $(ARGS)
 
 # Tests that start Ray Serve with vLLM wait much and have timings to keep, so they go one by one; the others run beside
 # them in what that leaves of the cores, and tell when they are done.

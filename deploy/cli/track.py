@@ -18,7 +18,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import CONFIG
-from offbeat.trainer.checks.trackers import tracker_complaints
+from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.trackers.base import TrackedRun
 from offbeat.trainer.trackers.cursor import (
@@ -98,7 +98,7 @@ def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, An
         except yaml.YAMLError as error:
             raise TrackError(f"{setting!r}: its value is no YAML: {error}") from error
     complaints = list(
-        tracker_complaints(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: told}}))
+        check_trackers(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: told}}))
     )
     if complaints:
         raise TrackError("; ".join(f"{each.path}: {each.message}" for each in complaints))

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
-from offbeat.deploy.config.errors import ConfigError, Problem, problems_of
+from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
@@ -106,7 +107,7 @@ def control(args: dict[str, Any]) -> Application:
     arguments = arguments_of(ControlAppArgs, args)
     working_dir = (arguments.working_dir or Path()).resolve()
     if arguments.read_token_file is not None and arguments.token_file is None:
-        raise ConfigError([Problem("read_token_file", "has no effect without token_file: set it too")])
+        raise ConfigError([ConfigIssue("read_token_file", "has no effect without token_file: set it too")])
     return control_app.build(
         control_app.ControlSettings(
             redis_url=arguments.redis_url,
@@ -128,7 +129,7 @@ def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
     try:
         return kind.model_validate_json(json.dumps(args))
     except ValidationError as error:
-        raise ConfigError(problems_of(error, kind)) from None
+        raise ConfigError(collect_issues(error, kind)) from None
 
 
 def _run_like(arguments: GenerationArguments) -> RunConfig:
@@ -150,7 +151,7 @@ def _token(key: str, path: Path | None) -> str | None:
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError([Problem(key, f"can't be read: {error}")]) from None
+        raise ConfigError([ConfigIssue(key, f"can't be read: {error}")]) from None
     if not token:
-        raise ConfigError([Problem(key, f"{path} is empty")])
+        raise ConfigError([ConfigIssue(key, f"{path} is empty")])
     return token

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from offbeat.deploy.config.errors import Problem
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import words_of
 from offbeat.services.generation.config import GenerationConfig, app_name
@@ -27,7 +27,7 @@ OF_THE_RUN = {"app", "generating_args", "request_timeout_s", "update_timeout_s",
 
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
-) -> tuple[str | None, list[Problem]]:
+) -> tuple[str | None, list[ConfigIssue]]:
     """The application of the deploy file that samples for a run, or None for one of its own; and what forbids it.
 
     offers: those that are deployed. is_free: whether no other run that goes on has claimed it.
@@ -49,9 +49,9 @@ def choose_app(
     if offer is None:
         there = ", ".join(sorted(offers)) or "none"
         return None, [
-            Problem(KEY, f"no generation application {named!r} is deployed that any run may use; there is {there}")
+            ConfigIssue(KEY, f"no generation application {named!r} is deployed that any run may use; there is {there}")
         ]
-    return named, [Problem(KEY, f"{named}: {misfit}") for misfit in misfits(config, architecture_of(config), offer)]
+    return named, [ConfigIssue(KEY, f"{named}: {misfit}") for misfit in misfits(config, architecture_of(config), offer)]
 
 
 def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:

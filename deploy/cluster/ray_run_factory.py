@@ -17,7 +17,8 @@ from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.reaper import keep_reaper
 from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents
 from offbeat.deploy.components.serve_status import app_statuses
-from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.loader import load_document
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.admin import BufferWatch
@@ -61,7 +62,7 @@ class RayRunFactory(MeshRunFactory):
             app, problems = going_on.actor_infer.app, []
         else:
             app, problems = choose_app(config, self._deployed_offers(), lambda app: self._is_free(app, config.exp_name))
-        problems += cluster_problems(config, cluster, self._redis_url)
+        problems += check_cluster(config, cluster, self._redis_url)
         if problems:
             raise ConfigError(problems)
         infer = config.actor_infer.model_copy(update={"app": app or config.actor_infer.app})
@@ -102,12 +103,12 @@ class RayRunFactory(MeshRunFactory):
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=claim)
 
 
-def cluster_problems(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[Problem]:
+def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:
     """What can't work on this cluster, or would be passed over here."""
     if config.redis.url not in (None, redis_url):
-        yield Problem("redis.url", "the runs of a deployed mesh live in its own Redis: leave it out")
+        yield ConfigIssue("redis.url", "the runs of a deployed mesh live in its own Redis: leave it out")
     if cluster.hosts > 1 and config.weights.transport == "shm":
-        yield Problem(
+        yield ConfigIssue(
             "weights.transport",
             f"shm reaches one host, and this cluster has {cluster.hosts}: take fs (weights.url names a folder or bucket "
             "that all of them reach)",

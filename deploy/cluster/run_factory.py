@@ -21,7 +21,8 @@ from offbeat.deploy.components.learner import ExternalLearner, ManagedLearner
 from offbeat.deploy.components.serve_app import ServeApp, broker_component, generation_component
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
-from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.loader import dump_yaml, load_document
 from offbeat.deploy.config.run import SETTING_PATHS, RunConfig
 from offbeat.deploy.run_folder import FolderInUseError
@@ -156,7 +157,7 @@ class MeshRunFactory:
         except FolderInUseError as error:
             raise BusyError(str(error)) from error
 
-    def _problems(self, tree: dict[str, Any]) -> Sequence[Problem]:
+    def _problems(self, tree: dict[str, Any]) -> Sequence[ConfigIssue]:
         try:
             self.load(tree)
         except ConfigError as error:
@@ -188,7 +189,7 @@ def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[st
     return changed
 
 
-def _view(problem: Problem) -> ProblemView:
+def _view(problem: ConfigIssue) -> ProblemView:
     return ProblemView(path=problem.path, message=problem.message, suggestion=problem.suggestion)
 
 

@@ -1,6 +1,6 @@
 """What is wrong with a configuration, in words: the key's path, what was found, what would be right.
 
-Turns pydantic's error list into `Problem`s; an unknown key names the nearest valid one.
+Turns pydantic's error list into `ConfigIssue`s; an unknown key names the nearest valid one.
 """
 
 import types
@@ -17,7 +17,7 @@ CLOSE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigIssue:
     """One thing that is wrong with a configuration."""
 
     path: str
@@ -33,13 +33,13 @@ class Problem:
 class ConfigError(Exception):
     """A configuration was refused, for every reason in `problems`."""
 
-    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
-        self.problems = tuple(problems)
+    def __init__(self, issues: Sequence[ConfigIssue], source: str = "") -> None:
+        self.issues = tuple(issues)
         self.source = source
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        super().__init__("\n".join(str(problem) for problem in self.issues))
 
 
-def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
     """One problem per key that pydantic refused; the branches of a union count as one."""
     by_path: dict[str, list[tuple[tuple[str | int, ...], ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
@@ -48,17 +48,17 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
     return [_problem(path, found, model) for path, found in by_path.items()]
 
 
-def _problem(path: str, found: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]) -> Problem:
+def _problem(path: str, found: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]) -> ConfigIssue:
     real, details = found[0]
     if details["type"] == "extra_forbidden":
         nearest = nearest_keys(path, model)
-        return Problem(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
+        return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
     if details["type"] == "missing":
-        return Problem(path, "required, and missing")
+        return ConfigIssue(path, "required, and missing")
     expected = " or ".join(dict.fromkeys(_expectation(each) for _, each in found))
     if details["type"] == "value_error":
-        return Problem(path, expected)
-    return Problem(_join(real), f"expected {expected}, got {_shown(details['input'])}")
+        return ConfigIssue(path, expected)
+    return ConfigIssue(_join(real), f"expected {expected}, got {_shown(details['input'])}")
 
 
 def _expectation(details: ErrorDetails) -> str:

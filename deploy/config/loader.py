@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
-from offbeat.deploy.config.errors import ConfigError, Problem, problems_of
+from offbeat.deploy.config.errors import ConfigError, collect_issues
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import limit_problem
 
@@ -27,8 +28,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: with every problem found.
     """
     config = validate_tree(compose_tree(path, overrides), source=str(path))
-    problems = check_run(config)
-    if problems:
+    issues = check_run(config)
+    if issues:
         raise ConfigError(problems, str(path))
     return config
 
@@ -62,9 +63,9 @@ def load_document(
     config = validate_tree(parse_document(document) if isinstance(document, str) else document)
     if working_dir is not None:
         config = rooted(config, working_dir)
-    problems = check_run(config, cores=cores, gpus=gpus)
-    if problems:
-        raise ConfigError(problems)
+    issues = check_run(config, cores=cores, gpus=gpus)
+    if issues:
+        raise ConfigError(issues)
     return config
 
 
@@ -81,9 +82,9 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     from yaml import YAMLError
 
     if not path.is_file():
-        raise ConfigError([Problem("", f"no such file: {path}")], str(path))
+        raise ConfigError([ConfigIssue("", f"no such file: {path}")], str(path))
     if path.suffix != ".yaml":
-        raise ConfigError([Problem("", f"Hydra reads files that are named *.yaml: rename {path.name}")], str(path))
+        raise ConfigError([ConfigIssue("", f"Hydra reads files that are named *.yaml: rename {path.name}")], str(path))
     folder = path.resolve().parent
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
@@ -91,7 +92,7 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         # OSError: also what OmegaConf calls a document that is one number, truth or date
-        raise ConfigError([Problem("", _first_lines(error))], str(path)) from error
+        raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
     return _as_tree(tree, str(path))
 
 
@@ -106,17 +107,17 @@ def parse_document(text: str) -> dict[str, Any]:
     from yaml import YAMLError
 
     if len(text) > MAX_DOCUMENT_CHARS:
-        raise ConfigError([Problem("", f"longer than {MAX_DOCUMENT_CHARS:,} characters")])
+        raise ConfigError([ConfigIssue("", f"longer than {MAX_DOCUMENT_CHARS:,} characters")])
     if "${" in text:
-        raise ConfigError([Problem("", "interpolation (`${...}`) is refused here: send resolved values")])
+        raise ConfigError([ConfigIssue("", "interpolation (`${...}`) is refused here: send resolved values")])
     try:
         if problem := limit_problem(text):
-            raise ConfigError([Problem("", problem)])
+            raise ConfigError([ConfigIssue("", problem)])
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except AssertionError as error:  # OmegaConf's own, of a document that is one number, truth or date
-        raise ConfigError([Problem("", "expected a mapping of keys to values")]) from error
+        raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")]) from error
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError([Problem("", _first_lines(error))]) from error
+        raise ConfigError([ConfigIssue("", _first_lines(error))]) from error
     return _as_tree(tree, "")
 
 
@@ -130,13 +131,13 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
         text = json.dumps(tree)
         if NUL in text:
             raise ConfigError(
-                [Problem("", "a text in it holds a NUL character, which no path and no name may")], source
+                [ConfigIssue("", "a text in it holds a NUL character, which no path and no name may")], source
             )
         return RunConfig.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(problems_of(error, RunConfig), source) from error
+        raise ConfigError(collect_issues(error, RunConfig), source) from error
     except (TypeError, ValueError) as error:
-        raise ConfigError([Problem("", f"not plain values: {error}")], source) from error
+        raise ConfigError([ConfigIssue("", f"not plain values: {error}")], source) from error
 
 
 def rooted(config: RunConfig, folder: Path) -> RunConfig:
@@ -179,7 +180,7 @@ def _quoted(override: str) -> str:
 
 def _as_tree(tree: Any, source: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise ConfigError([Problem("", "expected a mapping of keys to values")], source)
+        raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")], source)
     return {str(key): value for key, value in tree.items()}
 
 

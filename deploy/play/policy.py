@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import (
     Completion,
@@ -26,12 +27,12 @@ def policy_folder(path: Path) -> Path:
     """
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
-            raise ConfigError([Problem("", f"{path} holds a model's configuration and no weights")])
+            raise ConfigError([ConfigIssue("", f"{path} holds a model's configuration and no weights")])
         return path
     steps = sorted((path / CHECKPOINTS).glob("step-*/config.json"))
     if steps:
         return steps[-1].parent
-    raise ConfigError([Problem("", f"{path} is no model folder (config.json) and no run with checkpoints")])
+    raise ConfigError([ConfigIssue("", f"{path} is no model folder (config.json) and no run with checkpoints")])
 
 
 def version_of(folder: Path) -> int:

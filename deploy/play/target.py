@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from offbeat.deploy.config.errors import ConfigError, Problem
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
@@ -44,14 +45,14 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
     config = validate_tree(compose_tree(path, overrides or []), source=str(path))
     problems = [
-        Problem(f"custom_envs.{tag}", message)
+        ConfigIssue(f"custom_envs.{tag}", message)
         for tag, env in config.custom_envs.items()
         for message in registry.check_env_config(env.env_type, env.env_config)
     ]
     if not config.custom_envs:
-        problems.append(Problem("custom_envs", "no env: name at least one tag"))
+        problems.append(ConfigIssue("custom_envs", "no env: name at least one tag"))
     problems += [
-        Problem(f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
+        ConfigIssue(f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
         for tag, env in config.custom_envs.items()
         if env.shows_pictures and env.agent_runner
     ]
@@ -111,7 +112,7 @@ def find_target(
         config = load_config(Path(env))
         tag = tag or next(iter(config.custom_envs))
         if tag not in config.custom_envs:
-            raise ConfigError([Problem("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
+            raise ConfigError([ConfigIssue("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
         setting = target_of(config, tag).with_env_config(env_config)
     else:
         steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=LONGEST, env_config=env_config)
@@ -121,11 +122,11 @@ def find_target(
     try:
         custom = CustomEnv.model_validate({**setting.env.model_dump(), **changes})
     except ValidationError as error:
-        raise ConfigError([Problem("--template", error.errors()[0]["msg"])], env) from error
+        raise ConfigError([ConfigIssue("--template", error.errors()[0]["msg"])], env) from error
     if custom.shows_pictures and "render_mode" in registry.settings_of(custom.env_type):
         custom = custom.model_copy(update={"env_config": {"render_mode": "rgb_array", **custom.env_config}})
     setting = replace(setting, env=custom)
     problems = registry.check_env_config(setting.env.env_type, setting.env.env_config)
     if problems:
-        raise ConfigError([Problem("", message) for message in problems], env)
+        raise ConfigError([ConfigIssue("", message) for message in problems], env)
     return setting

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from offbeat.deploy.cli.app import app
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 
 def result_of(folder: Path, *arguments: str) -> dict[str, Any]:

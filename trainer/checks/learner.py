@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from offbeat.trainer.checks.algorithm import Complaint
-from offbeat.trainer.checks.schedule import schedule_complaints
-from offbeat.trainer.checks.trackers import tracker_complaints
+from offbeat.trainer.config.issue import ConfigIssue
+from offbeat.trainer.checks.schedule import check_schedule
+from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR
 from offbeat.trainer.config.learner import LearnerConfig
 
@@ -12,58 +12,58 @@ WITHOUT_RATIO = ("vanilla", "gpg", "kimi15")
 """Losses whose gradient takes each token as if the present policy had sampled it."""
 
 
-def learner_complaints(config: LearnerConfig) -> Iterator[Complaint]:
+def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
     """Every impossible combination of an algorithm with the engine and the model arguments of its learner."""
     train = config.actor_train
     adapts, sharded = train.model_args.lora_target is not None, train.strategy_args.zero_stage == 3
     if adapts and config.ref_model_sync_steps is not None:
-        yield Complaint(
+        yield ConfigIssue(
             "ref_model_sync_steps",
             "with lora_target the reference is the policy without its adapters, which stays: leave it out",
         )
     if adapts and train.strategy_args.strategy_name == "fsdp2_train":
-        yield Complaint(
+        yield ConfigIssue(
             "actor_train.strategy_args.strategy_name",
             "fsdp2_train does not merge adapters out of shards: take deepspeed_train, or leave lora_target out",
         )
     for full in config.full_kls if adapts and sharded else ():
-        yield Complaint(
+        yield ConfigIssue(
             full,
             "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
             "k3, or zero_stage 2",
         )
     for key in config.critic.model_dump(exclude_defaults=True) if config.adv_estimator != "gae" else ():
-        yield Complaint(
+        yield ConfigIssue(
             f"critic.{key}",
             f"adv_estimator {config.adv_estimator} asks no critic: leave it out, or take adv_estimator gae",
         )
-    yield from schedule_complaints(config)
-    yield from _reference_complaints(config)
-    yield from _replay_complaints(config)
-    yield from tracker_complaints(config)
+    yield from check_schedule(config)
+    yield from _check_reference(config)
+    yield from _check_replay(config)
+    yield from check_trackers(config)
 
 
-def _reference_complaints(config: LearnerConfig) -> Iterator[Complaint]:
+def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
     key, name = "reference.strategy_args.strategy_name", config.reference.strategy_args.strategy_name
     if name == "hf_infer":
         return
     if not config.needs_reference:
-        yield Complaint(key, "nobody asks a reference without use_kl_loss or add_token_level_kl: leave it out")
+        yield ConfigIssue(key, "nobody asks a reference without use_kl_loss or add_token_level_kl: leave it out")
     if config.actor_train.model_args.lora_target is not None:
-        yield Complaint(key, "with lora_target the reference is the policy without its adapters: leave it out")
+        yield ConfigIssue(key, "with lora_target the reference is the policy without its adapters: leave it out")
     for full in config.full_kls:
-        yield Complaint(key, f"{name} keeps no output embedding whole, which {full} full reads: take hf_infer, or k3")
+        yield ConfigIssue(key, f"{name} keeps no output embedding whole, which {full} full reads: take hf_infer, or k3")
     if config.ref_model_sync_steps is not None:
-        yield Complaint(key, f"{name} does not move a sharded reference (ref_model_sync_steps): take hf_infer")
+        yield ConfigIssue(key, f"{name} does not move a sharded reference (ref_model_sync_steps): take hf_infer")
 
 
-def staleness_complaints(config: LearnerConfig, *, groups_per_step: int, num_env_groups: int) -> Iterator[Complaint]:
+def check_staleness_controller(config: LearnerConfig, *, groups_per_step: int, num_env_groups: int) -> Iterator[ConfigIssue]:
     """Limits of the staleness controller that the run does not start within, or can't reach."""
     control = config.staleness_controller
     if control is None:
         return
     if not control.min_staleness <= config.max_staleness <= control.max_staleness:
-        yield Complaint(
+        yield ConfigIssue(
             "max_staleness",
             f"{config.max_staleness:g} is not between staleness_controller.min_staleness {control.min_staleness:g} and "
             f"max_staleness {control.max_staleness:g}: start within its bounds",
@@ -71,34 +71,34 @@ def staleness_complaints(config: LearnerConfig, *, groups_per_step: int, num_env
     least = groups_per_step if control.min_env_groups is None else control.min_env_groups
     most = num_env_groups if control.max_env_groups is None else control.max_env_groups
     if least < groups_per_step:
-        yield Complaint(
+        yield ConfigIssue(
             "staleness_controller.min_env_groups", f"{least} groups are less than one batch of {groups_per_step}"
         )
     if not least <= num_env_groups <= most:
-        yield Complaint(
+        yield ConfigIssue(
             "train_env_manager.num_env_groups",
             f"{num_env_groups} is not between staleness_controller.min_env_groups {least} and max_env_groups {most}: start "
             "within its bounds",
         )
 
 
-def _replay_complaints(config: LearnerConfig) -> Iterator[Complaint]:
+def _check_replay(config: LearnerConfig) -> Iterator[ConfigIssue]:
     replay, weighs = config.replay, config.train_infer_correction.is_weight is not None
     if replay.samples_per_insert is None:
         return
     if replay.samples_per_insert > replay.max_times_sampled:
-        yield Complaint(
+        yield ConfigIssue(
             "replay.max_times_sampled",
             f"{replay.max_times_sampled} times at most is no mean of samples_per_insert {replay.samples_per_insert:g}",
         )
     if config.pg_variant in WITHOUT_RATIO and not weighs:
-        yield Complaint(
+        yield ConfigIssue(
             "replay.samples_per_insert",
             f"pg_variant {config.pg_variant} has no ratio to correct for what other weights sampled: take ppo, or "
             "old_logprobs=recompute with train_infer_correction.is_weight",
         )
     elif config.old_logprobs != "behavior" and config.pg_variant not in AGAINST_BEHAVIOR and not weighs:
-        yield Complaint(
+        yield ConfigIssue(
             "replay.samples_per_insert",
             f"with old_logprobs {config.old_logprobs} the ratio starts at 1 for old groups too: take behavior, or add "
             "train_infer_correction.is_weight",

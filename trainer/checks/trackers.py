@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from offbeat.trainer.checks.algorithm import Complaint
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.trackers.registry import (
     TRACKERS,
@@ -13,21 +13,21 @@ from offbeat.trainer.trackers.registry import (
 )
 
 
-def tracker_complaints(config: LearnerConfig) -> Iterator[Complaint]:
+def check_trackers(config: LearnerConfig) -> Iterator[ConfigIssue]:
     """Every name that is none, every package that is missing, and every argument that its tracker does not take."""
     for position, name in enumerate(config.track_with):
         if name in config.track_with[:position]:
-            yield Complaint(f"track_with.{position}", f"{name} is named twice")
+            yield ConfigIssue(f"track_with.{position}", f"{name} is named twice")
             continue
         try:
             tracker = find_tracker(name)
         except TrackerError as error:
             near = get_close_matches(name, TRACKERS, n=1)
             meant = f"; did you mean {near[0]}?" if near and name not in TRACKERS else ""
-            yield Complaint(f"track_with.{position}", f"{error}{meant}")
+            yield ConfigIssue(f"track_with.{position}", f"{error}{meant}")
             continue
         for error in argument_errors(tracker, config.tracker_kwargs.get(name, {})):
-            yield Complaint(".".join(filter(None, ("tracker_kwargs", name, error.key))), str(error))
+            yield ConfigIssue(".".join(filter(None, ("tracker_kwargs", name, error.key))), str(error))
     for name in config.tracker_kwargs:
         if name not in config.track_with:
-            yield Complaint(f"tracker_kwargs.{name}", f"has no effect: track_with does not name {name}")
+            yield ConfigIssue(f"tracker_kwargs.{name}", f"has no effect: track_with does not name {name}")

@@ -3,35 +3,35 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from offbeat.deploy.config.errors import Problem
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.vision import FAMILIES, model_family
 from offbeat.services.rollout.tasks import train_task
 
 
-def episode_problems(config: RunConfig) -> Iterator[Problem]:
+def check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:
     """Every impossible combination with pictures and with step-wise episodes."""
     for tag, env in config.custom_envs.items():
         if env.env_manager_cls != "TrajEnvManager" and env.agent_runner:
-            yield Problem(f"custom_envs.{tag}.env_manager_cls", "an agent keeps its own history: leave it out")
-    yield from _sampler_problems(config)
-    yield from _vision_problems(config)
+            yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", "an agent keeps its own history: leave it out")
+    yield from _check_sampler(config)
+    yield from _check_vision(config)
 
 
-def _sampler_problems(config: RunConfig) -> Iterator[Problem]:
+def _check_sampler(config: RunConfig) -> Iterator[ConfigIssue]:
     """A task sampler is made and drawn from once, so that a mistake in it does not wait for the first group."""
     key = "val_env_manager.task_sampler"
     if config.val_env_manager.task_sampler is not None:
-        yield Problem(key, "evaluations play the same tasks each time: set it in train_env_manager")
+        yield ConfigIssue(key, "evaluations play the same tasks each time: set it in train_env_manager")
     if config.train_env_manager.task_sampler is None:
         return
     try:
         train_task(config, config.seed, 0)
     except Exception as error:  # a class of the user's may raise anything
-        yield Problem("train_env_manager.task_sampler", str(error))
+        yield ConfigIssue("train_env_manager.task_sampler", str(error))
 
 
-def _vision_problems(config: RunConfig) -> Iterator[Problem]:
+def _check_vision(config: RunConfig) -> Iterator[ConfigIssue]:
     sees = (
         config.tiny.vision is not None if config.pretrain == "tiny" else model_family(Path(config.pretrain)) is not None
     )
@@ -40,18 +40,18 @@ def _vision_problems(config: RunConfig) -> Iterator[Problem]:
             continue
         key = f"custom_envs.{tag}"
         if not sees:
-            yield Problem(
+            yield ConfigIssue(
                 f"{key}.agent_template",
                 "{image} shows pictures, which the policy can't read: set tiny.vision to {} or pretrain to a "
                 f"folder of one of {', '.join(FAMILIES)}",
             )
         if env.agent_runner:
-            yield Problem(f"{key}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
+            yield ConfigIssue(f"{key}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
     if sees:
-        yield from _training_problems(config)
+        yield from _check_training(config)
 
 
-def _training_problems(config: RunConfig) -> Iterator[Problem]:
+def _check_training(config: RunConfig) -> Iterator[ConfigIssue]:
     """What the learner and the engines can't do with a model that reads pictures."""
     train = config.actor_train
     refused = (
@@ -86,7 +86,7 @@ def _training_problems(config: RunConfig) -> Iterator[Problem]:
     )
     for holds, path, message in refused:
         if holds:
-            yield Problem(path, f"the policy reads pictures, and {message}")
+            yield ConfigIssue(path, f"the policy reads pictures, and {message}")
     for name, teacher in config.teacher.items():
         if model_family(Path(teacher.pretrain)) is None:
-            yield Problem(f"teacher.{name}.pretrain", f"{teacher.pretrain} reads no pictures, and the policy does")
+            yield ConfigIssue(f"teacher.{name}.pretrain", f"{teacher.pretrain} reads no pictures, and the policy does")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.deploy.config.errors import Problem
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import NoWordsError, words_of
 from offbeat.envs import registry
@@ -40,62 +40,62 @@ class BrokenTokenizerError(Exception):
     """A `tokenizer.json` that can't be read."""
 
 
-def first_prompt_problems(config: RunConfig) -> list[Problem]:
+def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
     """A chat template that can't be used, tags whose env can't be reset, and first prompts that leave no room."""
     try:
         count_tokens = _count_tokens(config)
     except (NoWordsError, BrokenTokenizerError, RolloutError) as error:
-        return [Problem("pretrain", str(error))]
-    problems = [*_template_problems(config), *_parser_problems(config)]
+        return [ConfigIssue("pretrain", str(error))]
+    issues = [*_check_template(config), *_check_parser(config)]
     for tag, env in config.custom_envs.items():
         try:
             texts = _first_texts(env, config.seed)
         except Exception as error:
             # The user's own code: whatever it raises is what is wrong.
             message = f"{env.env_type} can't be reset: {type(error).__name__}: {error}"
-            problems.append(Problem(f"custom_envs.{tag}.env_type", message))
+            issues.append(ConfigIssue(f"custom_envs.{tag}.env_type", message))
             continue
         try:
             length = count_tokens(texts, env)
-            problems += _function_problems(config, tag, texts)
+            issues += _check_function(config, tag, texts)
         except RolloutError as error:
             key = "agent_template" if env.shows_pictures else "agent_system_template"
             key = "tool_call_parser" if texts.functions else key
-            problems.append(Problem(f"custom_envs.{tag}.{key}", str(error)))
+            issues.append(ConfigIssue(f"custom_envs.{tag}.{key}", str(error)))
             continue
         if length >= config.sequence_length:
             message = (
                 f"{config.sequence_length} tokens leave no room for an answer: the first prompt of {tag} has at least "
                 f"{length}; take more than {length + env.max_tokens_per_step}"
             )
-            problems.append(Problem("sequence_length", message))
-    return problems
+            issues.append(ConfigIssue("sequence_length", message))
+    return issues
 
 
-def _function_problems(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[Problem]:
+def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[ConfigIssue]:
     """What functions of an env, or a parser of their calls, can't be combined with."""
     env = config.custom_envs[tag]
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
-        yield Problem(f"custom_envs.{tag}.tool_call_parser", message)
+        yield ConfigIssue(f"custom_envs.{tag}.tool_call_parser", message)
     if not texts.functions:
         return
     if env.agent_runner:
-        yield Problem(
+        yield ConfigIssue(
             f"custom_envs.{tag}.agent_runner", "an agent offers tools of its own: take function_calling: prompt"
         )
     if env.env_manager_cls != "TrajEnvManager":
         message = "what came of a call follows it in one conversation: take TrajEnvManager, or function_calling: prompt"
-        yield Problem(f"custom_envs.{tag}.env_manager_cls", message)
+        yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", message)
     if env.shows_pictures:
-        yield Problem(f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out")
+        yield ConfigIssue(f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out")
     if config.warm_start is not None and config.warm_start.tag == tag:
-        yield Problem(
+        yield ConfigIssue(
             "warm_start.tag", f"demonstrations call no functions, and {tag} offers some: leave warm_start out"
         )
 
 
-def _parser_problems(config: RunConfig) -> Iterator[Problem]:
+def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
     """Parsers of tool calls that vLLM has not, or that do not fit the tokenizer."""
     from offbeat.services.rollout.agents.episode import load_agent_template
 
@@ -105,15 +105,15 @@ def _parser_problems(config: RunConfig) -> Iterator[Problem]:
             continue
         key = f"custom_envs.{tag}.agent_runner.tool_call_parser"
         if config.pretrain == "tiny":
-            yield Problem(key, "the tiny policy's template offers no tools: leave it out")
+            yield ConfigIssue(key, "the tiny policy's template offers no tools: leave it out")
             continue
         try:
             load_agent_template(Path(config.pretrain), name)
         except RolloutError as error:
-            yield Problem(key, str(error))
+            yield ConfigIssue(key, str(error))
 
 
-def _template_problems(config: RunConfig) -> Iterator[Problem]:
+def _check_template(config: RunConfig) -> Iterator[ConfigIssue]:
     """What a template that rewrites history can't be used for."""
     if config.pretrain == "tiny":
         return
@@ -122,10 +122,10 @@ def _template_problems(config: RunConfig) -> Iterator[Problem]:
     if not (rewrites := load_chat_format(Path(config.pretrain)).rewrites):
         return
     if config.warm_start is not None:
-        yield Problem("warm_start", f"demonstrations are one sequence each: {rewrites}")
+        yield ConfigIssue("warm_start", f"demonstrations are one sequence each: {rewrites}")
     for tag, env in config.custom_envs.items():
         if env.shows_pictures and env.env_manager_cls == "TrajEnvManager":
-            yield Problem(f"custom_envs.{tag}.env_manager_cls", f"take StepEnvManager to show pictures: {rewrites}")
+            yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", f"take StepEnvManager to show pictures: {rewrites}")
 
 
 def _count_tokens(config: RunConfig) -> CountTokens:

@@ -35,6 +35,8 @@ from offbeat.services.redis.server import EmbeddedRedis, server_binary
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
     assert plan(40, 3) == plan(40, 3) != plan(40, 4)

@@ -17,7 +17,7 @@ from offbeat.services.weights.transports.base import make_transport, write_bytes
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 BENCHMARK = """
     import os, sys

@@ -8,6 +8,8 @@ import yaml
 
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = "deploy/configs/quickstart.yaml"
 HEAVY = ("torch", "ray", "transformers", "vllm", "deepspeed", "matplotlib", "fastapi", "hydra", "pydantic", "redis")
 

@@ -8,6 +8,8 @@ from typer.testing import CliRunner, Result
 from offbeat.deploy.cli.app import app
 from offbeat.deploy.config.loader import load_run
 
+pytestmark = pytest.mark.slow
+
 
 def offbeat(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))

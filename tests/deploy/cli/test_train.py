@@ -10,6 +10,8 @@ from offbeat.deploy.cli.train import resume_command, stopped_at
 from offbeat.deploy.config.loader import load_run
 from tests.paths import QUICKSTART
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_command_that_goes_on_keeps_what_the_run_was_started_with():
     said = resume_command(Path("my runs/a.yaml"), ["seed=2", "+x={a: 'b c'}"])

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.cluster.ray_run_factory import Cluster, cluster_problems
+from offbeat.deploy.cluster.ray_run_factory import Cluster, check_cluster
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, load_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
@@ -16,7 +16,7 @@ def run_config(*overrides: str) -> RunConfig:
 
 
 def paths(config: RunConfig, hosts: int = 1) -> list[str]:
-    return [problem.path for problem in cluster_problems(config, Cluster(8.0, 0.0, hosts), URL)]
+    return [problem.path for problem in check_cluster(config, Cluster(8.0, 0.0, hosts), URL)]
 
 
 def test_a_run_lives_in_the_redis_of_its_mesh():

@@ -28,6 +28,8 @@ from offbeat.trainer.process.watchdog import EXIT_HUNG
 from tests.paths import QUICKSTART
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 FOREVER = [sys.executable, "-u", "-c", "import time; print('up'); time.sleep(1000)"]
 GRACEFUL = [
     sys.executable,

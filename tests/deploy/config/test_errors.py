@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from offbeat.deploy.config.errors import nearest_keys, problems_of
+from offbeat.deploy.config.errors import nearest_keys, collect_issues
 from offbeat.deploy.config.run import RunConfig
 
 
@@ -10,7 +10,7 @@ def problems(tree: dict[str, object]) -> dict[str, str]:
 
     with pytest.raises(ValidationError) as caught:
         RunConfig.model_validate_json(json.dumps(tree))
-    return {problem.path: problem.message for problem in problems_of(caught.value, RunConfig)}
+    return {problem.path: problem.message for problem in collect_issues(caught.value, RunConfig)}
 
 
 ENVS = {"Lake": {"env_type": "frozen_lake"}}

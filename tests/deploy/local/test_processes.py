@@ -7,6 +7,8 @@ import pytest
 
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 FAMILY = """
     import subprocess, sys, time
     from offbeat.deploy.local.processes import adopt_orphans, descendants, end_descendants

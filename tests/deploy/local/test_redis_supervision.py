@@ -14,6 +14,8 @@ from offbeat.services.redis.server import EmbeddedRedis
 from tests.paths import QUICKSTART
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_redis_that_died_or_hangs_is_started_again(

@@ -23,6 +23,8 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
+pytestmark = pytest.mark.slow
+
 RUN = """
 exp_name: lake
 output_dir: {folder}/run

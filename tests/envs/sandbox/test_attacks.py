@@ -18,7 +18,7 @@ from offbeat.envs.sandbox.run import LAYERS, Layer
 from tests.envs.sandbox.needs import needs_sandbox
 from tests.waiting import wait_until_sync
 
-pytestmark = needs_sandbox
+pytestmark = [needs_sandbox, pytest.mark.slow]
 
 FULL, CONTAINER, NO_FILTERS = LAYERS, ("landlock", "seccomp"), ("namespaces", "mounts")
 """All layers; what a container without user namespaces gives; a kernel with namespaces alone."""

@@ -14,6 +14,8 @@ from offbeat.envs import registry
 from offbeat.envs.tools.functions import Call, read_results, write_calls
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("mcp")
 SERVER = str(Path(__file__).with_name("mcp_shop.py"))
 STDIO = {"tool_id": "mcp", "command": [sys.executable, SERVER]}

@@ -11,6 +11,8 @@ from offbeat.services.redis.connection import connect
 from tests.services.buffer.protocol_machine import Protocol
 from tests.services.buffer.protocol_play import NAMES
 
+pytestmark = pytest.mark.slow
+
 
 def machine_on(redis_url: str, redis: Redis, max_staleness: int = 1) -> type[Protocol]:
     return type("OnRedis", (Protocol,), {"redis": redis, "url": redis_url, "max_staleness": max_staleness})

@@ -19,6 +19,8 @@ from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
 from tests.services.control.api_world import ApiWorld, api_world, code
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 LAST_EVENT_ID = "Last-Event-ID"
 
 

@@ -24,6 +24,8 @@ from tests.services.buffer.buffer_play import RUN, limits
 from tests.services.control.control_fakes import SETTINGS
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 KEYS = RunKeys(RUN)
 SPEC = RunSpec(RUN, "{}", "/tmp/run", 3, SETTINGS)
 

@@ -20,6 +20,8 @@ from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 from tests.paths import QUICKSTART
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART: dict[str, Any] = yaml.safe_load((QUICKSTART).read_text().replace("4.0e-3", "0.004"))
 QUICKSTART["actor_train"]["training_args"]["learning_rate"] = 8e-4
 YAML, JSON = {"Content-Type": "application/yaml"}, {"Content-Type": "application/json"}

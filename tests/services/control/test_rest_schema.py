@@ -19,6 +19,8 @@ from offbeat.services.control.auth import Tokens
 from offbeat.services.control.service import ControlService
 from offbeat.services.control.store import RunStore
 
+pytestmark = pytest.mark.slow
+
 schemathesis = pytest.importorskip("schemathesis", reason="the extra `dev` has it")
 
 from schemathesis.specs.openapi.checks import (  # noqa: E402

@@ -18,6 +18,8 @@ from offbeat.services.messages.types import Completion
 from tests.services.gateway.templates import Scripted, session_of
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}

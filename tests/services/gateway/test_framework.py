@@ -11,6 +11,8 @@ from offbeat.services.gateway.server import Gateway
 from offbeat.services.gateway.session import EpisodeSession
 from tests.services.gateway.templates import Scripted, session_of
 
+pytestmark = pytest.mark.slow
+
 smolagents = pytest.importorskip("smolagents")
 
 

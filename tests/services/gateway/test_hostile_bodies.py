@@ -13,6 +13,8 @@ from offbeat.services.gateway.session import InvalidCallError, ModelRequest
 from offbeat.services.messages.codec import decode_requests, encode_requests
 from offbeat.services.messages.types import GenerateRequest, Sampling
 
+pytestmark = pytest.mark.slow
+
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),

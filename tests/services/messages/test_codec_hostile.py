@@ -26,6 +26,8 @@ from offbeat.services.messages.types import (
 )
 from tests.fakes import make_trajectory
 
+pytestmark = pytest.mark.slow
+
 MANY = settings(max_examples=int(os.environ.get("OFFBEAT_FUZZ_EXAMPLES", "400")))
 BLOBS = {
     "trajectory": codec.encode_trajectory(make_trajectory(3, 1, reward=1.0, version=2, text=("a", "b"))),

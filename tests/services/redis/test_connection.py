@@ -15,6 +15,8 @@ from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.server import EmbeddedRedis
 from tests.services.buffer.buffer_play import RUN
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
 async def test_clients_give_up_a_redis_that_hangs_or_is_gone_when_their_patience_ends(

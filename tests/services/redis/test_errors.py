@@ -25,6 +25,8 @@ from tests.conftest import free_port, redis_server_binary
 from tests.services.buffer.buffer_play import RUN
 from tests.waiting import wait_until, wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 Switch = Callable[[bool], None]
 """Lets a Redis refuse writes, or take them."""
 

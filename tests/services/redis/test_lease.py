@@ -17,6 +17,8 @@ from offbeat.services.redis.lease import (
 )
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 RUN = "run"
 TIMEOUT_S = 3.0
 """Where the lease must live on: a busy machine may keep its renewing thread waiting for three quarters of this."""

@@ -23,6 +23,8 @@ from tests.paths import ROOT
 from tests.services.buffer.buffer_play import RUN, Run, limits
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedRedis]:

@@ -5,6 +5,8 @@ import pytest
 
 from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, calm_collector
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _collector_as_it_was() -> Iterator[None]:

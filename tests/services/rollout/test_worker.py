@@ -29,6 +29,8 @@ from tests.fakes_rollout import (
 )
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def walker(tokenizer: Tokenizer):
     """Answers each prompt in a way that depends on the prompt alone."""

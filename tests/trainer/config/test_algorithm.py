@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from offbeat.trainer.checks.learner import learner_complaints
+from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
 from offbeat.trainer.config.reference import InferStrategyArgs
@@ -81,6 +81,6 @@ KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.1}
     ],
 )
 def test_a_sharded_reference_is_refused_where_it_can_not_do_what_is_asked(settings: dict, why: str):
-    found = list(learner_complaints(LearnerConfig.model_validate({**SHARDED, **settings})))
+    found = list(check_learner(LearnerConfig.model_validate({**SHARDED, **settings})))
     assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.strategy_name", True)]
-    assert not list(learner_complaints(LearnerConfig.model_validate({**SHARDED, **KL})))
+    assert not list(check_learner(LearnerConfig.model_validate({**SHARDED, **KL})))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from offbeat.services.messages.types import Group
-from offbeat.trainer.checks.learner import learner_complaints
+from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.replay import ReplayConfig
@@ -169,7 +169,7 @@ def test_a_groups_weight_multiplies_its_policy_loss_alone() -> None:
 )
 def test_old_groups_without_a_correction_are_complained_about(settings: dict[str, Any], path: str | None) -> None:
     config = LearnerConfig.model_validate({"replay": {"samples_per_insert": 2.0}} | settings)
-    assert [complaint.path for complaint in learner_complaints(config)] == ([path] if path else [])
+    assert [complaint.path for complaint in check_learner(config)] == ([path] if path else [])
 
 
 @pytest.mark.parametrize("told", [{"max_times_sampled": 3}, {"samples_per_insert": 2.0, "priority_exponent": 1.0}])

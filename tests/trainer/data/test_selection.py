@@ -7,7 +7,7 @@ import torch
 
 from offbeat.services.messages.types import Group, StopReason
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
-from offbeat.trainer.checks.algorithm import algorithm_complaints
+from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.data.batch import pack
@@ -102,7 +102,7 @@ def test_a_filter_by_its_class_path_has_the_last_word():
 )
 def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: str, says: str):
     complaints = list(
-        algorithm_complaints(
+        check_algorithm(
             AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=()
         )
     )
@@ -133,7 +133,7 @@ def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: st
 )
 def test_algorithms_that_the_run_around_them_makes_impossible_are_refused(settings: dict, path: str):
     complaints = list(
-        algorithm_complaints(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=())
+        check_algorithm(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=())
     )
     assert [c.path for c in complaints] == [path]
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from offbeat.trainer.checks.learner import learner_complaints
+from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.learner import (
     ModelArgs,
     StrategyArgs,
@@ -26,6 +26,8 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import assert_same, nll, weights_of
 from tests.trainer.learner.harness import learner_config
+
+pytestmark = pytest.mark.slow
 
 HYPER = Hyperparameters(learning_rate=1e-2, weight_decay=0.1)
 
@@ -146,7 +148,7 @@ def test_deepspeeds_settings_are_refused(told: dict[str, Any]) -> None:
 
 def test_adapters_are_refused() -> None:
     train = {"model_args": {"lora_target": "all-linear"}, "strategy_args": {"strategy_name": "fsdp2_train"}}
-    (complaint,) = learner_complaints(learner_config(actor_train=train))
+    (complaint,) = check_learner(learner_config(actor_train=train))
     assert complaint.path == "actor_train.strategy_args.strategy_name"
     assert "deepspeed_train" in complaint.message
 

@@ -8,6 +8,8 @@ import torch
 from offbeat.trainer.engines.process_group import Ranks, broadcast, process_group
 from tests.conftest import free_port
 
+pytestmark = pytest.mark.slow
+
 OF_TWO = """
 import sys, time
 import torch, torch.distributed as dist

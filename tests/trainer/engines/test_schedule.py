@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from offbeat.trainer.checks.schedule import schedule_complaints
+from offbeat.trainer.checks.schedule import check_schedule
 from offbeat.trainer.config.learner import CriticConfig, LearnerConfig, TrainingArgs
 from offbeat.trainer.config.schedule import BY_METRIC, KWARGS
 from offbeat.trainer.engines.schedule import plateau_rate, scheduled_rate
@@ -124,15 +124,15 @@ AT = "actor_train.training_args"
 def test_values_that_a_run_could_not_follow_are_refused_before_it_starts(
     config: LearnerConfig, path: str, says: str
 ) -> None:
-    found = list(schedule_complaints(config))
+    found = list(check_schedule(config))
     assert [(each.path, says in each.message) for each in found] == [(f"{AT}.{path}", True)], found
 
 
 def test_an_absolute_floor_is_held_against_the_critics_rate_too() -> None:
     config = schedule("cosine_with_min_lr", {"min_lr": 5e-4})
-    assert not list(schedule_complaints(config))
+    assert not list(check_schedule(config))
     critic = config.model_copy(update={"adv_estimator": "gae", "critic": CriticConfig(learning_rate=1e-4)})
-    (found,) = schedule_complaints(critic)
+    (found,) = check_schedule(critic)
     assert "critic.learning_rate 0.0001" in found.message
 
 
@@ -140,7 +140,7 @@ def test_an_absolute_floor_is_held_against_the_critics_rate_too() -> None:
 @pytest.mark.parametrize("case", BY_HAND)
 def test_schedules_that_rates_can_follow_are_not_refused(case: str, steps: int) -> None:
     name, settings, _ = BY_HAND[case]
-    assert not list(schedule_complaints(schedule(name, settings, steps=steps, learning_rate=2.0, warmup_steps=4)))
+    assert not list(check_schedule(schedule(name, settings, steps=steps, learning_rate=2.0, warmup_steps=4)))
 
 
 def test_the_plateau_falls_over_its_second_half() -> None:

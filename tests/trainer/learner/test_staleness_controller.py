@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from offbeat.services.live_settings import Change, Settings
 from offbeat.services.telemetry import Partial
-from offbeat.trainer.checks.learner import staleness_complaints
+from offbeat.trainer.checks.learner import check_staleness_controller
 from offbeat.trainer.config.staleness import StalenessControllerConfig
 from offbeat.trainer.learner.staleness_controller import (
     StalenessController,
@@ -220,10 +220,10 @@ def test_without_a_configuration_nothing_is_looked_at_or_kept(tmp_path: Path) ->
 )
 def test_a_run_that_does_not_start_within_the_limits_is_refused(told: dict[str, Any], groups: int, path: str) -> None:
     config = learner_config(max_staleness=1.0, staleness_controller=told)
-    found = list(staleness_complaints(config, groups_per_step=8, num_env_groups=groups))
+    found = list(check_staleness_controller(config, groups_per_step=8, num_env_groups=groups))
     assert [each.path for each in found] == [path]
     fine = learner_config(max_staleness=1.0, staleness_controller={})
-    assert not list(staleness_complaints(fine, groups_per_step=8, num_env_groups=24))
+    assert not list(check_staleness_controller(fine, groups_per_step=8, num_env_groups=24))
 
 
 def test_limits_out_of_order_are_refused() -> None:

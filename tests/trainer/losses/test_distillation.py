@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offbeat.trainer.checks.algorithm import algorithm_complaints
+from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
 from offbeat.trainer.config.reference import TeacherConfig
@@ -72,7 +72,7 @@ def test_a_group_whose_members_did_alike_has_something_to_learn_from_a_teacher()
 def test_teachers_that_are_missing_or_idle_are_complained_about(tmp_path: Path) -> None:
     def paths(**settings: object) -> list[str]:
         config = AlgorithmConfig.model_validate(settings)
-        found = algorithm_complaints(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
+        found = check_algorithm(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
         return [complaint.path for complaint in found]
 
     here = TeacherConfig(pretrain=str(tmp_path))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from offbeat.trainer.checks.trackers import tracker_complaints
+from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.trackers import registry
 
@@ -16,7 +16,7 @@ NOTEBOOK = "tests.trainer.trackers.notebook:Notebook"
 
 def complaints(names: Any, **kwargs: dict[str, Any]) -> list[tuple[str, str]]:
     config = LearnerConfig(track_with=tuple(names), tracker_kwargs=kwargs)
-    return [(path, message) for path, message in tracker_complaints(config)]
+    return [(path, message) for path, message in check_trackers(config)]
 
 
 @pytest.fixture

@@ -10,12 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from offbeat.services.telemetry import MetricRecord
 from offbeat.trainer.trackers.supervisor import TrackerProcess, TrackerProcesses
 from offbeat.trainer.trackers.worker import Order
 from tests.paths import ROOT
 from tests.trainer.trackers.test_delivery import append, step
 from tests.waiting import wait_until_sync
+
+pytestmark = pytest.mark.slow
 
 NOTEBOOK = "tests.trainer.trackers.notebook:Notebook"
 KEPT = "trackers/tests.trainer.trackers.notebook.Notebook.json"

@@ -30,6 +30,8 @@ from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine
 
+pytestmark = pytest.mark.slow
+
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 WORDS, GROUPS, MEMBERS = 4, 8, 6
 SEVERAL: dict[str, Any] = {"ppo_epochs": 3}

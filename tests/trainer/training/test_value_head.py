@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.services.messages.types import Group
-from offbeat.trainer.checks.learner import learner_complaints
+from offbeat.trainer.checks.learner import check_learner
 from offbeat.trainer.config.learner import (
     CriticConfig,
     LearnerConfig,
@@ -167,7 +167,7 @@ def test_keys_of_the_critic_without_effect_are_refused_with_what_would_be_right(
     with pytest.raises(ValueError, match=r"vf_coef\n.*backbone=policy"):
         CriticConfig(vf_coef=0.5)
     for told in ({"backbone": "policy", "vf_coef": 0.5}, {"learning_rate": 3e-2}, {"warmup_steps": 4}):
-        found = list(learner_complaints(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=told)))
+        found = list(check_learner(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=told)))
         assert [complaint.path for complaint in found] == [f"critic.{key}" for key in told]
         assert all("take adv_estimator gae" in complaint.message for complaint in found)
 

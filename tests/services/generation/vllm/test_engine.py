@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.generation.vllm.engine import engine_environment
+
+pytestmark = pytest.mark.slow
 
 HANDLERS_SURVIVE = """
 import logging, logging.handlers

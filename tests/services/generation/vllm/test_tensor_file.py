@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from offbeat.services.generation.vllm.tensor_file import DTYPES, TensorFile
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_dtype_and_shape_is_read_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)

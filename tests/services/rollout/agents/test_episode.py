@@ -27,6 +27,8 @@ from tests.fakes_rollout import (
 from tests.played_agents import SCRIPT
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 AGENTS = "tests.played_agents:"
 
 

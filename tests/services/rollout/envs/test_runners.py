@@ -25,6 +25,8 @@ from offbeat.services.threads import DaemonThreads, HungError
 from tests.fakes_rollout import HERE
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def spec(env: str, *, timeout_s: float = 20.0, **config: Any) -> EnvSpec:
     return EnvSpec(env if env == "frozen_lake" else HERE + env, config, 20.0, timeout_s)

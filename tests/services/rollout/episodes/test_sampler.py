@@ -7,6 +7,8 @@ from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from tests.fakes_rollout import FakeGeneration, worker_settings
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def sampler(client: FakeGeneration, *, timeout_s: float = 5.0, retry_s: float = 5.0) -> EpisodeSampler:
     sampling = Sampling(0.5, 0.9, 7, 64, stop_token_ids=(3,))

@@ -19,6 +19,8 @@ from offbeat.services.weights.transports.device import DeviceTransport, Held, ch
 from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 from tests.waiting import wait_until_sync
 
+pytestmark = pytest.mark.slow
+
 RUN = "pulls"
 
 
