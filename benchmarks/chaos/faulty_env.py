@@ -57,7 +57,6 @@ class FaultyLakeEnv(FrozenLakeEnv):
         self._orders = config.orders
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """See `FrozenLakeEnv.step`."""
         for name, misdeed in MISDEEDS.items():
             if _claimed(self._orders / name):
                 misdeed()

@@ -45,32 +45,26 @@ class TimedTrainer:
         self._weights = torch.zeros(1024)
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """See `Trainer.begin`."""
         del progress, stopped
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """See `Trainer.load`."""
         raise NotImplementedError("a benchmark starts from the beginning")
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """See `Trainer.set_learning_rate`."""
+    def set_learning_rate(self, learning_rate: float) -> None: ...
 
     def train(
         self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()
     ) -> dict[str, Partial]:
-        """See `Trainer.train`."""
         del groups, silent, weights
         time.sleep(self._train_s)
         self._weights.fill_(step)
         return {}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer.tensors`."""
         yield "weight", self._weights
 
     def save(self, folder: Path) -> None:
-        """See `Trainer.save`."""
         (folder / "nothing").touch()
 
 
@@ -83,15 +77,13 @@ class Records:
         self.evaluations: list[MetricRecord] = []
 
     def append(self, record: MetricRecord) -> None:
-        """See `MetricsSink`."""
         if record.source == "eval":
             self.evaluations.append(record)
         if record.source == "learner" and record.step is not None:
             self.steps.append(record)
             self._on_step(record.step)
 
-    def show(self, **_: str) -> None:
-        """See `Board`."""
+    def show(self, **_: str) -> None: ...
 
 
 class BenchLearner:

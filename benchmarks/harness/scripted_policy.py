@@ -47,24 +47,20 @@ class ScriptedEngine:
         self._delay_s = delay_s
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """See `PolicyEngine.generate`."""
         if self._delay_s:
             await asyncio.sleep(self._delay_s)
         return self._policy.answer(request, version)
 
-    async def stage(self, path: Path) -> None:
-        """See `PolicyEngine.stage`."""
+    async def stage(self, path: Path) -> None: ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
         """See `PolicyEngine.load`. The bytes are left alone."""
         del path, version
         return LoadTimes(0.0, 0.0)
 
-    async def check(self) -> None:
-        """See `PolicyEngine.check`."""
+    async def check(self) -> None: ...
 
-    def close(self) -> None:
-        """See `PolicyEngine.close`."""
+    def close(self) -> None: ...
 
 
 class ScriptedGeneration:
@@ -75,7 +71,6 @@ class ScriptedGeneration:
         self._delay_s = delay_s
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """See `GenerationClient.generate`."""
         await asyncio.sleep(self._delay_s)
         yield [self._policy.answer(request, request.min_version) for request in requests]
 
@@ -90,9 +85,7 @@ class ReplicaGeneration:
         self._replica = replica
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """See `GenerationClient.generate`."""
         return self._replica.generate(requests)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `GenerationClient.abort`."""
         await self._replica.abort(request_ids)

@@ -59,6 +59,5 @@ class SlowLake(FrozenLakeEnv):
         self._latency_rng = np.random.default_rng([slow.latency_seed, next(self._numbers)])
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """See `FrozenLakeEnv.step`."""
         time.sleep(self._latency.draw(self._latency_rng))
         return super().step(action)

@@ -223,10 +223,10 @@ def _load(path: Path, overrides: list[str] | None):
     try:
         return load_run(path, overrides or [])
     except ConfigError as error:
-        many = len(error.problems) > 1
-        typer.echo(f"{path}: {len(error.problems)} problems" if many else f"{path}:", err=True)
-        for problem in error.problems:
-            typer.echo(f"  {problem}", err=True)
+        many = len(error.issues) > 1
+        typer.echo(f"{path}: {len(error.issues)} problems" if many else f"{path}:", err=True)
+        for issue in error.issues:
+            typer.echo(f"  {issue}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
 
 

@@ -288,7 +288,7 @@ def _told(error: Exception) -> str:
     from offbeat.deploy.config.errors import ConfigError
 
     if isinstance(error, ConfigError):
-        return "\n".join(str(problem) for problem in error.problems)
+        return "\n".join(str(issue) for issue in error.issues)
     return str(error)
 
 

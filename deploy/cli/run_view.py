@@ -81,7 +81,6 @@ class RunLineView:
         self.close()
 
     def say(self, text: str) -> None:
-        """See `LiveView.say`."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def starting(self, up: Collection[str]) -> None:
@@ -124,11 +123,9 @@ class RunTerminalView:
         self.close()
 
     def say(self, text: str) -> None:
-        """See `LiveView.say`."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def starting(self, up: Collection[str]) -> None:
-        """See `LiveView.starting`."""
         if self._open:
             parts = [f"{part} {MARKS[Health.READY if part in up else Health.STARTING]}" for part in START_ORDER]
             elapsed = _clock(time.time() - self._began)

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field, JsonValue, ValidationError
 from ray.serve import Application
 
 from offbeat.deploy.config.errors import ConfigError, collect_issues
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS, model_folder, prepare_folder
@@ -21,6 +20,7 @@ from offbeat.services.control import app as control_app
 from offbeat.services.generation import app as generation_app
 from offbeat.services.redis import serve_app as redis_app
 from offbeat.services.redis.url import address_problem
+from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONTROL_WIRING = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"

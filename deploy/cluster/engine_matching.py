@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import words_of
 from offbeat.services.generation.config import GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer, read_architecture
 from offbeat.services.generation.vllm.engine import BACKENDS
+from offbeat.trainer.config.issue import ConfigIssue
 
 KEY = "actor_infer.app"
 NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}

@@ -18,7 +18,6 @@ from offbeat.deploy.cluster.reaper import keep_reaper
 from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents
 from offbeat.deploy.components.serve_status import app_statuses
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.loader import load_document
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.admin import BufferWatch
@@ -28,6 +27,7 @@ from offbeat.services.control.service import InvalidRunError
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
 from offbeat.services.keys import RunKeys, claims_key
+from offbeat.trainer.config.issue import ConfigIssue
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,6 @@ class RayRunFactory(MeshRunFactory):
         keep_reaper()
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """See `MeshRunFactory.load`."""
         cluster = Cluster.of_ray()
         config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
         going_on = self._going_on(config.exp_name)
@@ -69,7 +68,6 @@ class RayRunFactory(MeshRunFactory):
         return config.model_copy(update={"actor_infer": infer})
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """See `MeshRunFactory.validate_change`."""
         app = RunConfig.model_validate_json(record.config).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
             message = f"the run samples from {app} of the deploy file: change num_replicas there, and `serve deploy` it"

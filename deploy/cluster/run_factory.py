@@ -22,7 +22,6 @@ from offbeat.deploy.components.serve_app import ServeApp, broker_component, gene
 from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.loader import dump_yaml, load_document
 from offbeat.deploy.config.run import SETTING_PATHS, RunConfig
 from offbeat.deploy.run_folder import FolderInUseError
@@ -43,6 +42,7 @@ from offbeat.services.control.service import InvalidRunError
 from offbeat.services.generation.config import app_name
 from offbeat.services.live_settings import Settings
 from offbeat.services.redis.connection import connect
+from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,6 @@ class RunComponents:
         return self._components
 
     async def prepare(self) -> None:
-        """See `RunMesh.prepare`."""
         if self._claim is not None:
             await asyncio.to_thread(claim_folder, self._config, self._claim)
         await asyncio.to_thread(prepare_folder, self._config)
@@ -89,17 +88,14 @@ class RunComponents:
         await self._watch.set_paused(False)
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
-        """See `RunMesh.apply_settings`."""
         await self._watch.set_paused(paused)
         await self._workers.resize(settings.num_workers)
         await self._generation.resize(settings.num_replicas)
 
     async def drain(self) -> None:
-        """See `RunMesh.drain`."""
         await self._watch.set_paused(True)
 
     async def clean_up(self) -> None:
-        """See `RunMesh.clean_up`."""
         from offbeat.services.weights.transports.base import cleanup
 
         for component in self._components:
@@ -131,7 +127,7 @@ class MeshRunFactory:
         try:
             return run_spec(self.load(document))
         except ConfigError as error:
-            raise InvalidRunError([_view(problem) for problem in error.problems]) from error
+            raise InvalidRunError([_view(issue) for issue in error.issues]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
         """The configuration that a document describes, checked. Raises `ConfigError`."""
@@ -146,9 +142,9 @@ class MeshRunFactory:
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
         before = json.loads(record.config)
-        new = set(self._problems(_with_settings(before, values))) - set(self._problems(before))
+        new = set(self._issues(_with_settings(before, values))) - set(self._issues(before))
         if new:
-            raise InvalidRunError([_view(problem) for problem in sorted(new, key=str)])
+            raise InvalidRunError([_view(issue) for issue in sorted(new, key=str)])
 
     def remove_files(self, record: RunRecord) -> list[str]:
         """Remove what a run wrote into its folder. Raises `BusyError` if a command uses the folder."""
@@ -157,11 +153,11 @@ class MeshRunFactory:
         except FolderInUseError as error:
             raise BusyError(str(error)) from error
 
-    def _problems(self, tree: dict[str, Any]) -> Sequence[ConfigIssue]:
+    def _issues(self, tree: dict[str, Any]) -> Sequence[ConfigIssue]:
         try:
             self.load(tree)
         except ConfigError as error:
-            return error.problems
+            return error.issues
         return ()
 
     async def snapshot(self, run_id: str) -> Snapshot:
@@ -189,8 +185,8 @@ def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[st
     return changed
 
 
-def _view(problem: ConfigIssue) -> ProblemView:
-    return ProblemView(path=problem.path, message=problem.message, suggestion=problem.suggestion)
+def _view(issue: ConfigIssue) -> ProblemView:
+    return ProblemView(path=issue.path, message=issue.message, suggestion=issue.hint)
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:

@@ -34,7 +34,6 @@ class LearnerHostActor:
         self._host = LearnerHost(run_id, redis_url, output_dir, threads=threads, standby=standby)
 
     def start(self) -> None:
-        """See `LearnerHost.start`."""
         self._host.start()
 
     def stop(self, grace_s: float) -> None:

@@ -5,38 +5,25 @@ Turns pydantic's error list into `ConfigIssue`s; an unknown key names the neares
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from offbeat.trainer.config.issue import ConfigIssue
+
 CLOSE = 0.6
 """Similarity from which on a name is taken for a misspelt other one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigIssue:
-    """One thing that is wrong with a configuration."""
-
-    path: str
-    """Full path of the key, `actor_train.training_args.learning_rate`."""
-    message: str
-    suggestion: str | None = None
-    """Full path of the nearest valid key, where the key is unknown."""
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}" if self.path else self.message
-
-
 class ConfigError(Exception):
-    """A configuration was refused, for every reason in `problems`."""
+    """A configuration was refused, for every reason in `issues`."""
 
     def __init__(self, issues: Sequence[ConfigIssue], source: str = "") -> None:
         self.issues = tuple(issues)
         self.source = source
-        super().__init__("\n".join(str(problem) for problem in self.issues))
+        super().__init__("\n".join(str(issue) for issue in self.issues))
 
 
 def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
@@ -45,10 +32,12 @@ def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[Confi
     for details in error.errors(include_url=False):
         real = tuple(_real_parts(model, details["loc"]))
         by_path.setdefault(_join(real), []).append((real, details))
-    return [_problem(path, found, model) for path, found in by_path.items()]
+    return [_issue(path, found, model) for path, found in by_path.items()]
 
 
-def _problem(path: str, found: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]) -> ConfigIssue:
+def _issue(
+    path: str, found: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]
+) -> ConfigIssue:
     real, details = found[0]
     if details["type"] == "extra_forbidden":
         nearest = nearest_keys(path, model)

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.config.yaml_limits import limit_problem
+from offbeat.trainer.config.issue import ConfigIssue
 
 MAX_DOCUMENT_CHARS = 1_000_000
 NUL = "\\u0000"

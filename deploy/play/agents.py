@@ -36,7 +36,6 @@ class SpokenAnswers:
         self._chat = chat
 
     async def __call__(self, _: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
-        """See `offbeat.services.rollout.episodes.episode.Sample`."""
         ids = (*self._chat.encode(self._say()), self._chat.end_id)[:most]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
@@ -66,7 +65,6 @@ class OneToken:
         self.image_token_id = image_token_id
 
     def count(self, _: bytes, /) -> int:
-        """See `offbeat.services.chat.image_tokens.ImageReader.count`."""
         return 1
 
 

@@ -47,17 +47,14 @@ class TracedEnv:
     pictures: list[Picture | None] = field(default_factory=list["Picture | None"])
 
     async def reset(self, seed: int) -> str:
-        """See `offbeat.services.rollout.episodes.episode.PlayableEnv`."""
         observation = do_reset(self.env, seed)
         self._seen(observation)
         return observation
 
     async def picture(self) -> bytes:
-        """See `offbeat.services.rollout.episodes.episode.PlayableEnv`."""
         return do_picture(self.env)
 
     async def step(self, action: str) -> StepResult:
-        """See `offbeat.services.rollout.episodes.episode.PlayableEnv`."""
         result = do_step(self.env, action)
         self.answers.append(action)
         self.tell(_line("action", repr(action)))
@@ -81,7 +78,6 @@ class TracedSampler:
         self._turn = 0
 
     async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Shown, ...] = ()) -> Completion:
-        """See `offbeat.services.rollout.episodes.episode.Sample`."""
         self._turn += 1
         self._tell(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
         self._tell(self._env.observations[-1])

@@ -36,7 +36,6 @@ class AskedAnswers:
         self.model = model or self._first_model()
 
     async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
-        """See `offbeat.services.rollout.episodes.episode.Sample`."""
         body: dict[str, Any] = {"model": self.model, "messages": conversation_of(self._chat, tuple(prompt), pictures)}
         if self._temperature is not None:
             body["temperature"] = self._temperature

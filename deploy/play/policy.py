@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import (
     Completion,
@@ -15,6 +14,7 @@ from offbeat.services.messages.types import (
     Picture,
     VersionSpan,
 )
+from offbeat.trainer.config.issue import ConfigIssue
 
 CHECKPOINTS = "checkpoints"
 
@@ -91,7 +91,6 @@ class TransformersPolicy:
         torch.manual_seed(seed)
 
     def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
-        """See `Policy.complete`."""
         prompts, most = [each.prompt for each in asked], [each.most for each in asked]
         torch, longest = self._torch, max(map(len, prompts))
         pad = self._stop_ids[0]
@@ -147,7 +146,6 @@ class TogetherSampler:
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Picture, ...] = ()) -> Completion:
-        """See `offbeat.services.rollout.episodes.episode.Sample`."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((PromptRequest(tuple(prompt), min(most, self._most), pictures), future))
         if self._task is None or self._task.done():

@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import traits_of
+from offbeat.trainer.config.issue import ConfigIssue
 
 LONGEST = 1_000_000
 """Tokens of an episode of an env that no configuration bounds."""
@@ -52,7 +52,9 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     if not config.custom_envs:
         problems.append(ConfigIssue("custom_envs", "no env: name at least one tag"))
     problems += [
-        ConfigIssue(f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template")
+        ConfigIssue(
+            f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template"
+        )
         for tag, env in config.custom_envs.items()
         if env.shows_pictures and env.agent_runner
     ]

@@ -90,15 +90,12 @@ class RedisLearnerBuffer:
                 self._wait(self._keys.stream, self._last, remaining_s)
 
     def drop(self, group: Group, reason: str) -> None:
-        """See `LearnerBuffer.drop`."""
         self._run("finish", self._epoch, "dropped", reason, "", "", group.entry_id)
 
     def ack(self, entry_ids: Sequence[str], step: int) -> int:
-        """See `LearnerBuffer.ack`."""
         return int(self._run("finish", self._epoch, "trained", step, "", "", *entry_ids))
 
     def adopt(self, step: int) -> Boundary:
-        """See `LearnerBuffer.adopt`."""
         paused, wanted, flat = self._run("adopt", self._epoch, step)
         changes = tuple(decode_change(flat[i], int(flat[i + 1])) for i in range(0, len(flat), 2))
         return Boundary(changes, bool(paused), wanted in ENDINGS)
@@ -113,7 +110,6 @@ class RedisLearnerBuffer:
         return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
 
     def teach(self, state: str) -> None:
-        """See `LearnerBuffer.teach`."""
         self._run("teach", self._epoch, state)
 
     def num_playing(self) -> int:
@@ -134,7 +130,6 @@ class RedisLearnerBuffer:
         return int(self._run("restore", self._epoch, num_trained, "" if next_number is None else next_number))
 
     def start_eval(self, eval_id: str, num_episodes: int, *, sampling_name: str, min_version: int) -> None:
-        """See `LearnerBuffer.start_eval`."""
         self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
@@ -155,7 +150,6 @@ class RedisLearnerBuffer:
         return trajectories
 
     def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
-        """See `LearnerBuffer.wait_eval`."""
         deadline = time.monotonic() + timeout_s
         while True:
             position = self._newest_ring()
@@ -166,11 +160,9 @@ class RedisLearnerBuffer:
             self._wait(self._keys.doorbell, position, remaining_s)
 
     def forget_eval(self, eval_id: str) -> None:
-        """See `LearnerBuffer.forget_eval`."""
         self._run("forget_eval", self._epoch, f"e:{eval_id}")
 
     def counters(self) -> Counters:
-        """See `LearnerBuffer.counters`."""
         return self.snapshot().counters
 
     def snapshot(self) -> Snapshot:

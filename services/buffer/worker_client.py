@@ -99,12 +99,10 @@ class AsyncRolloutBuffer:
         self._forget(worker_id, task)
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
-        """See `RolloutBuffer.task`."""
         task, state = await self._run("task", number, drawn)
         return task.decode(), state.decode()
 
     async def release(self, worker_id: str) -> int:
-        """See `RolloutBuffer.release`."""
         count = int(await self._run("release", worker_id))
         self._playing.pop(worker_id, None)
         return count

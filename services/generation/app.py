@@ -91,7 +91,6 @@ class GenerationDeployment:
             yield encode_completions(completions)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """See `GenerationReplica.abort`."""
         if self._tenancy:
             await self._tenancy.replica.abort(request_ids)
 

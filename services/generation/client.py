@@ -45,7 +45,6 @@ class ServeGenerationClient:
         self._generate = self._handle.options(method_name="generate", stream=True)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """See `GenerationClient.generate`."""
         call = self._generate.remote(encode_requests(list(requests)))
         ended = False
         try:

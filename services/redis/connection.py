@@ -124,7 +124,6 @@ class AsyncOutageRetry(AsyncRetry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """See `OutageRetry.call_with_retry`."""
         patience = _Patience(self._patience_s, _never)
         while True:
             try:
@@ -148,7 +147,6 @@ class Cancellable:
     """
 
     async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
-        """See `redis.asyncio.connection.AbstractConnection.send_packed_command`."""
         if not self.is_connected:
             await self.connect()  # whose answers the socket's timeout bounds
         limit, self.socket_timeout = self.socket_timeout, None

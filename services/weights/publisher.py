@@ -58,7 +58,6 @@ class RedisWeightPublisher:
         self._announcing: Future[None] | None = None
 
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        """See `WeightPublisher.publish`."""
         self._settle()
         gone = self._lost_versions(version)
         if gone is None:
@@ -67,12 +66,10 @@ class RedisWeightPublisher:
         self._announcing = self._thread.submit(self._store_and_announce, version, step, copies, gone)
 
     def newest(self) -> Manifest | None:
-        """See `WeightPublisher.newest`."""
         readable = [manifest for manifest in self._manifests().values() if self._transport.readable(manifest)]
         return max(readable, key=lambda manifest: manifest.version, default=None)
 
     def close(self) -> None:
-        """See `WeightPublisher.close`."""
         try:
             self._settle()
         finally:

@@ -55,7 +55,6 @@ class RedisWeightSubscriber:
         self._reader = WeightReader(config.fetch_timeout_s)
 
     async def newest(self) -> Manifest | None:
-        """See `WeightSubscriber.newest`."""
         return await self._newest(-1)
 
     async def _newest(self, served: int) -> Manifest | None:
@@ -76,7 +75,6 @@ class RedisWeightSubscriber:
             seen = blobs  # a learner that runs ahead may have replaced all of these meanwhile: look again
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
-        """See `WeightSubscriber.wait_newer`."""
         deadline = time.monotonic() + timeout_s
         with _retryable():
             last = await self._redis.xrevrange(self._keys.versions, count=1)
@@ -96,11 +94,9 @@ class RedisWeightSubscriber:
             after = heard[0][1][-1][0]
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        """See `WeightSubscriber.fetch`."""
         return self._reader.opened(manifest, self._transport.fetch(manifest), manifest.num_bytes)
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
-        """See `WeightSubscriber.report`."""
         place = this_locality()
         fetching = self._reader.fetching(newer_than=version)
         report = ReplicaReport(version, time.time(), load, place.host, place.memory, fetching)
@@ -108,6 +104,5 @@ class RedisWeightSubscriber:
             await self._redis.hset(self._keys.served, replica_id, encode_report(report))
 
     async def retire(self, replica_id: str) -> None:
-        """See `WeightSubscriber.retire`."""
         with _retryable():
             await self._redis.hdel(self._keys.served, replica_id)

@@ -54,7 +54,6 @@ class PlainEngine:
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.tensors`."""
         for whole in whole_weights(self.module) if merged else weights_apart(self.module, "model."):
             if not whole.name.startswith(HEAD):
                 yield whole.name.removeprefix("model."), whole.tensor()

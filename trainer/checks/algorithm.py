@@ -3,16 +3,9 @@
 import importlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from offbeat.trainer.config.algorithm import NEEDS_GROUPS, AlgorithmConfig
-
-
-class ConfigIssue(NamedTuple):
-    """path: of the key; message: what is wrong, and what would be right."""
-
-    path: str
-    message: str
+from offbeat.trainer.config.issue import ConfigIssue
 
 
 def check_algorithm(
@@ -101,7 +94,9 @@ def _check_teacher(config: AlgorithmConfig, tags: Collection[str]) -> Iterator[C
     if config.teacher and not config.distills:
         yield ConfigIssue("teacher", "nobody asks them: set use_opd=true or adv_estimator=opd, or leave them out")
     if config.distills and not config.teacher:
-        yield ConfigIssue("teacher", "on-policy distillation needs one: give teacher.NAME.pretrain a Hugging Face folder")
+        yield ConfigIssue(
+            "teacher", "on-policy distillation needs one: give teacher.NAME.pretrain a Hugging Face folder"
+        )
     for name, teacher in config.teacher.items():
         if not Path(teacher.pretrain).is_dir():
             yield ConfigIssue(

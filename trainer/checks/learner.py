@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.checks.schedule import check_schedule
 from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR
+from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 
 WITHOUT_RATIO = ("vanilla", "gpg", "kimi15")
@@ -57,7 +57,9 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, f"{name} does not move a sharded reference (ref_model_sync_steps): take hf_infer")
 
 
-def check_staleness_controller(config: LearnerConfig, *, groups_per_step: int, num_env_groups: int) -> Iterator[ConfigIssue]:
+def check_staleness_controller(
+    config: LearnerConfig, *, groups_per_step: int, num_env_groups: int
+) -> Iterator[ConfigIssue]:
     """Limits of the staleness controller that the run does not start within, or can't reach."""
     control = config.staleness_controller
     if control is None:

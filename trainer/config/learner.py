@@ -104,7 +104,6 @@ class ModelArgs(ConditionalConfig):
 
     @property
     def adapter_alpha(self) -> float:
-        """See `lora_alpha`."""
         return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
 
     @property

@@ -84,7 +84,6 @@ class DeepSpeedEngine(OnRanks):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        """See `TrainEngine.train`."""
         adopt(self._engine.optimizer.param_groups, hyperparameters)
         self._engine.train()
         for share in self.shares(self._engine, batch, loss):
@@ -97,7 +96,6 @@ class DeepSpeedEngine(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
-        """See `TrainEngine.infer`."""
         self._engine.eval()
         return self.outputs(self._engine, batch, read)
 
@@ -112,7 +110,6 @@ class DeepSpeedEngine(OnRanks):
                 yield whole.name.removeprefix(WRAPPER), whole.tensor()
 
     def reset_optimizer(self) -> None:
-        """See `TrainEngine.reset_optimizer`."""
         forget(self._moments.state.values())
 
     @property
@@ -129,7 +126,6 @@ class DeepSpeedEngine(OnRanks):
         return [self._moments.state[parameter] for parameter in held]
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         if self.rank == 0:
             (folder / STAGE).write_text(json.dumps(self._stage))
@@ -165,7 +161,6 @@ class DeepSpeedLogprobModel(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `offbeat.trainer.engines.frozen.LogprobModel.infer`."""
         return self.outputs(self._engine, batch)
 
 

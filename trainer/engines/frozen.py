@@ -44,7 +44,6 @@ class FrozenModel(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `LogprobModel.infer`."""
         return self.outputs(self._model, batch)
 
     def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
@@ -71,7 +70,6 @@ class AdapterFreeReference:
         self._policy = policy
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """See `LogprobModel.infer`."""
         with without_adapters(self._policy):
             return self._engine.infer(batch)
 

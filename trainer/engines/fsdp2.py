@@ -69,7 +69,6 @@ class FSDP2Engine(OnRanks):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Any], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        """See `TrainEngine.train`."""
         adopt(self._optimizer.param_groups, hyperparameters)
         self._module.train()
         for share in self.shares(self._module, batch, loss):
@@ -92,7 +91,6 @@ class FSDP2Engine(OnRanks):
 
     @torch.no_grad()
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Any], Tensor] | None = None) -> list[Tensor]:
-        """See `TrainEngine.infer`."""
         self._module.eval()
         return self.outputs(self._module, batch, read)
 
@@ -107,11 +105,9 @@ class FSDP2Engine(OnRanks):
             yield name.removeprefix(WRAPPER), whole.to(self._dtype)
 
     def reset_optimizer(self) -> None:
-        """See `TrainEngine.reset_optimizer`."""
         forget(self._optimizer.state.values())
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         model, optimizer = get_state_dict(self._module, self._optimizer)
         saving.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 

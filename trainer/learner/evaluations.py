@@ -74,16 +74,13 @@ class RedisEvaluationLog:
         self._key = RunKeys(run_id).key("evaluations")
 
     def load(self) -> Mapping[str, str]:
-        """See `EvaluationLog`."""
         raw = cast(dict[bytes, bytes], self._redis.hgetall(self._key))
         return {key.decode(): value.decode() for key, value in raw.items()}
 
     def put(self, eval_id: str, state: str) -> None:
-        """See `EvaluationLog`."""
         self._redis.hset(self._key, eval_id, state)
 
     def remove(self, eval_id: str) -> None:
-        """See `EvaluationLog`."""
         self._redis.hdel(self._key, eval_id)
 
 

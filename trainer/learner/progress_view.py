@@ -53,17 +53,13 @@ class LearnerView(Protocol):
 class SilentView:
     """Shows nothing: the ranks that follow, and tests."""
 
-    def say(self, text: str) -> None:
-        """See `LearnerView.say`."""
+    def say(self, text: str) -> None: ...
 
-    def phase(self, text: str) -> None:
-        """See `LearnerView.phase`."""
+    def phase(self, text: str) -> None: ...
 
-    def step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """See `LearnerView.step`."""
+    def step(self, step: int, values: Mapping[str, Partial]) -> None: ...
 
-    def close(self) -> None:
-        """See `LearnerView.close`."""
+    def close(self) -> None: ...
 
 
 class LearnerLineView:
@@ -76,7 +72,6 @@ class LearnerLineView:
         self._next_at = 0.0
 
     def say(self, text: str) -> None:
-        """See `LearnerView.say`."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
@@ -111,15 +106,12 @@ class LearnerTerminalView:
         self._live.start()
 
     def say(self, text: str) -> None:
-        """See `LearnerView.say`."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
-        """See `LearnerView.phase`."""
         self._phase = text
 
     def step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """See `LearnerView.step`."""
         self._step, self._figures = step, describe_step(values)
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ class PackedVisionPolicy(PackedPolicy):
         self._reader = reader
 
     def logits(self, x: PackedInput) -> Tensor:
-        """See `PackedPolicy.logits`."""
         embedded = self.model.get_input_embeddings()(x.tokens[None])
         pixels = [self._reader.pixels(picture.png) for picture in x.pictures]
         if pixels:

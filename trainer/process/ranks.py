@@ -56,7 +56,6 @@ class RankZeroTrainer:
 
     @property
     def kl_coef(self) -> float:
-        """See `Trainer.kl_coef`."""
         return self._trainer.kl_coef
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
@@ -65,12 +64,10 @@ class RankZeroTrainer:
         return self._trainer.begin(progress, lambda: broadcast(self._ranks, STOP if stopped() else GO) == STOP)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """See `Trainer.set_learning_rate`."""
         self._broadcast("steer", learning_rate)
         self._trainer.set_learning_rate(learning_rate)
 
     def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
-        """See `Trainer.train`."""
         self._broadcast("train", [pack_group(group) for group in groups], step, silent, list(weights))
         return self._trainer.train(groups, step, silent, weights)
 
@@ -80,12 +77,10 @@ class RankZeroTrainer:
         yield from self._trainer.tensors()
 
     def save(self, folder: Path) -> None:
-        """See `Trainer.save`."""
         self._broadcast("save", str(folder))
         self._trainer.save(folder)
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """See `Trainer.load`."""
         self._broadcast("load", str(folder), kl_coef)
         self._trainer.load(folder, kl_coef)
 

@@ -51,7 +51,6 @@ class MLflow(Tracker):
         self.place = f"{uri or os.environ['MLFLOW_TRACKING_URI']}, run {self._run_id}"
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         at = int(row.time * 1000)
         metrics = [
             self._entities.Metric(NO_NAME.sub("_", name), value, at, row.step) for name, value in row.values.items()
@@ -60,7 +59,6 @@ class MLflow(Tracker):
             self._client.log_batch(self._run_id, metrics=some)
 
     def close(self, ending: Ending) -> None:
-        """See `Tracker`."""
         self._client.set_terminated(self._run_id, STATUS[ending])
 
     def _open(self, run: TrackedRun, experiment: str, name: str, tags: Mapping[str, str]) -> str:

@@ -10,10 +10,8 @@ class Stdout(Tracker):
     """Prints what the learner trained and how evaluations went; gauges of other services are left out."""
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         if any(name.startswith(("learner/", "eval/")) for name in row.values):
             sys.stdout.write(json.dumps({"step": row.step, "time": row.time, "metrics": row.values}) + "\n")
 
     def flush(self) -> None:
-        """See `Tracker`."""
         sys.stdout.flush()

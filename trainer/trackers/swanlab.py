@@ -57,10 +57,8 @@ class SwanLab(Tracker):
             self.place = str(run.folder)
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         if row.values:
             self._run.log(dict(row.values), step=row.step)
 
     def close(self, ending: Ending) -> None:
-        """See `Tracker`."""
         self._run.finish(state=STATE[ending], error="the learner died" if ending == "died" else None)

@@ -27,17 +27,14 @@ class TensorBoard(Tracker):
             self._writer.add_event(self._events.Event(step=run.resumed_step + 1, session_log=start))
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         make = self._summaries.Summary
         values = [make.Value(tag=tag, simple_value=value) for tag, value in row.values.items()]
         if values:
             self._writer.add_event(self._events.Event(wall_time=row.time, step=row.step, summary=make(value=values)))
 
     def flush(self) -> None:
-        """See `Tracker`."""
         self._writer.flush()
 
     def close(self, ending: Ending) -> None:
-        """See `Tracker`."""
         del ending
         self._writer.close()

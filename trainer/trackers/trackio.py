@@ -55,11 +55,9 @@ class Trackio(Tracker):
         self.place = f"{space_id or server_url or 'trackio show'}, project {project}, run {self._run.name}"
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         if row.values:
             self._run.log(dict(row.values), step=row.step)
 
     def close(self, ending: Ending) -> None:
-        """See `Tracker`."""
         del ending
         self._run.finish()

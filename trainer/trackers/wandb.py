@@ -57,10 +57,8 @@ class WeightsAndBiases(Tracker):
         self.place = self._run.settings.sync_dir if self._run.offline else (self._run.url or "")
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         if row.values:
             self._run.log({"step": row.step, **row.values}, step=row.number, commit=True)
 
     def close(self, ending: Ending) -> None:
-        """See `Tracker`."""
         self._run.finish(exit_code=1 if ending == "died" else 0)

@@ -104,26 +104,21 @@ class RecordingTrainer:
 
     @property
     def kl_coef(self) -> float:
-        """See `Trainer.kl_coef`."""
         return self._trainer.kl_coef
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """See `Trainer.begin`."""
         return self._trainer.begin(progress, stopped)
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """See `Trainer.load`."""
         self._trainer.load(folder, kl_coef)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """See `Trainer.set_learning_rate`."""
         self._learning_rate = learning_rate
         self._trainer.set_learning_rate(learning_rate)
 
     def train(
         self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED, weights: Sequence[float] = ()
     ) -> Gauges:
-        """See `Trainer.train`."""
         batch = RecordedBatch(step + 1, self._learning_rate, tuple(groups), silent, tuple(weights))
         if self._every:
             self._keep(batch, skipped=False)
@@ -133,7 +128,6 @@ class RecordingTrainer:
         return gauges
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer.tensors`."""
         return self._trainer.tensors()
 
     def save(self, folder: Path) -> None:

@@ -105,11 +105,9 @@ class PolicyTrainer:
 
     @property
     def kl_coef(self) -> float:
-        """See `Trainer.kl_coef`."""
         return self._batches.kl.coef
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """See `Trainer.begin`."""
         warm = self._config.warm_start
         if warm is not None:
             engine = self._whole()
@@ -149,19 +147,15 @@ class PolicyTrainer:
         self._batches.kl.go_on(kl_coef)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """See `Trainer.set_learning_rate`."""
         self._batches.learning_rate = learning_rate
 
     def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
-        """See `Trainer.train`."""
         return self._batches.train(groups, step, silent, weights)
 
     def preview(self, groups: Sequence[Group], step: int, silent: MaskedCounts) -> StepPreview | None:
-        """See `BatchTrainer.preview`."""
         return self._batches.preview(groups, step, silent)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainer.tensors`."""
         return self._policy.tensors(merged=self._config.adapter_settings is None)
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +163,6 @@ class PolicyTrainer:
         return self._policy.tensors()
 
     def save(self, folder: Path) -> None:
-        """See `Trainer.save`."""
         self._export(folder, self._policy)
         self._policy.save(folder / "state" / "policy")
         if self._critic is not None:

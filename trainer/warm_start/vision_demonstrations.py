@@ -127,7 +127,6 @@ class _ReplayedEpisode:
         self._at = 0
 
     async def reset(self, seed: int) -> str:
-        """See `PlayableEnv`."""
         del seed
         return self._seen[0].result.observation
 
@@ -139,7 +138,6 @@ class _ReplayedEpisode:
         return result._replace(truncated=result.truncated or self._at == len(self._answers))
 
     async def picture(self) -> bytes:
-        """See `PlayableEnv`."""
         return self._seen[self._at].png
 
     async def answer(self, _: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.chat.vision import FAMILIES, model_family
 from offbeat.services.rollout.tasks import train_task
+from offbeat.trainer.config.issue import ConfigIssue
 
 
 def check_episodes(config: RunConfig) -> Iterator[ConfigIssue]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
+from offbeat.trainer.config.issue import ConfigIssue
 
 KEY = "actor_infer.max_lora_rank"
 VOCABULARY = ("lm_head", "embed_tokens")
@@ -35,4 +35,6 @@ def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
             f"{config.weights.transport} moves whole weights between GPUs: with {KEY} take shm, or fs across hosts",
         )
     if config.weights.anchor_every > 1:
-        yield ConfigIssue("weights.anchor_every", f"with {KEY} the base is sent once and adapters are small: leave it out")
+        yield ConfigIssue(
+            "weights.anchor_every", f"with {KEY} the base is sent once and adapters are small: leave it out"
+        )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import NoWordsError, words_of
 from offbeat.envs import registry
@@ -18,6 +17,7 @@ from offbeat.services.chat.messages import ChatMessage
 from offbeat.services.errors import RolloutError
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import do_picture, traits_of
+from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
 """Tokens of a tag's first prompt; of the built-in policy, without those of its template.
@@ -88,7 +88,9 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
         message = "what came of a call follows it in one conversation: take TrajEnvManager, or function_calling: prompt"
         yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", message)
     if env.shows_pictures:
-        yield ConfigIssue(f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out")
+        yield ConfigIssue(
+            f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out"
+        )
     if config.warm_start is not None and config.warm_start.tag == tag:
         yield ConfigIssue(
             "warm_start.tag", f"demonstrations call no functions, and {tag} offers some: leave warm_start out"

@@ -12,7 +12,6 @@ from typing import Any
 from offbeat.deploy.config.checks.episodes import check_episodes
 from offbeat.deploy.config.checks.lora import check_lora
 from offbeat.deploy.config.checks.prompts import check_first_prompts
-from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import holds_run
 from offbeat.envs.class_path import current_path
@@ -20,6 +19,7 @@ from offbeat.services.redis.url import address_problem
 from offbeat.services.rollout.config import AgentRunner, EnvManagerConfig
 from offbeat.trainer.checks.algorithm import check_algorithm
 from offbeat.trainer.checks.learner import check_learner, check_staleness_controller
+from offbeat.trainer.config.issue import ConfigIssue
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST_NAME = 255
@@ -91,7 +91,9 @@ def _check_env(config: RunConfig) -> Iterator[ConfigIssue]:
             key, colon, rest = message.partition(": ")
             named = bool(colon) and " " not in key and key.startswith(("env_config", "env_type"))
             yield (
-                ConfigIssue(f"custom_envs.{tag}.{key}", rest) if named else ConfigIssue(f"custom_envs.{tag}.env_type", message)
+                ConfigIssue(f"custom_envs.{tag}.{key}", rest)
+                if named
+                else ConfigIssue(f"custom_envs.{tag}.env_type", message)
             )
         if env.agent_runner:
             yield from _check_agent(tag, env.agent_runner)
@@ -170,7 +172,7 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
             "0 (greedy) has no probabilities to train on: take a positive one; greedy evaluation is done in any case",
         )
     groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
-    complaints = check_algorithm(
+    algorithm = check_algorithm(
         config,
         group_size=config.train_env_manager.group_size,
         groups_per_step=groups_per_step,
@@ -180,8 +182,7 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     controller = check_staleness_controller(
         config, groups_per_step=groups_per_step, num_env_groups=config.train_env_manager.num_env_groups
     )
-    for path, message in (*complaints, *check_learner(config), *controller):
-        yield ConfigIssue(path, message)
+    yield from (*algorithm, *check_learner(config), *controller)
 
 
 def _has_gpu() -> bool:
@@ -253,7 +254,9 @@ def _check_context(config: RunConfig, positions: object, where: str) -> Iterator
 
 def _check_place(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.control.read_token is not None and config.control.token is None:
-        yield ConfigIssue("control.read_token", "has no effect without control.token, the token that operates: set it too")
+        yield ConfigIssue(
+            "control.read_token", "has no effect without control.token, the token that operates: set it too"
+        )
     if config.control.host not in LOOPBACK and config.control.token is None:
         yield ConfigIssue(
             "control.host",
@@ -268,6 +271,10 @@ def _check_place(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("redis.server", f"no such file: {config.redis.server}")
     resume = config.resume_from_checkpoint
     if resume is True and not holds_run(config.output_dir):
-        yield ConfigIssue("resume_from_checkpoint", f"there is no run in {config.output_dir} to go on with: leave it out")
+        yield ConfigIssue(
+            "resume_from_checkpoint", f"there is no run in {config.output_dir} to go on with: leave it out"
+        )
     if isinstance(resume, Path) and not resume.is_dir():
-        yield ConfigIssue("resume_from_checkpoint", f"no such folder: {resume}; `true` takes the newest one of output_dir")
+        yield ConfigIssue(
+            "resume_from_checkpoint", f"no such folder: {resume}; `true` takes the newest one of output_dir"
+        )

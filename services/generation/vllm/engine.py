@@ -277,7 +277,6 @@ class VllmEngine:
             await self.llm.is_paused()
 
     async def check(self) -> None:
-        """See `PolicyEngine.check`."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -291,7 +290,6 @@ class VllmEngine:
             raise RetryableError(f"the engine has not answered for {self._config.update_timeout_s:g} s")
 
     def close(self) -> None:
-        """See `PolicyEngine.close`."""
         self.llm.shutdown(timeout=SHUTDOWN_S)
 
 

@@ -123,7 +123,6 @@ class HttpEnvSession:
         return StopReason.MAX_STEPS if len(self._results) >= self._rules.max_steps else None
 
     async def step(self, action: str) -> dict[str, Any]:
-        """See `EpisodeEnv.step`."""
         session = self.session
         assert session is not None, "agent_task() comes first"
         async with self._turn:

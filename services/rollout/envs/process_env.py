@@ -19,7 +19,6 @@ class ProcessEnv:
 
     @property
     def healthy(self) -> bool:
-        """See `EnvRunner.healthy`."""
         return self._child.healthy
 
     @property
@@ -28,26 +27,21 @@ class ProcessEnv:
         return self._child.pid
 
     async def start(self) -> EnvTraits:
-        """See `EnvRunner.start`."""
         spec = self._spec
         await self._child.start()
         what = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
         return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *what))
 
     async def reset(self, seed: int) -> str:
-        """See `EnvRunner.reset`."""
         return str(await self._child.ask("reset", self._spec.reset_timeout_s, seed))
 
     async def step(self, action: str) -> StepResult:
-        """See `EnvRunner.step`."""
         return StepResult(*await self._child.ask("step", self._spec.step_timeout_s, action))
 
     async def picture(self) -> bytes:
-        """See `EnvRunner.picture`."""
         return bytes(await self._child.ask("picture", self._spec.step_timeout_s))
 
     async def close(self) -> None:
-        """See `EnvRunner.close`."""
         if self._child.healthy and self._child.pid is not None:
             with suppress(EpisodeError):
                 await self._child.ask("close", CLOSE_S)

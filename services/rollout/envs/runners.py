@@ -160,24 +160,19 @@ class InlineEnv:
         self.healthy = True
 
     async def start(self) -> EnvTraits:
-        """See `EnvRunner.start`."""
         self._env = self._guarded("make_error", make, self._spec.env_type, self._spec.env_config)
         return traits_of(self._env)
 
     async def reset(self, seed: int) -> str:
-        """See `EnvRunner.reset`."""
         return self._guarded("reset_error", do_reset, self._env, seed)
 
     async def step(self, action: str) -> StepResult:
-        """See `EnvRunner.step`."""
         return self._guarded("step_error", do_step, self._env, action)
 
     async def picture(self) -> bytes:
-        """See `EnvRunner.picture`."""
         return self._guarded("picture_error", do_picture, self._env)
 
     async def close(self) -> None:
-        """See `EnvRunner.close`."""
         self.healthy = False
         if self._env is not None:
             close_quietly(self._env)
@@ -203,20 +198,16 @@ class ThreadEnv:
         self.healthy = True
 
     async def start(self) -> EnvTraits:
-        """See `EnvRunner.start`."""
         spec = self._spec
         return await self._run("make", spec.reset_timeout_s, self._make)
 
     async def reset(self, seed: int) -> str:
-        """See `EnvRunner.reset`."""
         return await self._run("reset", self._spec.reset_timeout_s, lambda: do_reset(self._started, seed))
 
     async def step(self, action: str) -> StepResult:
-        """See `EnvRunner.step`."""
         return await self._run("step", self._spec.step_timeout_s, lambda: do_step(self._started, action))
 
     async def picture(self) -> bytes:
-        """See `EnvRunner.picture`."""
         return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
 
     async def close(self) -> None:

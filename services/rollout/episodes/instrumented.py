@@ -41,7 +41,6 @@ class InstrumentedEpisode:
         self._between = between
 
     async def reset(self, seed: int) -> str:
-        """See `PlayableEnv`."""
         self._waiting.enter(Wait.ENV)
         async with self._turnstile:
             began = time.monotonic()
@@ -51,7 +50,6 @@ class InstrumentedEpisode:
         return observation
 
     async def step(self, action: str) -> StepResult:
-        """See `PlayableEnv`."""
         self._waiting.enter(Wait.ENV)
         async with self._turnstile:
             began = time.monotonic()
@@ -61,14 +59,12 @@ class InstrumentedEpisode:
         return result
 
     async def picture(self) -> bytes:
-        """See `PlayableEnv`."""
         self._waiting.enter(Wait.ENV)
         return await self._env.picture()
 
     async def sample(
         self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
     ) -> Completion:
-        """See `EpisodeSampler`."""
         self._waiting.enter(Wait.GENERATION)
         began = time.monotonic()
         completion = await self._sampler(prompt, max_new_tokens, pictures)

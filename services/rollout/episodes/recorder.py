@@ -112,7 +112,6 @@ class AppendOnlyRecorder:
         return self._tokens[:], tuple(self._pictures)
 
     def hear(self, completion: Completion) -> str:
-        """See `EpisodeRecorder.hear`."""
         start, count = len(self._tokens), len(completion.token_ids)
         check_completion(completion)
         self._tokens.extend(completion.token_ids)
@@ -127,7 +126,6 @@ class AppendOnlyRecorder:
         return self._chat.answer(completion.token_ids)
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """See `EpisodeRecorder.rate`."""
         turn = self._turns[-1]
         self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
 
@@ -153,16 +151,13 @@ class PerStepRecorder:
         self._steps: list[AppendOnlyRecorder] = []
 
     def ask(self, message: Message) -> Sent:
-        """See `EpisodeRecorder.ask`."""
         self._steps.append(AppendOnlyRecorder(self._chat, self._system))
         return self._steps[-1].ask(message)
 
     def hear(self, completion: Completion) -> str:
-        """See `EpisodeRecorder.hear`."""
         return self._steps[-1].hear(completion)
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """See `EpisodeRecorder.rate`."""
         self._steps[-1].rate(reward, state_hash)
 
     def record(self) -> Record:
@@ -234,12 +229,10 @@ class RerenderedRecorder:
         return said
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """See `EpisodeRecorder.rate`."""
         self._rewards.append(Reward(len(self._tree.nodes), reward))
         self._states[-1] = state_hash
 
     def record(self) -> Record:
-        """See `EpisodeRecorder.record`."""
         captured = capture(self._tree, self._rewards)
         states = zip(captured.turns, self._states, strict=True)
         return Record(tuple(turn._replace(state_hash=state) for turn, state in states), captured.segments)

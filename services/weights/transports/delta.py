@@ -157,7 +157,6 @@ class DeltaTransport:
         self._cached: tuple[BaseVersion, Bytes] | None = None
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """See `Transport.copies`."""
         return self._inner.copies(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
@@ -230,7 +229,6 @@ class DeltaTransport:
         return self._cached[1]
 
     def readable(self, manifest: Manifest) -> bool:
-        """See `Transport.readable`."""
         anchor = manifest.anchor
         there = anchor is None or self._inner.readable(_anchor_manifest(manifest, anchor))
         return there and self._inner.readable(manifest)
@@ -253,11 +251,9 @@ class DeltaTransport:
             self._inner.delete(anchor)
 
     def stored(self) -> list[StoredFile]:
-        """See `Transport.stored`."""
         return self._inner.stored()
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._inner.close()
 
 

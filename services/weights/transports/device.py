@@ -78,7 +78,6 @@ class DeviceTransport:
         return {name: tensor.detach().clone() for name, tensor in tensors}
 
     def stage(self, version: int, epoch: int, tensors: Held) -> Stored:
-        """See `Transport.stage`."""
         location = f"{self._token}/v{version}-e{epoch}"
         self._held[location] = tensors
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -125,11 +124,9 @@ class DeviceTransport:
             yield Path(file.name)
 
     def readable(self, manifest: Manifest) -> bool:
-        """See `Transport.readable`."""
         return manifest.location.partition("/")[0] == holder(self._redis, self._run_id)
 
     def delete(self, location: str) -> None:
-        """See `Transport.delete`."""
         self._held.pop(location, None)
 
     def stored(self) -> list[StoredFile]:
@@ -137,7 +134,6 @@ class DeviceTransport:
         return []
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._serving is not None:
             self._closed.set()
             self._serving.join(timeout=CLOSE_S)

@@ -53,7 +53,6 @@ class AdapterTransport:
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """See `Transport.stage`."""
         adapter = {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         if len(adapter) < len(tensors):
             base = {name: tensor for name, tensor in tensors.items() if name not in adapter}
@@ -84,7 +83,6 @@ class AdapterTransport:
         self._held = base.digest
 
     def readable(self, manifest: Manifest) -> bool:
-        """See `Transport.readable`."""
         base = manifest.anchor
         return base is not None and all(self._inner.readable(m) for m in (manifest, _base_manifest(manifest, base)))
 
@@ -93,11 +91,9 @@ class AdapterTransport:
         self._inner.delete(location)
 
     def stored(self) -> list[StoredFile]:
-        """See `Transport.stored`."""
         return self._inner.stored()
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._inner.close()
 
 

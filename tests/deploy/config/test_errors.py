@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from offbeat.deploy.config.errors import nearest_keys, collect_issues
+from offbeat.deploy.config.errors import collect_issues, nearest_keys
 from offbeat.deploy.config.run import RunConfig
 
 

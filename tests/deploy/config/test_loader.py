@@ -18,7 +18,7 @@ QUICKSTART = CONFIGS / "quickstart.yaml"
 def refused(*overrides: str, path: Path = QUICKSTART) -> dict[str, str]:
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
-    return {problem.path: problem.message for problem in caught.value.problems}
+    return {problem.path: problem.message for problem in caught.value.issues}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
@@ -139,7 +139,7 @@ def test_a_file_that_is_no_mapping_is_refused_in_words(tmp_path: Path, content: 
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         load_run(path)
-    assert all(problem.message for problem in caught.value.problems)
+    assert all(problem.message for problem in caught.value.issues)
 
 
 def test_a_file_that_hydra_would_not_find_is_refused_by_its_name(tmp_path: Path):

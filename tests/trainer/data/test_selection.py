@@ -102,9 +102,7 @@ def test_a_filter_by_its_class_path_has_the_last_word():
 )
 def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: str, says: str):
     complaints = list(
-        check_algorithm(
-            AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=()
-        )
+        check_algorithm(AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=())
     )
     assert [(c.path, says in c.message) for c in complaints] == [("group_filter_cls", True)]
 

@@ -31,7 +31,6 @@ class Notebook(Tracker):
         self._note(opened=run.key, resumed=run.resumed, config=dict(run.config))
 
     def write(self, row: Row) -> None:
-        """See `Tracker`."""
         if self._down_while is not None and self._down_while.exists():
             raise ConnectionError("nobody answers")
         if self._refuses in row.values:
@@ -41,7 +40,6 @@ class Notebook(Tracker):
         self._note(number=row.number, step=row.step, values=dict(row.values))
 
     def close(self, ending: Ending) -> None:
-        """See `Tracker`."""
         self._note(closed=ending)
 
     def _note(self, **what: object) -> None:

@@ -12,8 +12,7 @@ from offbeat.trainer.trackers.worker import Order
 class NoSink:
     """Keeps nothing."""
 
-    def append(self, record: MetricRecord) -> None:
-        """See `MetricsSink`."""
+    def append(self, record: MetricRecord) -> None: ...
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ class Mesh:
         """All that episodes were seen to wait for."""
 
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None:
-        """See `WaitsWriter`."""
         del worker_id
         self.waits.update(wait for waits in report["groups"].values() for wait in waits)
 
