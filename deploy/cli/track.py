@@ -97,9 +97,9 @@ def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, An
             told[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise TrackError(f"{setting!r}: its value is no YAML: {error}") from error
-    complaints = list(check_trackers(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: told}})))
-    if complaints:
-        raise TrackError("; ".join(f"{each.path}: {each.message}" for each in complaints))
+    issues = list(check_trackers(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: told}})))
+    if issues:
+        raise TrackError("; ".join(str(issue) for issue in issues))
     return told
 
 
