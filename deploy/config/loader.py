@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.errors import ConfigError, collect_issues
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.yaml_limits import limit_problem
+from offbeat.deploy.config.yaml_limits import check_yaml_limits
 from offbeat.trainer.config.issue import ConfigIssue
 
 MAX_DOCUMENT_CHARS = 1_000_000
@@ -25,12 +25,12 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Compose, validate and check the run that `path` and `overrides` describe.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every issue.
     """
     config = validate_tree(compose_tree(path, overrides), source=str(path))
     issues = check_run(config)
     if issues:
-        raise ConfigError(problems, str(path))
+        raise ConfigError(issues, str(path))
     return config
 
 
@@ -58,7 +58,7 @@ def load_document(
     cores, gpus: see `check_run`. working_dir: relative paths are made absolute from there; None leaves them.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every issue.
     """
     config = validate_tree(parse_document(document) if isinstance(document, str) else document)
     if working_dir is not None:
@@ -111,8 +111,8 @@ def parse_document(text: str) -> dict[str, Any]:
     if "${" in text:
         raise ConfigError([ConfigIssue("", "interpolation (`${...}`) is refused here: send resolved values")])
     try:
-        if problem := limit_problem(text):
-            raise ConfigError([ConfigIssue("", problem)])
+        if issue := check_yaml_limits(text):
+            raise ConfigError([issue])
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except AssertionError as error:  # OmegaConf's own, of a document that is one number, truth or date
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")]) from error

@@ -1,29 +1,35 @@
-"""How deep and how large a YAML text may get once its aliases are written out, found without writing them out.
+"""Limits on the depth and size of a YAML text with its aliases expanded, checked without expanding them.
 
-A few lines of anchors and aliases can stand for billions of values, and thousands of brackets for as deep a recursion.
+A few lines of anchors and aliases can expand to billions of values, and thousands of brackets recurse as deeply.
 """
 
 from collections.abc import Iterator
 
 import yaml
 
+from offbeat.trainer.config.issue import ConfigIssue
+
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
 
 
-def limit_problem(text: str) -> str:
-    """Why a YAML text is not read, or nothing. Raises `yaml.YAMLError` where it is no YAML."""
+def check_yaml_limits(text: str) -> ConfigIssue | None:
+    """Return the limit that a YAML text exceeds, if any.
+
+    Raises:
+        yaml.YAMLError: the text is not valid YAML.
+    """
     sizes: dict[str, int] = {}
-    open_ones: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far) of each collection that is open
+    open_collections: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, values so far)
     for event in _events(text):
         if isinstance(event, yaml.CollectionStartEvent):
-            open_ones.append((event.anchor, 1))
-            if len(open_ones) > MAX_DEPTH:
-                return f"nested deeper than {MAX_DEPTH} levels"
+            open_collections.append((event.anchor, 1))
+            if len(open_collections) > MAX_DEPTH:
+                return ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
             continue
         anchor, size = None, 1
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_ones.pop()
+            anchor, size = open_collections.pop()
         elif isinstance(event, yaml.AliasEvent):
             size = sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
@@ -32,15 +38,15 @@ def limit_problem(text: str) -> str:
             continue
         if anchor is not None:
             sizes[anchor] = size
-        above, so_far = open_ones[-1]
-        if so_far + size > MAX_VALUES:
-            return f"more than {MAX_VALUES:,} values, with aliases written out"
-        open_ones[-1] = (above, so_far + size)
-    return ""
+        parent, count = open_collections[-1]
+        if count + size > MAX_VALUES:
+            return ConfigIssue("", f"more than {MAX_VALUES:,} values with aliases expanded")
+        open_collections[-1] = (parent, count + size)
+    return None
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """One at a time, so that reading stops where a limit is passed."""
+    """Yield events lazily, so that parsing stops once a limit is exceeded."""
     loader = yaml.SafeLoader(text)
     try:
         while loader.check_event():

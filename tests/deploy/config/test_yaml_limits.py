@@ -1,6 +1,7 @@
 import pytest
 
-from offbeat.deploy.config.yaml_limits import MAX_DEPTH, MAX_VALUES, limit_problem
+from offbeat.deploy.config.yaml_limits import MAX_DEPTH, MAX_VALUES, check_yaml_limits
+from offbeat.trainer.config.issue import ConfigIssue
 
 
 def bomb(levels: int) -> str:
@@ -9,16 +10,16 @@ def bomb(levels: int) -> str:
     return "\n".join(lines)
 
 
-def test_a_few_lines_that_stand_for_billions_of_values_are_refused():
-    assert limit_problem(bomb(3)) == ""
-    assert limit_problem(bomb(12)) == f"more than {MAX_VALUES:,} values, with aliases written out"
+def test_aliases_that_expand_to_billions_of_values_are_rejected():
+    assert check_yaml_limits(bomb(3)) is None
+    assert check_yaml_limits(bomb(12)) == ConfigIssue("", f"more than {MAX_VALUES:,} values with aliases expanded")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "- " * 1000 + "x", "{a: " * 1000])
-def test_depth_is_limited_without_reading_on(text: str):
-    assert limit_problem(text) == f"nested deeper than {MAX_DEPTH} levels"
+def test_depth_is_limited_without_parsing_the_rest(text: str):
+    assert check_yaml_limits(text) == ConfigIssue("", f"nested deeper than {MAX_DEPTH} levels")
 
 
-def test_what_a_configuration_looks_like_is_read():
-    assert limit_problem("a: &x {b: [1, 2], c: *z}\nd: *x\n") == ""
-    assert limit_problem("") == ""
+def test_ordinary_documents_are_within_the_limits():
+    assert check_yaml_limits("a: &x {b: [1, 2], c: *z}\nd: *x\n") is None
+    assert check_yaml_limits("") is None

@@ -169,7 +169,7 @@ def test_a_groups_weight_multiplies_its_policy_loss_alone() -> None:
 )
 def test_old_groups_without_a_correction_are_complained_about(settings: dict[str, Any], path: str | None) -> None:
     config = LearnerConfig.model_validate({"replay": {"samples_per_insert": 2.0}} | settings)
-    assert [complaint.path for complaint in check_learner(config)] == ([path] if path else [])
+    assert [issue.path for issue in check_learner(config)] == ([path] if path else [])
 
 
 @pytest.mark.parametrize("told", [{"max_times_sampled": 3}, {"samples_per_insert": 2.0, "priority_exponent": 1.0}])

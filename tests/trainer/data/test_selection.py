@@ -101,10 +101,10 @@ def test_a_filter_by_its_class_path_has_the_last_word():
     ],
 )
 def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: str, says: str):
-    complaints = list(
+    issues = list(
         check_algorithm(AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=())
     )
-    assert [(c.path, says in c.message) for c in complaints] == [("group_filter_cls", True)]
+    assert [(c.path, says in c.message) for c in issues] == [("group_filter_cls", True)]
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,8 @@ def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: st
     ],
 )
 def test_algorithms_that_the_run_around_them_makes_impossible_are_refused(settings: dict, path: str):
-    complaints = list(
-        check_algorithm(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=())
-    )
-    assert [c.path for c in complaints] == [path]
+    issues = list(check_algorithm(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=()))
+    assert [c.path for c in issues] == [path]
 
 
 def test_episodes_that_are_left_out_of_the_loss_still_count_in_their_groups():

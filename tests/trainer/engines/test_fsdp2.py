@@ -148,9 +148,9 @@ def test_deepspeeds_settings_are_refused(told: dict[str, Any]) -> None:
 
 def test_adapters_are_refused() -> None:
     train = {"model_args": {"lora_target": "all-linear"}, "strategy_args": {"strategy_name": "fsdp2_train"}}
-    (complaint,) = check_learner(learner_config(actor_train=train))
-    assert complaint.path == "actor_train.strategy_args.strategy_name"
-    assert "deepspeed_train" in complaint.message
+    (issue,) = check_learner(learner_config(actor_train=train))
+    assert issue.path == "actor_train.strategy_args.strategy_name"
+    assert "deepspeed_train" in issue.message
 
 
 def test_a_configuration_that_was_written_out_in_full_is_read_again() -> None:

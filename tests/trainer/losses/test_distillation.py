@@ -73,7 +73,7 @@ def test_teachers_that_are_missing_or_idle_are_complained_about(tmp_path: Path) 
     def paths(**settings: object) -> list[str]:
         config = AlgorithmConfig.model_validate(settings)
         found = check_algorithm(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
-        return [complaint.path for complaint in found]
+        return [issue.path for issue in found]
 
     here = TeacherConfig(pretrain=str(tmp_path))
     half = here.model_copy(update={"tag_included": ("tag0",)})

@@ -14,9 +14,9 @@ from offbeat.trainer.trackers import registry
 NOTEBOOK = "tests.trainer.trackers.notebook:Notebook"
 
 
-def complaints(names: Any, **kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+def issues(names: Any, **kwargs: dict[str, Any]) -> list[tuple[str, str]]:
     config = LearnerConfig(track_with=tuple(names), tracker_kwargs=kwargs)
-    return [(path, message) for path, message in check_trackers(config)]
+    return [(issue.path, issue.message) for issue in check_trackers(config)]
 
 
 @pytest.fixture
@@ -54,27 +54,27 @@ def test_one_name_stands_for_a_list_and_roll_s_form_of_arguments_is_told_where_t
 )  # fmt: skip
 @pytest.mark.usefixtures("all_installed")
 def test_what_a_tracker_can_t_be_told_is_refused_by_its_key(names: Any, kwargs: Any, path: str, says: str):
-    [(refused, message)] = complaints(names, **kwargs)
+    [(refused, message)] = issues(names, **kwargs)
     assert refused == path
     assert says in message
 
 
 @pytest.mark.usefixtures("all_installed")
 def test_all_that_is_wrong_is_told_at_once():
-    found = complaints(["wanbd", "mlflow"], mlflow={"uri": "x", "tags": 1})
+    found = issues(["wanbd", "mlflow"], mlflow={"uri": "x", "tags": 1})
     assert [path for path, _ in found] == ["track_with.0", "tracker_kwargs.mlflow.uri", "tracker_kwargs.mlflow.tags"]
 
 
 @pytest.mark.parametrize("name", registry.EXTRAS)
 def test_a_package_that_is_missing_is_refused_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "find_spec", lambda _name: None)
-    assert complaints([name]) == [("track_with.0", f"{name} is not installed: uv pip install 'offbeat[{name}]'")]
+    assert issues([name]) == [("track_with.0", f"{name} is not installed: uv pip install 'offbeat[{name}]'")]
 
 
 @pytest.mark.usefixtures("all_installed")
 def test_all_that_are_named_in_the_documentation_are_accepted():
     own = {NOTEBOOK: {"path": "/tmp/x", "refuses": "loss"}}
-    assert not complaints([*registry.TRACKERS, NOTEBOOK], wandb={"project": "a", "tags": ["b"]}, **own)
+    assert not issues([*registry.TRACKERS, NOTEBOOK], wandb={"project": "a", "tags": ["b"]}, **own)
 
 
 def test_looking_trackers_up_imports_none_of_their_packages():

@@ -168,8 +168,8 @@ def test_keys_of_the_critic_without_effect_are_refused_with_what_would_be_right(
         CriticConfig(vf_coef=0.5)
     for told in ({"backbone": "policy", "vf_coef": 0.5}, {"learning_rate": 3e-2}, {"warmup_steps": 4}):
         found = list(check_learner(config(adv_estimator="grpo", lambd=0.95, value_clip=None, critic=told)))
-        assert [complaint.path for complaint in found] == [f"critic.{key}" for key in told]
-        assert all("take adv_estimator gae" in complaint.message for complaint in found)
+        assert [issue.path for issue in found] == [f"critic.{key}" for key in told]
+        assert all("take adv_estimator gae" in issue.message for issue in found)
 
 
 def test_a_policy_without_a_head_is_refused(folder: Path) -> None:
