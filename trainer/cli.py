@@ -1,10 +1,10 @@
-"""The learner's process: `python -m offbeat.trainer.cli RUN`, which the mesh starts and `offbeat learner attach` calls.
+"""Learner process: `python -m offbeat.trainer.cli RUN`, started by the mesh and by `offbeat learner attach`.
 
-The URL of the run's Redis comes through the environment: a command line, for everyone to read, would show its password.
+The URL of the run's Redis is passed through the environment, because a command line would expose its password.
 
-Exit codes: 0 trained to the end, detached or stopped in order; 1 failed, the last line says how, and the same command
-may succeed later; 2 would fail in the same way again (its configuration, checkpoint or this host can't be used); 3 another
-learner has taken the run; 4 the run is over; 5 its main thread hung (`offbeat.trainer.process.watchdog`).
+Exit codes: 0 finished, detached or stopped; 1 failed (the last line says why; a retry may succeed); 2 a retry would
+fail again (invalid configuration, checkpoint or host); 3 fenced by another learner; 4 the run is over; 5 the main
+thread hung (`offbeat.trainer.process.watchdog`).
 """
 
 import argparse
@@ -39,10 +39,10 @@ DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
 
 
 def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, again: str = "") -> int:
-    """Train a run until its last step or a signal; returns the exit code.
+    """Train a run until its last step or a signal; return the exit code.
 
-    num_processes: data-parallel processes, instead of `actor_train.num_processes`. again: the command that goes on after a
-    stop, for people; empty where nobody would type one.
+    num_processes: data-parallel processes, overrides `actor_train.num_processes`. again: command that resumes the run,
+    shown after a stop; empty to show none.
     """
     started = time.monotonic()
     from offbeat.services.weights.locality import check_reach
@@ -150,7 +150,7 @@ def _log_dir(run: "LearnerRun") -> Path:
 
 
 def _prepare_process(run: "LearnerRun") -> None:
-    """What must be set before torch is loaded, and where the log goes."""
+    """Set the environment that torch reads at import, and open the log."""
     rank = int(os.environ.get("RANK", "0"))
     os.environ["OMP_NUM_THREADS"] = str(run.config.actor_train.num_threads)
     if run.config.actor_train.device == "cpu":
@@ -171,7 +171,7 @@ def _fail(code: int, message: str, view: "LearnerView | None" = None) -> int:
 
 
 def end_process(code: int) -> None:
-    """End with `code` at once: threads of gloo and DeepSpeed may outlive the work, and nothing of theirs is waited for."""
+    """Exit with `code` at once, without waiting for threads of gloo and DeepSpeed."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What the learner reads of a run: the record's configuration, as far as it concerns training.
+"""A run as its learner reads it: the training part of the configuration in the run's record.
 
 Invariant: the record is the only source; nothing is read from the environment or guessed.
 """
@@ -43,7 +43,7 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def adapter_settings(self) -> AdapterSettings | None:
-        """PEFT's settings of the adapter that is published, as much as an engine needs; None where merged weights are."""
+        """PEFT settings of the published adapter, as far as an engine needs them; None if merged weights are published."""
         args = self.actor_train.model_args
         if self.actor_infer.max_lora_rank is None:
             return None
@@ -52,19 +52,19 @@ class LearnerRunConfig(LearnerConfig):
 
     @property
     def temperature(self) -> float:
-        """That training trajectories are sampled at, unless their group says otherwise."""
+        """Sampling temperature of training trajectories, unless their group overrides it."""
         return self.actor_infer.generating_args.temperature
 
     @property
     def settings(self) -> Settings:
-        """What may be changed while the run goes on, as the configuration has it."""
+        """Live settings with their configured values."""
         return settings_of(self, self.train_env_manager, self.rollout, self.actor_infer)
 
 
 def settings_of(
     learner: LearnerConfig, manager: EnvManagerConfig, rollout: RolloutConfig, actor_infer: GenerationConfig
 ) -> Settings:
-    """What of a configuration may be changed while the run goes on."""
+    """Return the live settings with their configured values."""
     return Settings(
         num_workers=rollout.num_workers,
         num_replicas=actor_infer.num_replicas,
@@ -81,7 +81,7 @@ class LearnerRun:
 
     run_id: str
     lineage: str
-    """Tells this run's checkpoints from those of another run in the same folder."""
+    """Distinguishes this run's checkpoints from those of another run in the same folder."""
     output_dir: Path
     config: LearnerRunConfig
 
@@ -114,11 +114,11 @@ def read_run(redis: Redis, run_id: str) -> LearnerRun:
 
 
 FINISHED = "finished"
-"""What `learner_phase` of a run's record says once all steps are trained and evaluated."""
+"""Value of `learner_phase` once all steps are trained and evaluated."""
 
 
 def over(redis: Redis, run_id: str) -> RunState | None:
-    """How the run ended, or None while there is something left to train."""
+    """Return how the run ended, or None while steps remain."""
     fields = redis.hmget(RunKeys(run_id).record, ["state", "learner_phase"])
     state, phase = (each.decode() if each else "" for each in cast(list[bytes | None], fields))
     if phase == FINISHED:
@@ -127,13 +127,13 @@ def over(redis: Redis, run_id: str) -> RunState | None:
 
 
 def ends(redis: Redis, run_id: str) -> bool:
-    """Whether somebody wants the run to end, or it has."""
+    """Return True if the run has ended or should end."""
     wanted = cast(bytes | None, redis.hget(RunKeys(run_id).record, "wanted"))
     return wanted in ENDINGS or over(redis, run_id) is not None
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerConfig) -> str:
-    """A resumed run keeps its time of creation, and goes on in the lineage of the checkpoint that it finds; one that begins
-    with a checkpoint by name starts a lineage of its own."""
+    """Return the lineage: a resumed run keeps its creation time and continues the checkpoint's lineage; one that starts
+    from a named checkpoint begins a new one."""
     created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
     return f"{created}/{attempt}" if isinstance(config.resume_from_checkpoint, Path) else created

@@ -1,7 +1,7 @@
-"""The learner's checkpoints while it trains: written between two steps, made durable beside the next, then acknowledged.
+"""Checkpoints during training: written between two steps, made durable in the background, then acknowledged.
 
-Invariants: a group leaves the buffer when a durable checkpoint contains it, and not before; one that can't be written
-(a full disk) leaves the one before it as it was and its groups in the buffer, and the next one that can be contains them.
+Invariants: a group leaves the buffer only when a durable checkpoint contains it; if a checkpoint can't be written (full
+disk), the previous one and its groups in the buffer stay, and the next successful one contains them.
 """
 
 import logging
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 """Between two tries to write a checkpoint that could not be written."""
 UNSAVED_INTERVALS = 5
-"""Training goes on without checkpoints for so many times `save_steps`: what is not saved stays in the buffer's memory."""
+"""Multiples of `save_steps` for which training continues without checkpoints; unsaved groups stay in the buffer's memory."""
 PATIENCE_S = 900.0
-"""For which a learner that may not train on waits for room; then it ends, and is started again."""
+"""How long a learner that may not train waits for disk space before it exits and is restarted."""
 
 
 class Checkpointer:
@@ -44,7 +44,7 @@ class Checkpointer:
         *,
         tolerant: bool,
     ) -> None:
-        """tolerant: a failed write ends nothing (where no other rank waits for this one in the middle of it)."""
+        """tolerant: a failed write is not fatal (only if no other rank waits inside of it)."""
         self._store = store
         self._buffer = buffer
         self._journal = journal
@@ -54,23 +54,23 @@ class Checkpointer:
         self.newest: Path | None = None
         """The newest durable one."""
         self.step: int | None = None
-        """Of the newest durable one, or of the one under way."""
+        """Step of the newest durable checkpoint, or of the one in progress."""
         self._durable_step = 0
         self._consumed: list[str] = []
         """Since the newest checkpoint was begun."""
         self._contained: tuple[str, ...] = ()
-        """In the buffer until the checkpoint that is under way is durable."""
+        """Entries acknowledged once the checkpoint in progress is durable."""
         self._under_way: Future[Path] | None = None
         self._retry_at: float | None = None
         """Monotonic time of the next try, after one that failed."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is a checkpoint to settle."""
+        """True if a checkpoint is in progress."""
         return self._under_way is not None
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
-        """What lies in `checkpoint` is saved."""
+        """Mark the contents of `checkpoint` as saved."""
         self.newest, self.step = checkpoint.path, checkpoint.state.step
         self._durable_step = checkpoint.state.step
 
@@ -79,7 +79,7 @@ class Checkpointer:
         self._consumed += entry_ids
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of `step` should be begun."""
+        """Return True if a checkpoint of `step` is due."""
         if self._retry_at is not None:
             return time.monotonic() >= self._retry_at
         return step % self._save_steps == 0
@@ -120,10 +120,10 @@ class Checkpointer:
         self._reporter.trouble("")
 
     def save_now(self, state: LearnerState, write: Callable[[Path], None], given_up: Callable[[], bool]) -> bool:
-        """See a checkpoint of `state` through, waiting for room if there is none; False if `given_up` said so first.
+        """Write a checkpoint of `state`, waiting for disk space; return False if `given_up` becomes true first.
 
         Raises:
-            UnsavedError: there was no room for `PATIENCE_S`.
+            UnsavedError: no space was free for `PATIENCE_S`.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -141,7 +141,7 @@ class Checkpointer:
             time.sleep(RETRY_S)
 
     def must_block(self, step: int) -> bool:
-        """Whether too much is unsaved to train on."""
+        """Return True if too many steps are unsaved to continue training."""
         return self._retry_at is not None and step - self._durable_step >= UNSAVED_INTERVALS * self._save_steps
 
     def _sync_journal(self) -> None:

@@ -1,4 +1,4 @@
-"""Puts together what the loop works with, as a run's configuration says; for a learner process, and for benchmarks."""
+"""Builds the components of the loop from a run's configuration, for learner processes and benchmarks."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def build_components(
     reporter: Reporter,
     stopped: Callable[[], bool],
 ) -> LearnerComponents:
-    """sink: takes evaluations; stopped: whether somebody wants the learner to end."""
+    """sink: receives evaluations; stopped: True once the learner should stop."""
     config = run.config
     return LearnerComponents(
         buffer=buffer,

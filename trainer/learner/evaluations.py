@@ -29,9 +29,9 @@ When = Literal["before", "during", "after"]
 Sampling = Literal["sampled", "greedy"]
 
 KEPT_EPISODES = 32
-"""Episodes of an evaluation that are written down, with their text and, beside it, token by token."""
+"""Number of an evaluation's episodes that are recorded, as text and token by token."""
 TOKENS = ".trajectories"
-"""Ending of the files that hold tokens: `offbeat.services.messages.codec.encode_trajectories`."""
+"""Suffix of token files: `offbeat.services.messages.codec.encode_trajectories`."""
 POLL_S = 0.5
 RECORDED = "recorded"
 
@@ -95,7 +95,7 @@ class Evaluations:
         folder: Path,
         score: Callable[[int, float], None] = lambda _step, _value: None,
     ) -> None:
-        """score: hears how well the weights of a step did, sampled: their success, or where envs tell none their reward."""
+        """score: receives each step's sampled success, or its reward if the envs report no success."""
         self._score = score
         self._buffer = buffer
         self._sink = sink
@@ -122,7 +122,7 @@ class Evaluations:
         self._pending[evaluation.eval_id] = evaluation
 
     def forget_after(self, step: int) -> None:
-        """The weights of later steps were left behind, and those that come are others: none of them is evaluated yet."""
+        """Discard evaluations of steps after `step`: training restarts there with different weights."""
         for eval_id in (*self._recorded, *self._pending):
             if Evaluation.parse(eval_id, 0).step <= step:
                 continue
@@ -139,7 +139,7 @@ class Evaluations:
                 self._record(evaluation, trajectories)
 
     def wait(self, stopped: Callable[[], bool]) -> bool:
-        """Record all pending evaluations; False if `stopped` said so first."""
+        """Record all pending evaluations; return False if `stopped` becomes true first."""
         while self._pending:
             if stopped():
                 return False

@@ -1,7 +1,7 @@
-"""Taking a step's groups from the buffer: each is checked for staleness again when it is consumed.
+"""Takes a step's groups from the buffer and checks their staleness again.
 
-Invariants: what is taken is trained, masked or dropped by name; the same groups in the same order are decided alike, so a
-learner that replays a step after a crash takes the same ones.
+Invariants: every group that is taken is trained, masked or dropped with a reason; decisions depend only on the groups
+and their order, so a learner that repeats a step after a crash takes the same ones.
 """
 
 import logging
@@ -19,22 +19,22 @@ from offbeat.trainer.data.selection import carries_signal
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How long a stop may go unnoticed while the buffer is empty."""
+"""Upper bound of the delay with which a stop is noticed while the buffer is empty."""
 STALE, NO_SIGNAL, MALFORMED = "stale", "no_signal", "malformed"
 
 
 @dataclass
 class StepGroups:
-    """What one step consumes."""
+    """Groups consumed by one step."""
 
     groups: list[Group] = field(default_factory=list[Group])
     """Count towards the step, in stream order."""
     signal: list[Group] = field(default_factory=list[Group])
-    """Those of them that are computed on."""
+    """Groups that are computed on."""
     masked: list[Group] = field(default_factory=list[Group])
     """The others."""
     unlearned: list[Group] = field(default_factory=list[Group])
-    """Without signal, and refilled."""
+    """Zero-signal groups that were replaced by fresh ones."""
     stale: int = 0
     """Trained though they exceed `max_staleness` (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
@@ -58,7 +58,7 @@ class GroupIntake:
     vocab_size: int
 
     def take(self, step: int, stopped: Callable[[], bool]) -> StepGroups | None:
-        """The groups of optimizer batch `step` (0-based), or None if `stopped` said so first; takes as long as it takes."""
+        """Block until the groups of step `step` (0-based) are available; return None if `stopped` becomes true first."""
         taken = StepGroups()
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
@@ -95,7 +95,7 @@ class GroupIntake:
 
 
 def _problem(group: Group, vocab_size: int, num_baselines: int) -> str:
-    """Why a step could not compute on the group, or nothing."""
+    """Return why the step can't compute on the group, or an empty string."""
     if len(group.baselines) < num_baselines:
         return "nobody played its baseline, which is wanted since the run was resumed"
     return next((p for trajectory in group.trajectories if (p := _problem_of(trajectory, vocab_size))), "")

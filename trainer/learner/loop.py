@@ -1,8 +1,9 @@
 """The learner's loop: take -> train -> publish -> evaluate -> checkpoint -> acknowledge.
 
-Invariants: version v is published after v optimizer batches; groups are acknowledged only when a durable checkpoint contains
-them (it is made durable beside the next batch); the state between two steps is whole, so the loop may stop there at any
-time, and a learner that goes on from the newest checkpoint repeats what came after it on the same groups.
+Invariants: version v is published after v optimizer batches; groups are acknowledged only when a durable checkpoint
+contains them (it becomes durable during the next batch); the state between two steps is consistent, so the loop may
+stop there at any time, and a learner that resumes from the newest checkpoint repeats the later steps on the same
+groups.
 """
 
 import logging
@@ -38,12 +39,12 @@ from offbeat.trainer.training.policy_trainer import Trainer
 logger = logging.getLogger(__name__)
 
 PAUSE_POLL_S = 0.2
-"""How long a resumed or stopped run may go unnoticed while the learner is paused."""
+"""Upper bound of the delay with which a resume or stop is noticed while paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerComponents:
-    """What the loop works with."""
+    """Components of the loop."""
 
     buffer: LearnerBuffer
     publisher: WeightPublisher
@@ -57,7 +58,7 @@ class LearnerComponents:
     staleness: StalenessController
     curriculum: Curriculum
     stopped: Callable[[], bool]
-    """Whether somebody wants the learner to end."""
+    """True once the learner should stop."""
 
 
 class Learner:
@@ -90,11 +91,11 @@ class Learner:
 
     @property
     def saved_at(self) -> Path | None:
-        """Where the newest checkpoint lies."""
+        """Path of the newest checkpoint."""
         return self._saving.newest
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint; what it contains is acknowledged, in case its writer died before it could."""
+        """Resume from a checkpoint and acknowledge its contents, in case its writer died before it could."""
         state = checkpoint.state
         if self._config.resume_from_checkpoint is True:
             self._lineage = state.lineage  # another one than the run's if that has gone back to an earlier step before
@@ -118,12 +119,12 @@ class Learner:
         self._settle_checkpoint()
 
     def run(self) -> bool:
-        """Train to the last step; False if it was stopped before. Returns with a checkpoint of the last whole step, unless
-        it was stopped and the disk had no room for one.
+        """Train until the last step; return False if stopped before. A checkpoint of the last complete step exists on
+        return, unless the learner was stopped and the disk had no space.
 
         Raises:
-            ControlError: so many steps in a row had a gradient that is not finite that going on makes no sense.
-            UnsavedError: no checkpoint could be written for as long as that may be waited for.
+            ControlError: too many consecutive steps had a non-finite gradient.
+            UnsavedError: no checkpoint could be written within the time limit.
         """
         self._parts.journal.resumed(self._step, self._restored)
         self._parts.curriculum.tell()
@@ -170,7 +171,7 @@ class Learner:
         return True
 
     def _boundary(self) -> bool:
-        """Let changes of the settings hold from here on, and wait while the run is paused; False if it is to end."""
+        """Apply pending settings, and wait while the run is paused; return False if the run should stop."""
         self._parts.staleness.decide(self._step, self._settings)
         while True:
             boundary = self._parts.buffer.adopt(self._step)

@@ -1,7 +1,4 @@
-"""What a person sees of a learner while it trains: one live line in a terminal, plain lines anywhere else.
-
-Invariant: a view only shows; a learner without one trains the same.
-"""
+"""Progress of a learner on the console: one live line in a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -17,7 +14,7 @@ from rich.table import Table
 from offbeat.services.telemetry import Partial
 
 LINE_EVERY_S = 10.0
-"""Without a terminal: one line so often, and one at each change of phase."""
+"""Interval of plain lines; a change of phase prints one at once."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 SHOWN = {
     "reward": ("reward", "{:.2f}"),
@@ -27,7 +24,7 @@ SHOWN = {
     "time/wait_s": ("waited", "{:.1f} s"),
     "time/train_s": ("trained", "{:.1f} s"),
 }
-"""Metric of a step -> its name for people, and its format."""
+"""Metric of a step -> label and format."""
 
 
 class LearnerView(Protocol):
@@ -38,7 +35,7 @@ class LearnerView(Protocol):
         ...
 
     def phase(self, text: str) -> None:
-        """What the learner is at."""
+        """Show the learner's phase."""
         ...
 
     def step(self, step: int, values: Mapping[str, Partial]) -> None:
@@ -46,12 +43,12 @@ class LearnerView(Protocol):
         ...
 
     def close(self) -> None:
-        """Show nothing more but what is said."""
+        """Stop the live display; only `say` still prints."""
         ...
 
 
 class SilentView:
-    """Shows nothing: the ranks that follow, and tests."""
+    """Shows nothing; for follower ranks and tests."""
 
     def say(self, text: str) -> None: ...
 
@@ -87,7 +84,7 @@ class LearnerLineView:
             self._line(f"step {step}/{self._max_steps}  {describe_step(values)}")
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to release."""
 
     def _line(self, text: str) -> None:
         self._next_at = time.monotonic() + LINE_EVERY_S

@@ -1,6 +1,6 @@
-"""What the learner says of itself: phases for people, a metric record for each step.
+"""Learner status and metrics: its phase, and a metric record for each step.
 
-Invariant: a value that is not finite never enters a record, where it would poison every mean; it is counted instead.
+Invariant: non-finite values never enter a record, where they would turn every mean into NaN; they are counted instead.
 """
 
 import json
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class StatusBoard(Protocol):
-    """Where the run's record shows how far the learner is."""
+    """Status fields of the run's record."""
 
     def show(self, **fields: str) -> None: ...
 
@@ -46,7 +46,7 @@ class RedisStatusBoard:
 
 
 class Reporter:
-    """Writes phases and steps; `step` is how many optimizer batches the weights have seen."""
+    """Reports phases and steps; `step` is the number of optimizer batches behind the weights."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reporter:
         view: LearnerView | None = None,
         sign: Callable[[], None] = lambda: None,
     ) -> None:
-        """sign: called whenever the learner says what it is at."""
+        """sign: called at each report."""
         self._sign = sign
         self._view = view or SilentView()
         self._sink = sink
@@ -64,7 +64,7 @@ class Reporter:
         self._trouble: str | None = None
 
     def phase(self, text: str) -> None:
-        """Say what goes on, e.g. `warming up 120/300`."""
+        """Set the phase, e.g. `warming up 120/300`."""
         if text == self._phase:
             return
         self._phase = text
@@ -74,12 +74,12 @@ class Reporter:
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
     def doing(self, stage: str, *, step: int, **detail: float) -> None:
-        """Say what the learner is at now: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
+        """Set the activity: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
         self._sign()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
     def trouble(self, what: str) -> None:
-        """Say what goes wrong while training goes on; nothing: all is well."""
+        """Set the current problem; an empty string clears it."""
         if what == self._trouble:
             return
         self._trouble = what
@@ -108,7 +108,7 @@ class Reporter:
 
 
 def was_skipped(gauges: Mapping[str, Partial]) -> bool:
-    """Whether an optimizer step of the batch was left out because its gradient was not finite."""
+    """Return True if an optimizer step was skipped because of a non-finite gradient."""
     return any(gauges[name].total > 0 for name in ("actor/skipped_steps", "critic/skipped_steps") if name in gauges)
 
 
@@ -137,7 +137,7 @@ def step_values(
 
 
 def replay_values(again: ReplayedGroups, step: int) -> dict[str, Partial]:
-    """Of the old groups that joined a batch. step: 0-based."""
+    """Return metrics of the replayed groups in the batch. step: 0-based."""
     if not again.groups:
         return {}
     staleness = [float(step - group.oldest_version) for group in again.groups]

@@ -1,11 +1,12 @@
-"""How far rollouts may run ahead, set from what that costs and what it saves.
+"""Adapts how far rollouts may run ahead to its measured cost and benefit.
 
-Data that is too old (mismatch KL, effective sample size) lowers the staleness bound. A learner that waits while places for
-groups stand empty is held up by the bound, which rises if the data allows it; one that waits while all places are taken is
-held up by their number, which rises. Where the learner does not wait, empty places are taken away.
+Data that is too old (mismatch KL, effective sample size) lowers the staleness bound. A learner that waits while group
+slots are empty is limited by the bound, which is raised if the data allows it; one that waits while all slots are taken
+is limited by their number, which is raised. If the learner does not wait, empty slots are removed.
 
-Invariants: settings change at step boundaries alone, by the list of changes that people write to, at most once a step, and
-never for a step whose weights exist; both stay within their limits; what was averaged is part of the checkpoint.
+Invariants: settings change at step boundaries only, through the list of changes that the REST API writes to, at most
+once a step, and never for a step whose weights exist; both stay within their limits; the averages are part of the
+checkpoint.
 """
 
 import json
@@ -26,7 +27,7 @@ Move = Literal["fresher", "staler", "more", "fewer"]
 
 
 class WindowMeans(NamedTuple):
-    """Means over some steps; None where no step had such a figure."""
+    """Means over a window of steps; None if no step measured the value."""
 
     mismatch_kl: float | None
     ess: float | None
@@ -47,7 +48,7 @@ class WindowSums:
     mismatch_kl: float = 0.0
     ess: float = 0.0
     judged: int = 0
-    """Steps that had the two figures."""
+    """Number of steps that measured both values."""
 
     def add(self, gauges: Mapping[str, Partial], wait_s: float, step_s: float, empty: float) -> None:
         self.steps += 1
@@ -66,18 +67,18 @@ class WindowSums:
 
 @dataclass(slots=True)
 class ControllerState:
-    """What a checkpoint keeps."""
+    """State kept in a checkpoint."""
 
     averages: WindowSums = field(default_factory=WindowSums)
     move: Move | None = None
-    """What the last judgements asked for, and how many in a row."""
+    """Result of the latest judgements, and how many in a row agree."""
     times: int = 0
     decided: dict[str, float] = field(default_factory=dict[str, float])
     """The settings as they were last set."""
 
 
 def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None:
-    """What would be better; None: nothing."""
+    """Return the move that would improve throughput or data quality, or None."""
     kl, ess, loose = window.mismatch_kl, window.ess, 1.0 - config.hysteresis
     if kl is not None and ess is not None and (kl > config.max_mismatch_kl or ess < config.min_ess):
         return "fresher"
@@ -98,9 +99,9 @@ def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None
 def moved(
     config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
 ) -> dict[str, float]:
-    """The settings that a move changes, within their limits; empty where it has come to one.
+    """Return the settings that a move changes, within their limits; empty at a limit.
 
-    num_env_groups: of the configuration, the most where `max_env_groups` is not set.
+    num_env_groups: the configured number, which is the maximum if `max_env_groups` is not set.
     """
     if move in ("fresher", "staler"):
         step = config.staleness_step if move == "staler" else -config.staleness_step
@@ -148,9 +149,9 @@ class StalenessController:
     def observe(
         self, gauges: Mapping[str, Partial], seconds: Mapping[str, float], settings: Settings
     ) -> dict[str, Partial]:
-        """Take a step into account, and say what was seen. seconds: of its stages `wait` and `step`.
+        """Record a step and return metrics of the controller. seconds: durations of its stages `wait` and `step`.
 
-        The first step of a process is left out: it waited for the start of everything else.
+        The first step of a process is skipped: it includes the startup of the other components.
         """
         if self._config is None or self._playing is None:
             return {}
@@ -167,7 +168,7 @@ class StalenessController:
         }
 
     def decide(self, step: int, settings: Settings) -> None:
-        """Before the boundary of optimizer batch `step`: ask for other settings if enough judgements want them."""
+        """Propose changed settings before the boundary of step `step` if enough judgements agree."""
         state, config = self._state, self._config
         if config is None or state.averages.steps < config.interval:
             return
@@ -183,13 +184,13 @@ class StalenessController:
         state.times = 0
 
     def save(self, folder: Path) -> None:
-        """Write what it knows into a checkpoint's folder."""
+        """Write the state into a checkpoint's folder."""
         if self._config is not None:
             (folder / FILE).parent.mkdir(exist_ok=True)
             (folder / FILE).write_text(json.dumps(asdict(self._state)))
 
     def load(self, folder: Path, step: int) -> None:
-        """Go on from a checkpoint's folder, written at `step`. A Redis that knows of no decision is told the last."""
+        """Load the state that a checkpoint of `step` holds, and publish its last decision to a Redis that lost it."""
         if self._config is None or not (folder / FILE).is_file():
             return
         tree = json.loads((folder / FILE).read_text())

@@ -1,7 +1,7 @@
-"""What each optimizer batch was made of, on disk: the learner's half of the ledger, beside the buffer's (`groups.jsonl`).
+"""Ledger of optimizer batches on disk: the learner's half of the audit, next to the buffer's (`groups.jsonl`).
 
-Invariants: the line of a step is written when its weights exist, and is on the disk before the checkpoint that holds the
-step; a learner that goes on from a checkpoint says so, and the steps behind that come again, made of the same groups.
+Invariants: a step's line is written when its weights exist, and is durable before the checkpoint that contains the
+step; a learner that resumes writes so, and the steps after the checkpoint follow again, with the same groups.
 """
 
 import math
@@ -24,7 +24,7 @@ class TrainedGroup:
 
     number: int
     oldest_version: int
-    """Of the weights that sampled a token of it."""
+    """Oldest version that sampled one of its tokens."""
     computed: bool
     """False: it carried no signal, and counted without being computed on."""
 
@@ -34,13 +34,13 @@ class StepLine:
     """One optimizer batch."""
 
     step: int
-    """It made weights version `step` out of version `step - 1`."""
+    """The batch that turned version `step - 1` into version `step`."""
     epoch: int
-    """Of the learner's lease."""
+    """Fencing epoch of the learner's lease."""
     groups: tuple[TrainedGroup, ...]
     max_staleness: float
     skipped: bool
-    """Its gradient was not finite: the weights stayed as they were."""
+    """True if the gradient was not finite and the weights did not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ResumedLine:
     step: int
     epoch: int
     restored: int
-    """Groups that the buffer had lost and counts again, or, negative, that it had counted and gave up."""
+    """Groups restored to the buffer's count; negative: groups that it had counted and gave up."""
 
 
 class StepLedger:

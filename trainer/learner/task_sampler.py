@@ -1,4 +1,4 @@
-"""The learner's side of a task sampler: told of each trained group, it tells workers and checkpoints what it knows."""
+"""Learner side of a task sampler: reports trained groups to it, and publishes its state to workers and checkpoints."""
 
 import json
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ class SamplerStateStore(Protocol):
 
 
 class Curriculum:
-    """Without a sampler it does nothing."""
+    """A task sampler's state on the learner; does nothing without a sampler."""
 
     def __init__(self, sampler: TaskSampler | None, buffer: SamplerStateStore) -> None:
         self._sampler = sampler
         self._buffer = buffer
 
     def seen(self, groups: Sequence[Group]) -> None:
-        """These were trained, in this order, or refilled because all their members did equally well, which says most of all
-        how hard their task is; groups that start from now on are drawn by what was learnt."""
+        """Report groups, in training order: trained ones, and those that were replaced because all members did equally
+        well. Later groups are drawn with the updated state."""
         if self._sampler is None:
             return
         for group in groups:
@@ -36,21 +36,21 @@ class Curriculum:
         self.tell()
 
     def tell(self) -> None:
-        """Have workers draw by what the sampler knows."""
+        """Publish the sampler's state to the workers."""
         if self._sampler is not None:
             self._buffer.teach(json.dumps(self._sampler.state_dict()))
 
     def save(self, folder: Path) -> None:
-        """Write what it knows into a checkpoint's folder."""
+        """Write the sampler's state into a checkpoint's folder."""
         if self._sampler is not None:
             (folder / FILE).parent.mkdir(exist_ok=True)
             (folder / FILE).write_text(json.dumps(self._sampler.state_dict()))
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint's folder; one that was written without a sampler starts it afresh.
+        """Load the state from a checkpoint's folder; one written without a sampler resets it.
 
         Raises:
-            ValueError: it holds what another sampler knew.
+            ValueError: the state is another sampler's.
         """
         if self._sampler is None or not (folder / FILE).is_file():
             return

@@ -1,7 +1,7 @@
-"""Signs of life that one process of the learner gives another, over a pipe.
+"""Heartbeats between processes of the learner, over a pipe.
 
-Invariants: clocks of two processes are never compared; signs that lie in the pipe count before their absence does, so that
-a reader which was itself held up accuses nobody.
+Invariants: clocks of two processes are never compared; heartbeats waiting in the pipe are read before silence is
+measured, so a reader that was itself held up does not report a hang.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 PULSE = "OFFBEAT_PULSE_FD"
 """Environment variable: where a process writes its signs of life."""
 START_S = 600.0
-"""What a process gets from its start to its first sign of life: it imports torch, perhaps beside many others."""
+"""Startup timeout until the first heartbeat: the process imports torch, perhaps next to many others."""
 SIGNS_PER_SILENCE = 16
 """Signs that are given in the time after which silence means that a process hangs."""
 
@@ -20,7 +20,7 @@ class Heartbeat:
     """Reads one process's signs of life."""
 
     def __init__(self, silent_s: float) -> None:
-        """silent_s: a process that gives no sign for so long hangs."""
+        """silent_s: silence after which a process counts as hung."""
         self._silent_s = silent_s
         self._read, self.write_end = os.pipe()
         """write_end: to be handed to the process, then closed here by `handed_over`."""
@@ -33,7 +33,7 @@ class Heartbeat:
         os.close(self.write_end)
 
     def silence_s(self) -> float:
-        """For how long it has hung, s; 0 while it lives, and while it may be starting."""
+        """Return how long the process has been hung, s; 0 while it is alive or may still be starting."""
         try:
             given = os.read(self._read, 65536)
         except BlockingIOError:
@@ -46,7 +46,7 @@ class Heartbeat:
 
 
 def give_signs(silent_s: float) -> None:
-    """From a thread of its own, give whoever started this process signs that it lives, if that one wants any."""
+    """Send heartbeats to the parent process from a background thread, if the parent expects any."""
     told = os.environ.pop(PULSE, None)
     if told is not None:
         threading.Thread(

@@ -1,7 +1,7 @@
-"""One learner process from its first import to its last word: ranks, lease, signals, resume.
+"""One learner process from start to exit: ranks, lease, signals, resume.
 
-Invariant: only the holder of the lease reads or writes the run; whatever ends the process, what it leaves in Redis and on
-disk is what the next learner goes on from.
+Invariant: only the holder of the lease reads or writes the run; however the process ends, the next learner can resume
+from what it left in Redis and on disk.
 """
 
 import logging
@@ -52,27 +52,27 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
 logger = logging.getLogger(__name__)
 
 SILENT_TIMEOUTS = 4
-"""`buffer.learner_timeout_s` for which a rank beside rank 0 may give no sign of life."""
+"""Multiple of `buffer.learner_timeout_s` after which a silent rank counts as hung."""
 OTHERS_FIRST_S = 60.0
 """A call of several ranks ends by its own timeout before rank 0 is taken for hung in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerResult:
-    """How a learner ended that was not disturbed."""
+    """Result of a learner that ended without an error."""
 
     finished: bool = False
     """All steps are trained and evaluated."""
     interrupted: bool = False
-    """By a signal; otherwise the run's record says that it is to end."""
+    """True if stopped by a signal; otherwise the run's record ended it."""
     step: int = -1
-    """Optimizer batches behind the weights; -1 where it never had any."""
+    """Optimizer batches behind the weights; -1 if it never had weights."""
     checkpoint: Path | None = None
     """The newest one, if there is any."""
 
 
 class LearnerProcess:
-    """Rank 0 leads: it holds the lease and runs the loop. Other ranks follow it."""
+    """One rank of a learner: rank 0 holds the lease and runs the loop, the other ranks follow it."""
 
     def __init__(
         self,
@@ -103,15 +103,17 @@ class LearnerProcess:
         self._laps = _StartupTimer(started)
 
     def run(self) -> LearnerResult:
-        """Train until the end, a signal, or the end of the run.
+        """Train until the last step, a signal, or the end of the run.
 
         Raises:
             FencedError: another learner has taken the run.
-            RetryableError, redis.ConnectionError: Redis could not be used when a signal came, or the run was started anew
-                while this one stood by.
+            RetryableError, redis.ConnectionError: Redis was unusable when a signal arrived, or the run was started anew
+            while this learner
+                was standing by.
             RankDiedError: one of the other ranks has ended.
-            CheckpointError, ControlError, WeightsError: the checkpoint, the policy, the warm start or the transport can't be
-                used here.
+            CheckpointError, ControlError, WeightsError: the checkpoint, the policy, the warm start or the transport
+            can't be used on this
+                host.
         """
         config = self._run.config.actor_train
         torch.set_num_threads(config.num_threads)
@@ -135,7 +137,7 @@ class LearnerProcess:
                 raise
 
     def _may_wait(self) -> bool:
-        """Whether to wait on for a Redis that can't be used: it can't tell either that the run is to end."""
+        """Return True if an unusable Redis should be waited for: it can't report either whether the run is to end."""
         return not self._stop.is_set() and not self._lost.is_set()
 
     def _interrupt(self) -> None:
@@ -165,7 +167,7 @@ class LearnerProcess:
         return ended
 
     def _check_unchanged(self) -> None:
-        """While this one stood by, the run may have been started anew."""
+        """Raise if the run was started anew while this learner was standing by."""
         if read_run(self._redis, self._run.run_id) != self._run:
             raise RetryableError(
                 "the run was started anew with another configuration while this learner stood by: attach again"
@@ -271,7 +273,7 @@ class LearnerProcess:
         return Learner(run, parts, num_processes=ranks.world_size)
 
     def _is_over(self) -> bool:
-        """Whether a signal, another learner or the run's record says that this one should end.
+        """Return True if a signal, another learner or the run's record ends this learner.
 
         Raises:
             RankDiedError: one of the other ranks has ended.
@@ -283,7 +285,8 @@ class LearnerProcess:
         return self._stop.is_set() or self._lost.is_set() or ends(self._redis, self._run.run_id)
 
     def _checkpoint(self) -> Checkpoint | None:
-        """Where to go on from: of this run, of any with `true`, or the one that the user names."""
+        """Return the checkpoint to resume from: this run's, the newest with `true`, or the one that the configuration
+        names."""
         wanted = self._run.config.resume_from_checkpoint
         store = CheckpointStore(self._run.checkpoints, self._run.config.max_ckpt_to_keep)
         newest = store.newest_complete(None if wanted is True else self._run.lineage)
@@ -292,7 +295,7 @@ class LearnerProcess:
 
 @contextmanager
 def _unusable(what: str) -> Iterator[None]:
-    """Tell failures that would come again in the same way from others; memory that is short may not be the next time."""
+    """Translate failures that would repeat; running out of memory may not."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -302,7 +305,7 @@ def _unusable(what: str) -> Iterator[None]:
 
 
 class _StartupTimer:
-    """How long each part of the start took, s."""
+    """Durations of the startup phases, s."""
 
     def __init__(self, started: float) -> None:
         self._at = started

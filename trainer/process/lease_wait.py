@@ -1,4 +1,4 @@
-"""Waiting for the learner's lease: as long as it takes, saying who holds it, and giving up when the run is over."""
+"""Waits for the learner's lease, showing its holder, until the run is over."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from offbeat.services.redis.lease import LearnerLease, LeaseHeldError
 from offbeat.trainer.learner.progress_view import LearnerView
 
 LOOK_S = 1.0
-"""How long a stop, or the end of the run, may go unnoticed while another learner holds the lease."""
+"""Upper bound of the delay with which a stop or the end of the run is noticed."""
 
 
 def wait_for_lease(lease: LearnerLease, view: LearnerView, given_up: Callable[[], bool]) -> bool:
-    """Take the lease as soon as it is free; False if `given_up` said so first.
+    """Acquire the lease as soon as it is free; return False if `given_up` becomes true first.
 
     Raises:
         RetryableError: Redis does not answer.

@@ -1,4 +1,4 @@
-"""Several learner processes: rank 0 leads and tells the others each collective call; they follow.
+"""Ranks of a learner: rank 0 broadcasts each collective call, the other ranks follow.
 
 Invariant: every rank makes the same calls on its trainer in the same order; groups travel as msgpack.
 """
@@ -33,22 +33,22 @@ from offbeat.trainer.warm_start.train import Progress
 logger = logging.getLogger(__name__)
 
 STOP, GO = b"1", b"0"
-"""What rank 0 tells the others about a stop."""
+"""Broadcast values of `stopped`."""
 PR_SET_PDEATHSIG = 1
 LEADER = "OFFBEAT_LEADER_PID"
 """Environment variable: the process that a follower ends with."""
 BLAME_S = 2.0
-"""How much later than the broken connection a rank's death may be seen."""
+"""Delay with which a rank's death may be seen after its connection broke."""
 DISMISSED_S = 30.0
-"""What a follower may take to end when it was told to."""
+"""Time that a follower has to exit after it was stopped."""
 STUCK_S = 15.0
-"""What the main thread gets to end by itself after a rank has died."""
+"""Time that the main thread has to exit after a rank died."""
 LOOK_S = 1.0
-"""How long a rank's end may go unnoticed."""
+"""Upper bound of the delay with which a rank's exit is noticed."""
 
 
 class RankZeroTrainer:
-    """Rank 0's trainer: says each call aloud before it makes it."""
+    """Rank 0's trainer: broadcasts each call to the other ranks, then runs it."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
         self._trainer = trainer
@@ -59,7 +59,7 @@ class RankZeroTrainer:
         return self._trainer.kl_coef
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """See `Trainer.begin`. Each look at `stopped` is told to the others, so that all stop at the same step."""
+        """Each value of `stopped` is broadcast, so that all ranks stop at the same step."""
         self._broadcast("begin")
         return self._trainer.begin(progress, lambda: broadcast(self._ranks, STOP if stopped() else GO) == STOP)
 
@@ -85,7 +85,7 @@ class RankZeroTrainer:
         self._trainer.load(folder, kl_coef)
 
     def stop_followers(self) -> None:
-        """Let the followers end."""
+        """Stop the follower ranks."""
         self._broadcast("end")
 
     def _broadcast(self, *command: object) -> None:
@@ -94,7 +94,7 @@ class RankZeroTrainer:
 
 
 def follow_rank_zero(trainer: Trainer, ranks: Ranks) -> None:
-    """Do what rank 0 does, until it says `end`."""
+    """Repeat rank 0's calls until it sends `end`."""
     while True:
         name, *arguments = cast(list[Any], msgpack.unpackb(broadcast(ranks)))
         match name:
@@ -173,9 +173,9 @@ class FollowerRanks:
 
 @contextmanager
 def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterator[FollowerRanks]:
-    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has done so.
+    """Start ranks 1 to `num_processes - 1` on this host with `command`, unless a launcher (torchrun) has started them.
 
-    silent_s: one that gives no sign of life for so long is killed.
+    silent_s: silence after which a rank is killed.
     """
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
         yield FollowerRanks()

@@ -1,6 +1,6 @@
-"""A learner whose Redis does not answer, or refuses writes, waits inside, and says what it waits for.
+"""Keeps the learner waiting while Redis is unreachable or read-only, and logs why.
 
-Ending would help nobody: the next learner would find the same Redis, and repeat the steps since the newest checkpoint.
+Exiting would not help: the next learner would find the same Redis, and repeat the steps since the newest checkpoint.
 """
 
 import logging
@@ -12,25 +12,24 @@ from offbeat.services.redis.errors import complaint
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""A call that took so long is an outage; it is waited out silently up to then."""
+"""Duration from which a failing call counts as an outage; shorter ones are retried silently."""
 TELL_EVERY_S = 60.0
 OVER_S = 30.0
-"""A complaint that comes so long after the last one is of another outage."""
+"""Pause after which the next error counts as a new outage."""
 
 
 class RedisOutage:
-    """Asked by a client between its tries, in whichever thread calls it."""
+    """Retry policy of Redis clients, called between retries in the thread of the call."""
 
     def __init__(self, wanted: Callable[[], bool], sign: Callable[[], None], say: Callable[[str], None]) -> None:
-        """wanted: whether the learner is to wait on. sign: the main thread comes on, or waits for one that waits here. say:
-        tells people."""
+        """wanted: True while the learner should wait. sign: keeps the watchdog from firing. say: shows a message."""
         self._wanted = wanted
         self._sign = sign
         self._say = say
         self._began = self._last = self._told = float("-inf")
 
     def should_retry(self, error: Exception) -> bool:
-        """Whether to try again after `error`."""
+        """Return True if the call should be retried after `error`."""
         self._sign()
         now = time.monotonic()
         if now > self._last + OVER_S:

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first of either signal; outside the main thread, where none arrives, do nothing."""
+    """Call `stop` at the first of either signal; do nothing outside the main thread, which receives no signals."""
 
     def handle(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,8 @@
-"""Ends a learner whose main thread comes no further, so that another one takes the run.
+"""Kills a learner whose main thread is stuck, so that a replacement can take over.
 
-Its lease would live on: a thread of its own renews that.
+The lease alone does not notice: its renewal thread keeps running.
 
-Invariant: time in which the watching thread itself did not run (the process was stopped, or starved) accuses nobody.
+Invariant: time in which the watchdog thread itself was descheduled (process stopped or starved) does not count.
 """
 
 import logging
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 EXIT_HUNG = 5
 """Exit code of a process that was ended for this."""
 CHECK_INTERVAL_S = 0.5
-"""Between two looks; of the time between two that lie further apart, twice as much counts."""
+"""Interval of checks; of a longer gap between two checks, at most twice the interval counts."""
 
 
 class Watchdog:
-    """Counts for how long a thread has given no sign that it comes on."""
+    """Measures how long a thread has made no progress."""
 
     def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """limit_s: without a sign for so long it hangs; up to the first sign it has `START_S`, if that is more."""
+        """limit_s: time without progress after which the thread counts as hung; until the first kick at least `START_S`."""
         self._limit_s = limit_s
         self._clock = clock
         self._signed = threading.Event()
@@ -37,11 +37,11 @@ class Watchdog:
         self._silent_s = 0.0
 
     def sign(self) -> None:
-        """The thread comes on; costs a fraction of a microsecond."""
+        """Record progress (well under 1 µs)."""
         self._signed.set()
 
     def hung_s(self) -> float:
-        """For how long it has hung, s; 0 while it does not. Called about every `CHECK_INTERVAL_S`."""
+        """Return the seconds hung, or 0. Call about every `CHECK_INTERVAL_S`."""
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, 2 * CHECK_INTERVAL_S), now
         if self._signed.is_set():
@@ -54,7 +54,7 @@ class Watchdog:
 
 @contextmanager
 def kill_if_hung(dog: Watchdog) -> Iterator[None]:
-    """End this process with `EXIT_HUNG` should this thread hang inside; the log then tells where."""
+    """Exit with `EXIT_HUNG` and log the stack if the calling thread hangs inside the block."""
     watched_thread, over = threading.get_ident(), threading.Event()
 
     def watch() -> None:

@@ -1,7 +1,7 @@
-"""The batches that a learner trains on, kept on disk: what `Trainer.train` was called with, to be trained on again.
+"""Recorded batches on disk: the arguments of `Trainer.train`, for `offbeat learner reproduce`.
 
-Invariants: a recorded batch is whole or not there; every batch that a checkpoint contains was written before that checkpoint
-was; writing happens beside the training. A batch whose gradient was not finite is always kept.
+Invariants: batches are written atomically, in the background; every batch that a checkpoint contains was written before
+it. Batches with a non-finite gradient are always kept.
 """
 
 import os
@@ -31,10 +31,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """What one call of `Trainer.train` got."""
+    """Arguments of one `Trainer.train` call."""
 
     step: int
-    """It made weights version `step`: `train` calls it `step - 1`."""
+    """Version that the batch produced; `train` is called with `step - 1`."""
     learning_rate: float
     """Peak of the schedule at that step."""
     groups: tuple[Group, ...]
@@ -67,7 +67,7 @@ class BatchLog:
             old.unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
-        """Those that are there, in order."""
+        """Return the recorded steps in order."""
         names = (
             path.name.removeprefix(PREFIX).removesuffix(SUFFIX) for path in self._folder.glob(f"{PREFIX}*{SUFFIX}")
         )
@@ -91,7 +91,7 @@ class BatchLog:
 
 
 class RecordingTrainer:
-    """A trainer whose batches are kept."""
+    """A trainer whose batches are recorded."""
 
     def __init__(self, trainer: Trainer, store: BatchLog, learning_rate: float, *, every: bool) -> None:
         """learning_rate: peak of the schedule until `steer`. every: else only those without a finite gradient."""

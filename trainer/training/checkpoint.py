@@ -1,11 +1,11 @@
-"""Checkpoints of the learner: complete, atomic, found again, and the oldest collected.
+"""Checkpoints of the learner: complete, atomic, found again; the oldest are removed.
 
-Layout of `checkpoints/step-000020`: the policy as a Hugging Face folder (weights, configuration, tokenizer), `state/` (what
-the engines need to go on exactly), `learner.json` (`LearnerState`), `manifest.json` (every other file's size and CRC).
+Layout of `checkpoints/step-000020`: the policy as a Hugging Face folder (weights, configuration, tokenizer), `state/`
+(exact engine state), `learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file).
 
-Invariants: a folder named `step-...` was whole when it got that name (it is written aside, synced, then renamed); one that
-has been damaged since is skipped and said so.
-`best` links to the one whose weights did best in an evaluation of their step; it is kept beside the newest.
+Invariants: a folder named `step-...` was complete when it got that name (written to a temporary folder, synced,
+renamed); one that was damaged later is skipped with a warning. `best` links to the step with the best evaluation, which
+is kept in addition to the newest.
 """
 
 import itertools
@@ -40,32 +40,32 @@ _NUMBERS = itertools.count()
 
 
 class CheckpointError(Exception):
-    """A checkpoint that was asked for can't be used; the message says what is wrong with it."""
+    """The requested checkpoint can't be used; the message says why."""
 
 
 class UnsavedError(RuntimeError):
-    """A checkpoint could not be written, or not made durable; nothing of it is left, and the one before is as it was."""
+    """A checkpoint could not be written or made durable; it was removed, and the previous one is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """What a checkpoint says beside weights and engine states."""
+    """Learner state in a checkpoint, besides weights and engine state."""
 
     step: int
     """Optimizer batches trained, which is also the version of the weights."""
     lineage: str
     """`LearnerRun.lineage` of the run that wrote it."""
     entry_ids: tuple[str, ...] = ()
-    """Consumed since the last acknowledgement: to be acknowledged once this checkpoint stands."""
+    """Entries consumed since the last acknowledgement; acknowledged once this checkpoint is durable."""
     next_number: int = 0
     """One past the highest group number that was consumed."""
     kl_coef: float = 0.0
     num_processes: int = 1
     """Data-parallel processes that wrote it."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The run's configuration, for people and tools."""
+    """The run's configuration, for humans and tools."""
     serial: int = field(default=0, compare=False)
-    """Larger than that of each checkpoint that lay in the folder when this one was written, whatever their steps."""
+    """Larger than the serial of every checkpoint in the folder at the time of writing, whatever their steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ class CheckpointStore:
         self._asides: list[Path] = []
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
-        """Write a checkpoint: `write` fills a fresh folder with weights and engine states, before this returns.
+        """Write a checkpoint: `write` fills a new folder with weights and engine state before this returns.
 
-        Returns its path, once it is durable and older ones than the newest `keep` are gone: digests, syncing and renaming go
-        on beside the caller. One checkpoint at a time: the one before must be done.
+        Returns a future of its path, done once it is durable and older ones than the newest `keep` are removed:
+        digests, syncing and renaming happen in the background. The previous future must be done.
 
         Raises:
-            UnsavedError: it could not be written; the future raises it where it could not be made durable.
+            UnsavedError: it could not be written; the future raises it if it could not be made durable.
         """
         target = self._folder / f"{PREFIX}{state.step:06d}"
         aside = self._folder / f"{ASIDE}{_MINE}-{next(_NUMBERS)}-{target.name}"
@@ -138,7 +138,7 @@ class CheckpointStore:
         shutil.rmtree(old, ignore_errors=True)
 
     def score(self, step: int, value: float) -> None:
-        """The weights of `step` did so well; the best checkpoint is kept beyond the newest, and `best` links to it."""
+        """Record the score of `step`; the best checkpoint is kept in addition to the newest, and `best` links to it."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
         # A step may be trained again, to other weights
@@ -189,7 +189,7 @@ class CheckpointStore:
 
 @contextmanager
 def _removed_if_unsaved(aside: Path) -> Iterator[None]:
-    """What libraries say of a disk that is full is an OSError, or one of their own with the system's words in it."""
+    """Translate errors of a full disk: an OSError, or a library's own error with the system's message."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -198,7 +198,8 @@ def _removed_if_unsaved(aside: Path) -> Iterator[None]:
 
 
 def _is_abandoned(aside: Path) -> bool:
-    """Whether its writer is gone: one of this host that has ended, or of another that has not touched it for long."""
+    """Return True if its writer is gone: a process of this host that has exited, or one of another host that has not
+    touched it for long."""
     host, _, rest = aside.name.removeprefix(ASIDE).partition("~")
     try:
         if host == socket.gethostname():
@@ -235,7 +236,7 @@ def _step_of(path: Path) -> int:
 
 
 def _serial_of(path: Path) -> int:
-    """As the checkpoint says itself, whole or not."""
+    """Return the serial in the checkpoint, complete or not."""
     try:
         return int(json.loads((path / LEARNER).read_text())["serial"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -61,7 +61,7 @@ class StepModels:
     critic: TrainEngine[Tensor] | None = None
     reference: LogprobModel | None = None
     teachers: Sequence[LogprobModel] = ()
-    """In the order of the configuration's `teacher`."""
+    """Teachers in the order of the configuration's `teacher`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class StepPreview:
     batch: Batch
     targets: Targets
     logprobs: Tensor
-    """[M]: what the policy says of the sampled tokens."""
+    """[M]: the policy's logprobs of the sampled tokens."""
 
 
 class BatchTrainer:
@@ -129,7 +129,8 @@ class BatchTrainer:
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
     def preview(self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED) -> "StepPreview | None":
-        """What `train` would train on under the weights as they stand, or None without a sampled token; changes nothing."""
+        """Return the inputs that `train` would use under the current weights, or None without a sampled token; changes
+        nothing."""
         chosen, silent = self._chosen(groups, silent)
         batch = pack(chosen)
         if not batch.num_sampled:
@@ -146,15 +147,15 @@ class BatchTrainer:
         return StepPreview(tuple(chosen), batch, targets, logprobs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights, optimizer and KL coefficient: plain values."""
+        """Return the state of a checkpoint besides weights, optimizer and KL coefficient, as plain values."""
         return {"running": self._running.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the state of a checkpoint."""
         self._running.load_state_dict(state["running"])
 
     def _chosen(self, groups: Sequence[Group], silent: MaskedCounts) -> tuple[list[Group], MaskedCounts]:
-        """The groups that are trained on, their rewards shaped, and what counts beside them."""
+        """Select the groups to train on, shape their rewards, and count the masked ones."""
         return most_varied(shape_rewards(groups, self._config), self._config.variance_filter_ratio, silent)
 
     def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
@@ -171,7 +172,7 @@ class BatchTrainer:
     def _targets(
         self, batch: Batch, step: int, silent: MaskedCounts, anchor: ReferenceStates | None
     ) -> tuple[Targets, Tensor | None]:
-        """Targets of the batch, and what the critic says of it."""
+        """Return the targets of the batch and the critic's values."""
         micro = self._micro_batches(batch, range(batch.num_sequences))
         inputs = [_input(each) for each in micro]
 
@@ -203,8 +204,8 @@ class BatchTrainer:
 
     @property
     def _passes_from_the_start(self) -> bool:
-        """Whether `recompute` costs nothing: a batch is one optimizer step, whose own pass says what the policy says at its
-        start."""
+        """True if `recompute` is free: with one optimizer step per batch, its own forward pass gives the initial
+        logprobs."""
         config, one_step = self._config, self._config.ppo_epochs == self._args.num_minibatches == 1
         alone = not config.has_value_head and not needs_initial_logprobs(config)
         return config.old_logprobs == "recompute" and one_step and alone
@@ -212,8 +213,8 @@ class BatchTrainer:
     def _said(
         self, inputs: Sequence[PackedInput], whole: Callable[[Sequence[Tensor]], Tensor]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The policy's logprobs at the step's start, the critic's values, and the policy's KL to the inputs' anchors, each
-        if it is wanted; of one forward pass where they are the policy's."""
+        """Return the policy's initial logprobs, the critic's values, and the KL to the reference, each if needed; from
+        one forward pass where all are the policy's."""
         policy, critic = self._models.policy, self._models.critic
         recompute = self._config.old_logprobs == "recompute" and not self._passes_from_the_start
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
@@ -228,7 +229,7 @@ class BatchTrainer:
         )
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
-        """[K, M]: what each teacher says of the sequences that it teaches; zeros elsewhere."""
+        """[K, M]: logprobs of each teacher on the sequences that it teaches; zeros elsewhere."""
         if not self._models.teachers:
             return None
         out = torch.zeros(len(self._models.teachers), batch.num_sampled)
@@ -239,7 +240,7 @@ class BatchTrainer:
         return out
 
     def _anchor(self, batch: Batch) -> ReferenceStates | None:
-        """What the reference says of the whole batch, hidden states on the CPU, if the KL over the vocabulary is wanted."""
+        """Return the reference's hidden states of the whole batch on the CPU, if the KL over the vocabulary is needed."""
         reference = self._models.reference
         if not isinstance(reference, Reference) or not self._config.full_kls:
             return None
@@ -285,7 +286,7 @@ class BatchTrainer:
         return [*losses.gauges, *outcomes]
 
     def _outcome(self, who: str, outcome: StepOutcome, rate: float) -> Gauges:
-        """What every rank knows, from one of them."""
+        """Return the metrics that are equal on all ranks, from one of them."""
         if self._ranks.rank > 0:
             return {}
         norm = {f"{who}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}

@@ -1,8 +1,8 @@
-"""The weights of a run and all that belongs to them: made, trained, saved, brought back.
+"""The weights of a run and their companions (critic, reference): created, trained, saved, loaded.
 
-Invariants: a run's first weights depend on its model folder, its warm start and its seed alone; weights that `load` brings
-back go on exactly as if nothing had happened. Critic and reference start from the first weights, which stay in `start/`
-of the run's folder where only the warm start could make them again.
+Invariants: a run's first weights depend on its model folder, its warm start and its seed alone; weights that `load`
+restores continue exactly. Critic and reference start from the first weights, which are kept in `start/` of the run's
+folder if only the warm start could reproduce them.
 """
 
 import json
@@ -26,7 +26,8 @@ from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobM
 from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel
 from offbeat.trainer.engines.process_group import Ranks, gather
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.optimizer_step import (
@@ -49,18 +50,18 @@ REFERENCE = Path("state", "reference.safetensors")
 
 
 class Trainer(Protocol):
-    """What the loop asks for: weights that groups change."""
+    """Interface of the loop to the weights."""
 
     def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """Make the first weights; False if `stopped` said so first."""
+        """Create the first weights; return False if `stopped` becomes true first."""
         ...
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """Go on from a checkpoint's folder, instead of `begin`."""
+        """Restore from a checkpoint's folder, instead of `begin`."""
         ...
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """From now on, the peak of the policy's schedule."""
+        """Set the peak of the policy's learning-rate schedule."""
         ...
 
     def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
@@ -71,8 +72,8 @@ class Trainer(Protocol):
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is published: the weights by Hugging Face name, or base and adapter apart; use each before asking for the
-        next, and all if any."""
+        """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. Use each before
+        the next, and exhaust the iterator."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -81,7 +82,7 @@ class Trainer(Protocol):
 
     @property
     def kl_coef(self) -> float:
-        """Of the KL penalty in the reward, as adapted so far."""
+        """Current coefficient of the KL penalty in the reward."""
         ...
 
 
@@ -100,7 +101,7 @@ class PolicyTrainer:
         self._policy = self._engine(self._model)
         self._critic: TrainEngine[Tensor] | None = None
         self._reference: FrozenModel | None = None
-        """Where it is another model than the policy, and whole."""
+        """Set only if the reference is a separate, unsharded model."""
         self._steps: BatchTrainer | None = None
 
     @property
@@ -129,8 +130,8 @@ class PolicyTrainer:
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """See `Trainer.load`. Raises RuntimeError or OSError if the folder is of another model or set-up, or the first
-        weights are wanted and gone."""
+        """Raises RuntimeError or OSError if the folder is of another model or set-up, or the first weights are needed
+        and missing."""
         self._find_start(folder)
         self._build_companions()
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
@@ -261,10 +262,10 @@ class PolicyTrainer:
         gather(self._ranks, b"")  # all may read it from here on
 
     def _find_start(self, checkpoint: Path) -> None:
-        """See to the weights that the reference stays at: a checkpoint of another run's folder brings that run's along.
+        """Locate the reference's weights; a checkpoint of another run's folder uses that run's.
 
         Raises:
-            RuntimeError: nobody has kept them.
+            RuntimeError: they were not kept.
         """
         if self._config.warm_start is None or not self._config.needs_reference or self._adapts:
             return

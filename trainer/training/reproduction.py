@@ -1,6 +1,6 @@
-"""Training again on what a run recorded: from a checkpoint, through its batches, to weights that must be the same.
+"""Reproduces training from recorded batches: from a checkpoint, through its batches, to weights that must be equal.
 
-Invariant: nothing of the run is changed or asked for but its folder.
+Invariant: only the run's folder is read, and nothing in it changes.
 """
 
 import math
@@ -59,7 +59,7 @@ class WeightComparison:
 
 @dataclass(frozen=True, slots=True)
 class ReproductionResult:
-    """What came of it."""
+    """Result of a reproduction."""
 
     start: int
     """Step of the checkpoint it began from."""
@@ -67,12 +67,12 @@ class ReproductionResult:
     """Trained again."""
     compared: tuple[WeightComparison, ...]
     samples: tuple[SampleView, ...] = ()
-    """Of the step that was asked for."""
+    """Samples of the requested step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReproductionPlan:
-    """From which checkpoint through which steps, and what to hold the weights against."""
+    """Checkpoint to start from, steps to repeat, and checkpoints to compare with."""
 
     start: Checkpoint
     steps: tuple[int, ...]
@@ -80,10 +80,10 @@ class ReproductionPlan:
 
 
 def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
-    """The way to step `step`, or the longest way between two checkpoints.
+    """Return the plan to reach step `step`, or the longest one between two checkpoints.
 
     Raises:
-        ControlError: what it takes is not in the run's folder; the message says what is missing.
+        ControlError: something is missing in the run's folder; the message says what.
     """
     whole = _whole(run.checkpoints)
     recorded = BatchLog(run.output_dir).steps()
@@ -107,7 +107,7 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
 def reproduce(
     run: LearnerRun, route: ReproductionPlan, ranks: Ranks, *, shown: int | None, say: Callable[[str], None]
 ) -> ReproductionResult:
-    """Train the route again, inside the process group of `ranks`. shown: the step whose samples are told.
+    """Run the plan inside the process group of `ranks`. shown: step whose samples are returned.
 
     Raises:
         ControlError: the checkpoint was written by several processes.
@@ -140,7 +140,7 @@ def reproduce(
 
 
 def preview(trainer: PolicyTrainer, batch: RecordedBatch) -> list[SampleView]:
-    """Each trajectory of a batch, with ratios and advantages under the weights as they stand."""
+    """Return each trajectory of a batch with ratios and advantages under the current weights."""
     seen = trainer.preview(batch.groups, batch.step - 1, batch.silent)
     if seen is None:
         return []
