@@ -157,7 +157,7 @@ def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> in
     """Version 0 through the broker, as a learner does; returns the size of the vocabulary."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
     from offbeat.trainer.config.learner import ModelArgs
-    from offbeat.trainer.models.policy import load_policy
+    from offbeat.trainer.models.loading import load_policy
 
     policy = load_policy(model, ModelArgs(), seed=0, temperature=1.0).model
     tied = bool(policy.config.get_text_config().tie_word_embeddings)

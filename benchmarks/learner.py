@@ -94,7 +94,7 @@ def _make_model(folder: Path, options: Options) -> str:
 
     from offbeat.benchmarks.weights import SHAPES
     from offbeat.trainer.config.learner import ModelArgs
-    from offbeat.trainer.models.policy import load_policy
+    from offbeat.trainer.models.loading import load_policy
     from offbeat.trainer.models.tiny import write_tiny_policy
 
     shape = SHAPES[options.size].model_copy(update={"max_position_embeddings": max(512, options.longest)})

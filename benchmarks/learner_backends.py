@@ -121,7 +121,7 @@ def ours(task: Task, *, shared_prefix: bool = False) -> None:
     from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
     from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, _deepspeed
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
-    from offbeat.trainer.models.policy import load_policy
+    from offbeat.trainer.models.loading import load_policy
     from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 
     args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": task.budget}

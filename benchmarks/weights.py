@@ -217,7 +217,7 @@ class _Setting:
         import torch
 
         from offbeat.trainer.config.learner import ModelArgs
-        from offbeat.trainer.models.policy import load_policy
+        from offbeat.trainer.models.loading import load_policy
 
         policy = load_policy(config.output_dir / "policy", ModelArgs(), seed=0, temperature=1.0).model
         dtype = getattr(torch, self._options.dtype)

@@ -19,7 +19,7 @@ from offbeat.benchmarks.learner_backends import (
 )
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine
 

@@ -11,7 +11,7 @@ from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, StrategyArg
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
-from offbeat.trainer.models.policy import load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group
 from tests.integration.learner_rank import SMOOTH

@@ -17,8 +17,9 @@ from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.losses.policy_loss import all_of, values_of
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import Sampled, load_policy
+from offbeat.trainer.models.policy import Sampled
 
 SMOOTH = TrainingArgs(adam_epsilon=1e-3)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""

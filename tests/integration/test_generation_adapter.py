@@ -26,9 +26,10 @@ from offbeat.services.messages.types import (
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import Transport, make_transport, remove_all
 from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import weights_apart
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from tests.integration.policy_weights import write_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -22,8 +22,9 @@ from offbeat.services.messages.types import (
     Sampling,
 )
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -21,7 +21,8 @@ from offbeat.trainer.config.learner import (
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, merged
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
-from offbeat.trainer.models.policy import PackedCritic, load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.policy import PackedCritic
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.conftest import free_port
 from tests.integration.learner_rank import SMOOTH, fixed_batch

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
-from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.paths import ROOT
 

@@ -5,19 +5,14 @@ less the wrapper's own prefix, are Hugging Face's.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
-from offbeat.services.chat.vision import PictureReader, model_family
-from offbeat.trainer.config.learner import ModelArgs
-from offbeat.trainer.models.attention import PACKED_ATTENTION
 from offbeat.trainer.models.divergence import ReferenceStates, full_kl
 from offbeat.trainer.models.logprobs import token_logprobs
-from offbeat.trainer.models.lora import add_adapters
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
@@ -116,71 +111,3 @@ class PackedCritic(nn.Module):
         """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         return self.value_head(hidden.index_select(0, x.predictors))
-
-
-def _attention(args: ModelArgs, *, pictures: bool) -> str | dict[str, str]:
-    """pictures: whether the model has a vision tower, which sees each picture whole and needs no packing."""
-    if args.attn_implementation != "auto":
-        return args.attn_implementation
-    return {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"} if pictures else PACKED_ATTENTION
-
-
-SHARING = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type` of models that `shared_prefix` is tested with."""
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a model folder holds weights, or only says what a model would be."""
-    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-
-
-def load_policy(
-    folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
-) -> PackedPolicy:
-    """Load a Hugging Face folder; one without weights gets fresh ones, drawn from `seed`. With adapters if `args` names any.
-
-    value_head: whether it also says what it expects.
-
-    Raises:
-        ValueError: see `add_adapters`.
-    """
-    policy = _load_policy(folder, args, seed, temperature)
-    if value_head:
-        policy.add_value_head()
-    return policy
-
-
-def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
-    if model_family(folder) is not None:
-        from offbeat.trainer.models.vision import PackedVisionPolicy
-
-        model = _load(AutoModelForImageTextToText, folder, args, seed)
-        return PackedVisionPolicy(model, temperature, PictureReader(folder))
-    model = _load(AutoModelForCausalLM, folder, args, seed)
-    if args.lora_target is not None:
-        add_adapters(model, args, seed)
-    return PackedPolicy(model, temperature)
-
-
-def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
-    """Load the backbone of a Hugging Face folder under a value head that says zero."""
-    return PackedCritic(_load(AutoModel, folder, args, seed))
-
-
-def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedModel:
-    kind, attention = getattr(torch, args.dtype), _attention(args, pictures=auto is AutoModelForImageTextToText)
-    if has_weights(folder):
-        model = auto.from_pretrained(folder, dtype=kind, attn_implementation=attention)
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            config = AutoConfig.from_pretrained(folder)
-            model = auto.from_config(config, dtype=kind, attn_implementation=attention)
-    if args.shared_prefix and model.config.model_type not in SHARING:
-        raise ValueError(
-            f"shared_prefix is not known to be right for {model.config.model_type!r}, only for {', '.join(SHARING)}: set "
-            "actor_train.model_args.shared_prefix=false"
-        )
-    if not args.disable_gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return cast(PreTrainedModel, model)

@@ -19,8 +19,8 @@ from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
 from offbeat.services.chat.vision import encode_png
 from offbeat.services.messages.types import Picture
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from offbeat.trainer.config.learner import (
     TinyPolicyConfig,
 )
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.models.policy import load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group

@@ -30,13 +30,9 @@ from offbeat.trainer.data.batch import (
 from offbeat.trainer.data.prefix_groups import shared_microbatches
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import (
-    PackedCritic,
-    PackedPolicy,
-    load_critic,
-    load_policy,
-)
+from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine

@@ -21,7 +21,7 @@ from offbeat.trainer.config.learner import (
 from offbeat.trainer.engines.base import Hyperparameters
 from offbeat.trainer.engines.fsdp2 import FSDP2Engine
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
-from offbeat.trainer.models.policy import load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.integration.learner_rank import SMOOTH, fixed_batch
 from tests.trainer.engines.comparing import assert_same, nll, weights_of

@@ -14,7 +14,8 @@ from offbeat.trainer.data.batch import pack
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.losses.targets import build_targets
-from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.loading import load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels

@@ -12,8 +12,8 @@ from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models import logprobs
 from offbeat.trainer.models.divergence import ReferenceStates, full_kl
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from tests.fakes import make_group
 

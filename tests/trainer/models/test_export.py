@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
 from offbeat.trainer.models.export import copy_model_files, export_weights
-from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 

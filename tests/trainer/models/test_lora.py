@@ -11,9 +11,10 @@ from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyC
 from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import whole_weights, without_adapters
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group

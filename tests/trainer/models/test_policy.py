@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
-from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 
 LENGTHS = (7, 1, 12, 3, 12)

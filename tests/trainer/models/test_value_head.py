@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
-from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.value_head import ValueHead
 from tests.trainer.models.test_policy import eager_twin, packed_batch

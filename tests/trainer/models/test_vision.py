@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from offbeat.services.chat.vision import PictureReader, encode_png, stacked
 from offbeat.services.messages.types import Picture
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput, Packing
-from offbeat.trainer.models.policy import load_policy
 from offbeat.trainer.models.tiny import VISION_TOKENS, vocabulary, write_tiny_policy
 from offbeat.trainer.models.vision import PackedVisionPolicy, rope_positions
 

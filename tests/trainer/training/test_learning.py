@@ -24,8 +24,9 @@ from offbeat.services.messages.types import (
 )
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import Packing
-from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine

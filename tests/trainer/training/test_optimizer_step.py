@@ -17,7 +17,8 @@ from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyC
 from offbeat.trainer.data.selection import masked_counts
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.models.policy import PackedPolicy, load_critic, load_policy
+from offbeat.trainer.models.loading import load_critic, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group

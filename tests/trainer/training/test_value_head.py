@@ -17,8 +17,9 @@ from offbeat.trainer.config.learner import (
     TinyPolicyConfig,
 )
 from offbeat.trainer.engines.process_group import Ranks
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import Packing
-from offbeat.trainer.models.policy import PackedPolicy, load_policy
+from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.value_head import ValueHead
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels

@@ -1,0 +1,80 @@
+"""Loads policies and critics from Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from offbeat.services.chat.vision import PictureReader, model_family
+from offbeat.trainer.config.learner import ModelArgs
+from offbeat.trainer.models.attention import PACKED_ATTENTION
+from offbeat.trainer.models.lora import add_adapters
+from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
+from offbeat.trainer.models.vision import PackedVisionPolicy
+
+PREFIX_SHARING_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s that `shared_prefix` is tested with."""
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True if a model folder holds weights, not only a configuration."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def load_policy(
+    folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
+) -> PackedPolicy:
+    """Load a policy, with adapters if `args` names any. Without weights in the folder they are initialized from `seed`.
+
+    value_head: add a value head to the policy.
+
+    Raises:
+        ValueError: the adapters or a shared prefix do not fit the model.
+    """
+    policy = _load_policy(folder, args, seed, temperature)
+    if value_head:
+        policy.add_value_head()
+    return policy
+
+
+def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
+    """Load a backbone under a value head that is initialized to zero."""
+    return PackedCritic(_load(AutoModel, folder, args, seed))
+
+
+def _load_policy(folder: Path, args: ModelArgs, seed: int, temperature: float) -> PackedPolicy:
+    if model_family(folder) is not None:
+        model = _load(AutoModelForImageTextToText, folder, args, seed)
+        return PackedVisionPolicy(model, temperature, PictureReader(folder))
+    model = _load(AutoModelForCausalLM, folder, args, seed)
+    if args.lora_target is not None:
+        add_adapters(model, args, seed)
+    return PackedPolicy(model, temperature)
+
+
+def _load(auto: Any, folder: Path, args: ModelArgs, seed: int) -> PreTrainedModel:
+    attention = _attention_implementation(args, has_vision=auto is AutoModelForImageTextToText)
+    dtype = getattr(torch, args.dtype)
+    if has_weights(folder):
+        model = auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = AutoConfig.from_pretrained(folder)
+            model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
+    if args.shared_prefix and model.config.model_type not in PREFIX_SHARING_TYPES:
+        raise ValueError(
+            f"shared_prefix is not tested with {model.config.model_type!r}, only with {', '.join(PREFIX_SHARING_TYPES)}: "
+            "set actor_train.model_args.shared_prefix=false"
+        )
+    if not args.disable_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return cast(PreTrainedModel, model)
+
+
+def _attention_implementation(args: ModelArgs, *, has_vision: bool) -> str | dict[str, str]:
+    """Return `attn_implementation`; a vision tower attends within each image and needs no packing."""
+    if args.attn_implementation != "auto":
+        return args.attn_implementation
+    return {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"} if has_vision else PACKED_ATTENTION
