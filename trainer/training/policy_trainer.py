@@ -36,7 +36,7 @@ from offbeat.trainer.training.optimizer_step import (
     StepModels,
     StepPreview,
 )
-from offbeat.trainer.warm_start.demonstrations import demonstrator
+from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class PolicyTrainer:
         warm = self._config.warm_start
         if warm is not None:
             engine = self._whole()
-            demonstrate = demonstrator(
+            demonstrate = make_demonstrator(
                 warm,
                 self._config.custom_envs[warm.tag],
                 load_chat_format(self._run.model_folder),

@@ -1,7 +1,7 @@
-"""Weak play as token sequences that a policy may be fine-tuned on.
+"""Demonstrated episodes as token sequences for supervised fine-tuning.
 
-Invariants: a demonstration's tokens are exactly those that a rollout would have recorded; its loss covers answers, and where
-all is text the later observations of a conversation too, but never its first prompt.
+Invariants: a demonstration's tokens are exactly those that a rollout would have recorded. Its loss covers answers and, in
+text-only conversations, later observations too, but never the first prompt.
 """
 
 import inspect
@@ -24,13 +24,16 @@ from offbeat.trainer.config.learner import WarmStartConfig
 from offbeat.trainer.models.packing import PackedInput
 
 Message = dict[str, str]
-Play = Callable[..., list[Message]]
+Demos = Callable[..., list[Message]]
 """(env, rng) -> the chat messages of one episode (`WarmStartConfig.demos`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """tokens: [T] int64; learned: [M] int64, places of those that carry the loss; pictures: by their places in tokens."""
+    """One token sequence to learn from.
+
+    tokens: [T] int64; learned: [M] int64, positions in `tokens` that carry the loss; pictures: positioned in `tokens`.
+    """
 
     tokens: Tensor
     learned: Tensor
@@ -38,68 +41,64 @@ class Demonstration:
 
 
 Demonstrate = Callable[[np.random.Generator], list[Demonstration]]
-"""One episode's conversations: one, or one for each turn where a prompt stands for itself."""
+"""Runs one episode; returns one demonstration, or one per turn for a step-wise tag."""
 
 
-def demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """What plays episodes of the demonstrated tag by `config.demos`. max_tokens: demonstrations longer than this are cut.
+def load_demos(config: WarmStartConfig) -> Demos:
+    """Import the function that `config.demos` names.
 
     Raises:
-        ValueError: there is no such function, or no such env.
+        ValueError: the module has no such function.
     """
-    if env.shows_pictures:
-        from offbeat.trainer.warm_start.vision_demonstrations import shown_demonstrator
-
-        return shown_demonstrator(find_demos(config), env, chat, max_tokens=max_tokens)
-    told = told_episodes(find_demos(config), env)
-    return lambda rng: [_cut(tokenize(chat, messages), max_tokens) for messages in told(rng)]
-
-
-def find_demos(config: WarmStartConfig) -> Play:
-    """The function that `config.demos` names. Raises ValueError if there is none."""
     try:
-        play = load_object(config.demos)
+        demos = load_object(config.demos)
     except AttributeError as error:
         raise ValueError(f"warm_start.demos: {error}") from error
-    if not callable(play):
+    if not callable(demos):
         raise ValueError(f"warm_start.demos: {config.demos} is not a function")
-    return cast(Play, play)
+    return cast(Demos, demos)
 
 
-def play_once(play: Play, player: object, rng: np.random.Generator, env: CustomEnv) -> list[Message]:
-    """One episode's messages; templates and turn limit of the tag are passed on if the function takes them."""
-    offered = {
-        "max_turns": env.max_steps,
-        "system_prompt": env.agent_system_template,
-        "agent_template": env.agent_template if env.env_manager_cls == "TrajEnvManager" else "{observation}",
+def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv) -> list[Message]:
+    """Return one episode's messages. The tag's templates and turn limit are passed if the function accepts them."""
+    available = {
+        "max_turns": tag.max_steps,
+        "system_prompt": tag.agent_system_template,
+        "agent_template": tag.agent_template if tag.env_manager_cls == "TrajEnvManager" else "{observation}",
     }
-    taken = inspect.signature(play).parameters
-    settings: dict[str, Any] = {key: value for key, value in offered.items() if key in taken}
-    return play(player, rng, **settings)
+    accepted = inspect.signature(demos).parameters
+    kwargs: dict[str, Any] = {key: value for key, value in available.items() if key in accepted}
+    return demos(env, rng, **kwargs)
 
 
-def told_episodes(play: Play, env: CustomEnv) -> Callable[[np.random.Generator], list[list[Message]]]:
-    """Episodes of a tag that is all text, as conversations.
+def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
+    """Build the function that runs text-only episodes and tokenizes them, truncated to `max_tokens`."""
+    sample = make_conversation_sampler(demos, env)
+    return lambda rng: [_truncate(tokenize(chat, messages), max_tokens) for messages in sample(rng)]
 
-    Of a tag that is played step-wise each turn becomes a conversation of its own, told as a rollout tells it.
+
+def make_conversation_sampler(demos: Demos, env: CustomEnv) -> Callable[[np.random.Generator], list[list[Message]]]:
+    """Build the function that runs text-only episodes and returns their conversations.
+
+    For a step-wise tag each turn is a conversation of its own, with the prompt that a rollout renders.
     """
-    player = registry.make(env.env_type, env.env_config)
+    instance = registry.make(env.env_type, env.env_config)
 
-    def demonstrate(rng: np.random.Generator) -> list[list[Message]]:
-        messages = play_once(play, player, rng, env)
-        return [messages] if env.env_manager_cls == "TrajEnvManager" else list(_step_by_step(messages, env))
+    def sample(rng: np.random.Generator) -> list[list[Message]]:
+        messages = run_demo(demos, instance, rng, env)
+        return [messages] if env.env_manager_cls == "TrajEnvManager" else list(_split_into_steps(messages, env))
 
-    return demonstrate
+    return sample
 
 
 def tokenize(chat: ChatFormat, messages: list[Message]) -> Demonstration:
-    """Messages (an optional system one, then user and assistant in turn) to tokens, piece by piece as a rollout does.
+    """Tokenize an optional system message and alternating user and assistant messages, piecewise as a rollout does.
 
     Raises:
-        ValueError: the roles come in another order.
+        ValueError: user and assistant do not alternate.
     """
-    head, turns = taken_apart(messages)
-    prompt = chat.first_prompt(head[0]["content"] if head else "", turns[0]["content"])
+    system, turns = split_messages(messages)
+    prompt = chat.first_prompt(system[0]["content"] if system else "", turns[0]["content"])
     rest: list[int] = []
     for message in turns[1:]:
         if message["role"] == "assistant":
@@ -111,49 +110,55 @@ def tokenize(chat: ChatFormat, messages: list[Message]) -> Demonstration:
 
 
 def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
-    """Lay demonstrations end to end and ask about all tokens that carry the loss."""
+    """Concatenate demonstrations; the positions of the input are the tokens that carry the loss."""
     borders = torch.tensor([0, *(len(demo.tokens) for demo in demos)]).cumsum(0)
-    placed = list(zip(borders[:-1].tolist(), demos, strict=True))
+    offset_demos = list(zip(borders[:-1].tolist(), demos, strict=True))
     return PackedInput.of(
         torch.cat([demo.tokens for demo in demos]),
         borders,
-        torch.cat([start + demo.learned for start, demo in placed]),
-        pictures=tuple(replace(each, start=start + each.start) for start, demo in placed for each in demo.pictures),
+        torch.cat([offset + demo.learned for offset, demo in offset_demos]),
+        pictures=tuple(
+            replace(picture, start=offset + picture.start) for offset, demo in offset_demos for picture in demo.pictures
+        ),
     )
 
 
-def taken_apart(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """The system message, if any, and the turns. Raises ValueError where user and assistant do not take turns."""
+def split_messages(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """Split messages into the system message, if any, and the turns.
+
+    Raises:
+        ValueError: user and assistant do not alternate.
+    """
     count = int(messages[0]["role"] == "system")
     roles = [message["role"] for message in messages[count:]]
     if len(roles) < 2 or roles != [("user", "assistant")[i % 2] for i in range(len(roles))]:
-        raise ValueError(f"a demonstration takes user and assistant in turn, got {', '.join(roles)}")
+        raise ValueError(f"warm_start.demos: user and assistant must alternate, got {', '.join(roles)}")
     return messages[:count], messages[count:]
 
 
-def no_room(prompt: int) -> ValueError:
-    """What is said where a demonstration's first prompt leaves no room for an answer."""
-    return ValueError(f"warm start: the first prompt alone takes {prompt} tokens")
+def prompt_too_long(length: int) -> ValueError:
+    """Return the error for a first prompt that leaves no room for an answer. length: tokens."""
+    return ValueError(f"warm start: the first prompt alone takes {length} tokens")
 
 
-def _step_by_step(messages: list[Message], env: CustomEnv) -> Iterator[list[Message]]:
-    """An episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
-    head, turns = taken_apart(messages)
-    past = TurnHistory(env)
-    for step, (seen, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):
-        words = fill_template(
+def _split_into_steps(messages: list[Message], env: CustomEnv) -> Iterator[list[Message]]:
+    """Render an episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
+    system, turns = split_messages(messages)
+    history = TurnHistory(env)
+    for step, (observation, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):
+        prompt = fill_template(
             env.agent_template,
-            observation=past.shown(seen["content"]),
+            observation=history.shown(observation["content"]),
             step=step,
             actions_left=env.max_steps - step + 1,
-            history=past.window(),
+            history=history.window(),
         )
-        yield [*head, {"role": "user", "content": words}, answer]
-        past.add(seen["content"], answer["content"])
+        yield [*system, {"role": "user", "content": prompt}, answer]
+        history.add(observation["content"], answer["content"])
 
 
-def _cut(demo: Demonstration, max_tokens: int) -> Demonstration:
+def _truncate(demo: Demonstration, max_tokens: int) -> Demonstration:
     learned = demo.learned[demo.learned < max_tokens]
     if not len(learned):
-        raise no_room(int(demo.learned[0]))
+        raise prompt_too_long(int(demo.learned[0]))
     return Demonstration(demo.tokens[:max_tokens], learned)

@@ -1,6 +1,6 @@
-"""A short supervised fine-tune on weak play, so that reinforcement learning starts from a policy that answers sensibly.
+"""Short supervised fine-tuning on demonstrations, so that reinforcement learning starts from a policy with valid answers.
 
-Invariant: the same seed makes the same weights.
+Invariant: the same seed gives the same weights.
 """
 
 import logging
@@ -19,10 +19,10 @@ from offbeat.trainer.warm_start.demonstrations import Demonstrate, pack_demonstr
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""(steps done, steps in all)."""
+"""Called with (steps done, total steps)."""
 
-DEMO_STREAM = 0xDE30
-"""Sets demonstrations apart from everything else that the run's seed fixes."""
+DEMO_SEED_STREAM = 0xDE30
+"""Random stream of the demonstrations, separate from other uses of the run's seed."""
 
 
 def warm_start(
@@ -34,21 +34,21 @@ def warm_start(
     progress: Progress,
     stopped: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Train the engine's policy, then forget the optimizer's moments; collective over ranks.
+    """Train the engine's policy, then reset the optimizer; collective over ranks.
 
-    progress: called now and then.
+    progress: called every ten steps and after the last.
 
     Returns:
-        The last step's loss in nats per token, or None if `stopped` said so first.
+        The last step's loss in nats per token, or None if `stopped` returned True first.
     """
-    rng = np.random.default_rng([seed, DEMO_STREAM])
+    rng = np.random.default_rng([seed, DEMO_SEED_STREAM])
     loss = 0.0
     for step in range(config.steps):
         if stopped():
             return None
-        demos = [each for _ in range(config.episodes_per_step) for each in demonstrate(rng)]
-        shares = [demos[i :: engine.world_size] for i in range(min(engine.world_size, len(demos)))]
-        loss = _step(engine, [pack_demonstrations(share) for share in shares], _hyperparameters(config, step))
+        demos = [demo for _ in range(config.episodes_per_step) for demo in demonstrate(rng)]
+        shards = [demos[i :: engine.world_size] for i in range(min(engine.world_size, len(demos)))]
+        loss = _step(engine, [pack_demonstrations(shard) for shard in shards], _hyperparameters(config, step))
         if step % 10 == 9 or step + 1 == config.steps:
             progress(step + 1, config.steps)
     engine.reset_optimizer()
@@ -60,8 +60,8 @@ def _step(engine: TrainEngine[Sampled], batch: list[PackedInput], hyperparameter
     count = sum(len(x.positions) for x in batch)
     losses: list[float] = []
 
-    def nll(_: int, said: Sampled) -> Tensor:
-        loss = -said.logprobs.sum() / count
+    def nll(_: int, output: Sampled) -> Tensor:
+        loss = -output.logprobs.sum() / count
         losses.append(float(loss.detach()))
         return loss
 

@@ -1,7 +1,7 @@
-"""Demonstrated episodes of a tag that shows pictures, told to the policy by the code that tells it its own episodes.
+"""Demonstrated episodes with images, recorded by the code that records rollouts.
 
-Invariants: tokens, pictures and what carries the loss (answers alone) are those that a rollout records where the policy
-gives the demonstrated answers; each picture is what the env looked like when its answer was given.
+Invariants: tokens, images and loss positions (answers only) are those that a rollout with the demonstrated answers records.
+Each image is the frame that preceded its answer.
 """
 
 import asyncio
@@ -28,49 +28,49 @@ from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.trainer.warm_start.demonstrations import (
     Demonstrate,
     Demonstration,
-    Play,
-    no_room,
-    play_once,
-    taken_apart,
+    Demos,
+    prompt_too_long,
+    run_demo,
+    split_messages,
 )
 
 
-def shown_demonstrator(demos: Play, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """What plays episodes by `demos` and shows them. max_tokens: as `sequence_length` of a rollout.
+def make_vision_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
+    """Build the function that runs episodes with images. max_tokens: `sequence_length` of a rollout.
 
     Raises:
-        ValueError: there is no such env, or the policy reads no pictures.
+        ValueError: the env does not exist, or the policy has no image input.
     """
-    player = registry.make(env.env_type, env.env_config)
-    traits = traits_of(player)
+    instance = registry.make(env.env_type, env.env_config)
+    traits = traits_of(instance)
     task = EpisodeTask(EpisodeKind.TRAIN, "0", 0, 0, 0, 0)
     sampling = Sampling(max_new_tokens=env.max_tokens_per_step)
     plan = EpisodePlan(task, "", 0, env, max_tokens, sampling, False, "demonstrator")
 
     def demonstrate(rng: np.random.Generator) -> list[Demonstration]:
-        watched = _RecordingEnv(player)
-        _, turns = taken_apart(play_once(demos, watched, rng, env))
-        if [message["content"] for message in turns[1::2]] != watched.answers:
+        recording = _RecordingEnv(instance)
+        _, turns = split_messages(run_demo(demos, recording, rng, env))
+        answers = [message["content"] for message in turns[1::2]]
+        if answers != recording.answers:
             raise ValueError(
-                "warm_start.demos: of a tag that shows pictures, a demonstration's answers must be those that it gave "
-                f"env.step since its last reset: it tells {[each['content'] for each in turns[1::2]]}, and gave "
-                f"{watched.answers}"
+                "warm_start.demos: for an env with images, the returned answers must equal the actions passed to env.step "
+                f"since the last reset: returned {answers}, passed {recording.answers}"
             )
-        again = _ReplayedEpisode(watched, chat, env.max_tokens_per_step)
+        replayed = _ReplayedEpisode(recording, chat, env.max_tokens_per_step)
         try:
-            trajectory = asyncio.run(play(plan, again, traits, again.answer, chat))
+            trajectory = asyncio.run(play(plan, replayed, traits, replayed.answer, chat))
         except RolloutError as error:
-            raise ValueError(f"warm start: a demonstration can't be shown to the policy: {error}") from error
-        return _demonstrations(trajectory)
+            raise ValueError(f"warm start: a demonstration can't be rendered for the policy: {error}") from error
+        return _to_demonstrations(trajectory)
 
     return demonstrate
 
 
-def _demonstrations(trajectory: Trajectory) -> list[Demonstration]:
-    """Raises ValueError where there was no room for an answer."""
+def _to_demonstrations(trajectory: Trajectory) -> list[Demonstration]:
+    """Convert a trajectory. Raises ValueError if there was no room for an answer."""
     answered = [segment for segment in trajectory.segments if segment.loss_mask.any()]
     if not answered:
-        raise no_room(len(trajectory.segments[0].tokens))
+        raise prompt_too_long(len(trajectory.segments[0].tokens))
     return [
         Demonstration(
             torch.from_numpy(segment.tokens.astype(np.int64)),
@@ -82,34 +82,33 @@ def _demonstrations(trajectory: Trajectory) -> list[Demonstration]:
 
 
 class _RecordedStep(NamedTuple):
-    """What the env said to an answer, or at first, and looked like then; an episode that is over shows nothing."""
+    """Result of a reset or a step, with the frame after it (empty once the episode has ended)."""
 
     result: StepResult
     png: bytes
 
 
 class _RecordingEnv:
-    """An env that keeps what it was told, said and looked like since its last reset; all else of it is its own."""
+    """Env wrapper that records actions, results and frames since the last reset."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self._env = env
         self.answers: list[str] = []
-        self.seen: list[_RecordedStep] = []
+        self.steps: list[_RecordedStep] = []
 
-    def reset(self, **how: Any) -> tuple[Any, dict[str, Any]]:
-        """As the env's; forgets the episode before."""
-        observation, info = self._env.reset(**how)
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Reset the env and drop the recorded episode."""
+        observation, info = self._env.reset(**kwargs)
         self.answers = []
-        self.seen = [_RecordedStep(StepResult(observation, 0.0, False, False, {}), do_picture(self._env))]
+        self.steps = [_RecordedStep(StepResult(observation, 0.0, False, False, {}), do_picture(self._env))]
         return observation, info
 
     def step(self, action: str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """As the env's."""
         observation, reward, terminated, truncated, info = self._env.step(action)
         self.answers.append(action)
         over = bool(terminated or truncated)
         result = StepResult(observation, float(reward), bool(terminated), bool(truncated), {})
-        self.seen.append(_RecordedStep(result, b"" if over else do_picture(self._env)))
+        self.steps.append(_RecordedStep(result, b"" if over else do_picture(self._env)))
         return observation, reward, terminated, truncated, info
 
     def __getattr__(self, name: str) -> Any:
@@ -117,39 +116,42 @@ class _RecordingEnv:
 
 
 class _ReplayedEpisode:
-    """A watched episode once more: its env, which says what it said, and who answers it."""
+    """Env and sampler that reproduce a recorded episode."""
 
-    def __init__(self, watched: _RecordingEnv, chat: ChatFormat, max_tokens: int) -> None:
-        self._answers = watched.answers
-        self._seen = watched.seen
+    def __init__(self, recording: _RecordingEnv, chat: ChatFormat, max_tokens: int) -> None:
+        self._answers = recording.answers
+        self._steps = recording.steps
         self._chat = chat
         self._max_tokens = max_tokens
-        self._at = 0
+        self._index = 0
 
     async def reset(self, seed: int) -> str:
         del seed
-        return self._seen[0].result.observation
+        return self._steps[0].result.observation
 
     async def step(self, action: str) -> StepResult:
-        """See `PlayableEnv`; the episode is over where the demonstration is."""
+        """Return the recorded result; the episode is truncated after the last answer."""
         del action
-        self._at += 1
-        result = self._seen[self._at].result
-        return result._replace(truncated=result.truncated or self._at == len(self._answers))
+        self._index += 1
+        result = self._steps[self._index].result
+        return result._replace(truncated=result.truncated or self._index == len(self._answers))
 
     async def picture(self) -> bytes:
-        return self._seen[self._at].png
+        return self._steps[self._index].png
 
-    async def answer(self, _: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
-        """See `Sample`. Raises ValueError where the policy could not give the demonstrated answer."""
-        said = self._answers[self._at]
-        words = self._chat.encode(said)
-        if (read := self._chat.answer(words)).split() != said.split():
-            raise ValueError(f"warm start: the answer {said!r} is {read!r} in the policy's tokens")
-        if len(words) > self._max_tokens:
+    async def answer(self, _: tuple[int, ...], room: int, __: tuple[Picture, ...] = ()) -> Completion:
+        """Return the demonstrated answer as a completion of at most `room` tokens.
+
+        Raises:
+            ValueError: the policy can't sample the answer.
+        """
+        text = self._answers[self._index]
+        tokens = self._chat.encode(text)
+        if (decoded := self._chat.answer(tokens)).split() != text.split():
+            raise ValueError(f"warm start: the answer {text!r} is {decoded!r} in the policy's tokens")
+        if len(tokens) > self._max_tokens:
             raise ValueError(
-                f"warm start: the answer {said!r} takes {len(words)} tokens, and max_tokens_per_step allows "
-                f"{self._max_tokens}"
+                f"warm start: the answer {text!r} takes {len(tokens)} tokens; max_tokens_per_step is {self._max_tokens}"
             )
-        ids = (*words, self._chat.end_id)[:most]
+        ids = (*tokens, self._chat.end_id)[:room]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))

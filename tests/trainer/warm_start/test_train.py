@@ -1,4 +1,4 @@
-"""The warm start: demonstrations are what a rollout would have recorded, and the policy learns them."""
+"""Warm start: demonstrations equal what a rollout would have recorded, and the policy learns them."""
 
 from pathlib import Path
 
@@ -10,16 +10,16 @@ from offbeat.envs.frozen_lake import WORDS
 from offbeat.services.chat.append_only import ChatFormat, load_chat_format
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, WarmStartConfig
-from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (
     Message,
-    demonstrator,
-    find_demos,
+    load_demos,
+    make_conversation_sampler,
     pack_demonstrations,
     tokenize,
-    told_episodes,
 )
+from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import warm_start
 from tests.trainer.plain_engine import PlainEngine
 
@@ -48,44 +48,44 @@ def engine(folder: Path) -> PlainEngine:
 def run(
     engine: PlainEngine, chat: ChatFormat, *, seed: int = 1, max_tokens: int = 512, config: WarmStartConfig = WARM
 ) -> float:
-    demonstrate = demonstrator(config, ENV, chat, max_tokens=max_tokens)
+    demonstrate = make_demonstrator(config, ENV, chat, max_tokens=max_tokens)
     loss = warm_start(engine, config, demonstrate, seed=seed, progress=lambda *_: None)
     assert loss is not None
     return loss
 
 
 def conversations(env: CustomEnv, count: int = 1) -> list[list[Message]]:
-    play, rng = told_episodes(find_demos(WARM), env), np.random.default_rng(0)
-    return [messages for _ in range(count) for messages in play(rng)]
+    sample, rng = make_conversation_sampler(load_demos(WARM), env), np.random.default_rng(0)
+    return [messages for _ in range(count) for messages in sample(rng)]
 
 
-def test_a_demonstration_is_tokenised_as_the_template_renders_it(folder: Path, chat: ChatFormat) -> None:
+def test_demonstrations_are_tokenized_as_the_chat_template_renders_them(folder: Path, chat: ChatFormat) -> None:
     from transformers import AutoTokenizer
 
     (messages,) = conversations(ENV)
     demo = tokenize(chat, messages)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    whole = tokenizer.apply_chat_template(messages, return_dict=False)
-    assert demo.tokens.tolist() == whole[: len(demo.tokens)]
-    assert tokenizer.decode(whole[len(demo.tokens) :]).strip() == ""
+    rendered = tokenizer.apply_chat_template(messages, return_dict=False)
+    assert demo.tokens.tolist() == rendered[: len(demo.tokens)]
+    assert tokenizer.decode(rendered[len(demo.tokens) :]).strip() == ""
     first = tokenizer.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
     assert demo.learned.tolist() == list(range(len(first), len(demo.tokens)))
 
 
-def test_the_loss_covers_everything_behind_the_first_prompt(chat: ChatFormat) -> None:
-    told = conversations(ENV, 3)
-    demos = [tokenize(chat, messages) for messages in told]
+def test_the_loss_covers_everything_after_the_first_prompt(chat: ChatFormat) -> None:
+    episodes = conversations(ENV, 3)
+    demos = [tokenize(chat, messages) for messages in episodes]
     x = pack_demonstrations(demos)
     start = 0
     expected: list[int] = []
-    for demo, (system, first, *_) in zip(demos, told, strict=True):
+    for demo, (system, first, *_) in zip(demos, episodes, strict=True):
         prompt = chat.first_prompt(system["content"], first["content"])
         expected += range(start + len(prompt), start + len(demo.tokens))
         start += len(demo.tokens)
     assert x.positions.tolist() == expected
 
 
-def test_a_demonstration_keeps_to_the_tags_turns_and_words() -> None:
+def test_demonstrations_use_the_tags_turn_limit_and_templates() -> None:
     env = ENV.model_copy(
         update={"max_steps": 2, "agent_system_template": "Avoid O", "agent_template": "G {observation}"}
     )
@@ -95,9 +95,9 @@ def test_a_demonstration_keeps_to_the_tags_turns_and_words() -> None:
     assert sum(message["role"] == "assistant" for message in messages) <= 2
 
 
-def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None:
-    (whole,) = conversations(ENV)
-    seen, said = [m["content"] for m in whole[1::2]], [m["content"] for m in whole[2::2]]
+def test_step_wise_demonstrations_render_turns_as_a_rollout_does() -> None:
+    (episode,) = conversations(ENV)
+    observations, answers = [m["content"] for m in episode[1::2]], [m["content"] for m in episode[2::2]]
     stepwise = ENV.model_copy(
         update={
             "env_manager_cls": "StepEnvManager",
@@ -106,20 +106,20 @@ def test_a_step_wise_tag_is_shown_each_turn_as_a_rollout_would_tell_it() -> None
         }
     )
     steps = conversations(stepwise)
-    assert len(steps) == len(seen) > 1
+    assert len(steps) == len(observations) > 1
     for i, (head, user, answer) in enumerate(steps):
-        told = f"{seen[i - 1]}\n{said[i - 1]}" if i else ""
-        assert head == whole[0]
-        assert user == {"role": "user", "content": f"{told}|{i + 1}|{4 - i}|{seen[i]}"}
-        assert answer == {"role": "assistant", "content": said[i]}
+        history = f"{observations[i - 1]}\n{answers[i - 1]}" if i else ""
+        assert head == episode[0]
+        assert user == {"role": "user", "content": f"{history}|{i + 1}|{4 - i}|{observations[i]}"}
+        assert answer == {"role": "assistant", "content": answers[i]}
 
 
-def test_a_tag_that_shows_all_that_was_said_as_one_observation_is_shown_it_so() -> None:
-    (whole,) = conversations(ENV)
+def test_concat_demonstrations_render_the_history_as_one_observation() -> None:
+    (episode,) = conversations(ENV)
     concat = ENV.model_copy(update={"env_manager_cls": "StepConcatEnvManager"})
     steps = conversations(concat)
     assert [messages[1]["content"] for messages in steps] == [
-        "\n".join(m["content"] for m in whole[1 : 2 + 2 * i]) for i in range(len(steps))
+        "\n".join(m["content"] for m in episode[1 : 2 + 2 * i]) for i in range(len(steps))
     ]
 
 
@@ -131,16 +131,16 @@ def test_the_policy_learns_the_demonstrations(folder: Path, chat: ChatFormat) ->
     assert learner.resets == 2
 
 
-def test_the_seed_alone_fixes_the_weights(folder: Path, chat: ChatFormat) -> None:
-    found = [engine(folder), engine(folder), engine(folder)]
-    for each, seed in zip(found, (1, 1, 2), strict=True):
-        run(each, chat, seed=seed)
-    one, same, other = (each.module.state_dict()["model.model.norm.weight"] for each in found)
+def test_the_seed_alone_determines_the_weights(folder: Path, chat: ChatFormat) -> None:
+    engines = [engine(folder), engine(folder), engine(folder)]
+    for learner, seed in zip(engines, (1, 1, 2), strict=True):
+        run(learner, chat, seed=seed)
+    one, same, other = (learner.module.state_dict()["model.model.norm.weight"] for learner in engines)
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
 
-def test_a_demonstration_longer_than_a_trajectory_may_be_is_cut(folder: Path, chat: ChatFormat) -> None:
+def test_long_demonstrations_are_truncated(folder: Path, chat: ChatFormat) -> None:
     learner = engine(folder)
     run(learner, chat, max_tokens=60)
     assert max(int(x.packing.max_len) for batch in learner.seen for x in batch) == 60
@@ -148,12 +148,12 @@ def test_a_demonstration_longer_than_a_trajectory_may_be_is_cut(folder: Path, ch
         run(learner, chat, max_tokens=10)
 
 
-def test_a_stop_ends_it_between_two_steps(folder: Path, chat: ChatFormat) -> None:
+def test_warm_start_stops_between_steps(folder: Path, chat: ChatFormat) -> None:
     learner = engine(folder)
     result = warm_start(
         learner,
         WARM,
-        demonstrator(WARM, ENV, chat, max_tokens=512),
+        make_demonstrator(WARM, ENV, chat, max_tokens=512),
         seed=1,
         progress=lambda *_: None,
         stopped=lambda: len(learner.rates) == 2,
@@ -163,11 +163,11 @@ def test_a_stop_ends_it_between_two_steps(folder: Path, chat: ChatFormat) -> Non
 
 
 @pytest.mark.parametrize("roles", [["system", "user"], ["user", "user", "assistant"], ["assistant", "user"]])
-def test_roles_out_of_order_are_refused(chat: ChatFormat, roles: list[str]) -> None:
-    with pytest.raises(ValueError, match="in turn"):
+def test_roles_that_do_not_alternate_are_rejected(chat: ChatFormat, roles: list[str]) -> None:
+    with pytest.raises(ValueError, match="must alternate"):
         tokenize(chat, [{"role": role, "content": "G"} for role in roles])
 
 
-def test_demos_that_do_not_exist_are_refused() -> None:
+def test_missing_demos_function_is_rejected() -> None:
     with pytest.raises(ValueError, match="has no attribute 'nothing'"):
-        find_demos(WARM.model_copy(update={"demos": "offbeat.envs.frozen_lake.demos:nothing"}))
+        load_demos(WARM.model_copy(update={"demos": "offbeat.envs.frozen_lake.demos:nothing"}))

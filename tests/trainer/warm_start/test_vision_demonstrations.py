@@ -1,4 +1,4 @@
-"""Demonstrations of a tag that shows pictures: what a rollout of the same answers would record, and what is refused."""
+"""Demonstrations with images equal what a rollout with the same answers records."""
 
 import asyncio
 from collections.abc import Callable
@@ -31,16 +31,16 @@ from offbeat.trainer.config.learner import (
     TinyVisionConfig,
     WarmStartConfig,
 )
-from offbeat.trainer.models.policy import load_policy
+from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (
     Demonstration,
     Message,
-    demonstrator,
     pack_demonstrations,
 )
+from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import warm_start
-from offbeat.trainer.warm_start.vision_demonstrations import shown_demonstrator
+from offbeat.trainer.warm_start.vision_demonstrations import make_vision_demonstrator
 from tests.fakes_rollout import train_episode
 from tests.trainer.plain_engine import PlainEngine
 
@@ -58,7 +58,7 @@ WARM = WarmStartConfig(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("seeing")
+    path = tmp_path_factory.mktemp("vision")
     write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1, vision=TinyVisionConfig(depth=1)), WORDS)
     return path
 
@@ -68,16 +68,16 @@ def chat(folder: Path) -> ChatFormat:
     return load_chat_format(folder)
 
 
-def changed(**changes: object) -> CustomEnv:
+def make_env(**changes: object) -> CustomEnv:
     return ENV.model_copy(update=changes)
 
 
-def rolled_out(chat: ChatFormat, env: CustomEnv, seed: int, answers: list[str], length: int) -> Trajectory:
-    """What the rollout records of an episode in which the policy gives these answers."""
-    left = iter(answers)
+def roll_out(chat: ChatFormat, env: CustomEnv, seed: int, answers: list[str], length: int) -> Trajectory:
+    """Run an episode in which the policy gives these answers."""
+    remaining = iter(answers)
 
-    async def sample(_: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
-        ids = (*chat.encode(next(left)), chat.end_id)[:most]
+    async def sample(_: tuple[int, ...], room: int, __: tuple[Picture, ...] = ()) -> Completion:
+        ids = (*chat.encode(next(remaining)), chat.end_id)[:room]
         return Completion("r", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
     async def episode() -> Trajectory:
@@ -89,32 +89,32 @@ def rolled_out(chat: ChatFormat, env: CustomEnv, seed: int, answers: list[str], 
     return asyncio.run(episode())
 
 
-def same_walk(seed: int, env: CustomEnv) -> tuple[int, list[str], FrozenLakeEnv]:
-    """The env's seed and the answers of the demonstration that `default_rng(seed)` makes."""
-    player = FrozenLakeEnv(FrozenLakeConfig.model_validate(env.env_config))
-    messages = careful_wandering(player, np.random.default_rng(seed), max_turns=env.max_steps)
+def demonstrated_walk(seed: int, env: CustomEnv) -> tuple[int, list[str], FrozenLakeEnv]:
+    """Return the env's seed, the answers and the env of the demonstration from `default_rng(seed)`."""
+    env_instance = FrozenLakeEnv(FrozenLakeConfig.model_validate(env.env_config))
+    messages = careful_wandering(env_instance, np.random.default_rng(seed), max_turns=env.max_steps)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    return int(np.random.default_rng(seed).integers(2**31)), answers, player
+    return int(np.random.default_rng(seed).integers(2**31)), answers, env_instance
 
 
 @pytest.mark.parametrize(
     "env",
     [
         ENV,
-        changed(agent_template="{image}"),
-        changed(agent_template="{image} or {image} {observation}", agent_system_template="Walk to G ."),
-        changed(env_manager_cls="StepEnvManager", history_length=2, agent_template="{history} {image}"),
-        changed(env_manager_cls="StepConcatEnvManager", agent_template="{observation} {image}"),
-        changed(max_tokens_per_step=1),
+        make_env(agent_template="{image}"),
+        make_env(agent_template="{image} or {image} {observation}", agent_system_template="Walk to G ."),
+        make_env(env_manager_cls="StepEnvManager", history_length=2, agent_template="{history} {image}"),
+        make_env(env_manager_cls="StepConcatEnvManager", agent_template="{observation} {image}"),
+        make_env(max_tokens_per_step=1),
     ],
 )
-def test_a_demonstration_is_what_a_rollout_of_the_same_answers_records(chat: ChatFormat, env: CustomEnv) -> None:
-    demonstrate = demonstrator(WARM, env, chat, max_tokens=512)
+def test_demonstrations_equal_a_rollout_with_the_same_answers(chat: ChatFormat, env: CustomEnv) -> None:
+    demonstrate = make_demonstrator(WARM, env, chat, max_tokens=512)
     num_pictures = 0
     for seed in range(4):
-        env_seed, answers, _ = same_walk(seed, env)
+        env_seed, answers, _ = demonstrated_walk(seed, env)
         demos = demonstrate(np.random.default_rng(seed))
-        segments = rolled_out(chat, env, env_seed, answers, 512).segments
+        segments = roll_out(chat, env, env_seed, answers, 512).segments
         assert len(demos) == len(segments)
         for demo, segment in zip(demos, segments, strict=True):
             assert demo.tokens.tolist() == segment.tokens.tolist()
@@ -124,9 +124,9 @@ def test_a_demonstration_is_what_a_rollout_of_the_same_answers_records(chat: Cha
     assert num_pictures >= 8
 
 
-def test_each_picture_shows_the_lake_as_it_was_when_its_answer_was_given(chat: ChatFormat) -> None:
-    (demo,) = demonstrator(WARM, ENV, chat, max_tokens=512)(np.random.default_rng(3))
-    seed, answers, _ = same_walk(3, ENV)
+def test_each_image_is_the_frame_before_its_answer(chat: ChatFormat) -> None:
+    (demo,) = make_demonstrator(WARM, ENV, chat, max_tokens=512)(np.random.default_rng(3))
+    seed, answers, _ = demonstrated_walk(3, ENV)
     env = FrozenLakeEnv(FrozenLakeConfig(size=3, p=0.8, render_mode="rgb_array"))
     env.reset(seed=seed)
     assert len(demo.pictures) == len(answers) > 1
@@ -137,9 +137,9 @@ def test_each_picture_shows_the_lake_as_it_was_when_its_answer_was_given(chat: C
         env.step(answer)
 
 
-def test_packed_demonstrations_keep_their_pictures_on_their_own_tokens(chat: ChatFormat) -> None:
-    demonstrate, rng = demonstrator(WARM, ENV, chat, max_tokens=512), np.random.default_rng(0)
-    demos = [each for _ in range(3) for each in demonstrate(rng)]
+def test_packing_keeps_images_on_their_own_tokens(chat: ChatFormat) -> None:
+    demonstrate, rng = make_demonstrator(WARM, ENV, chat, max_tokens=512), np.random.default_rng(0)
+    demos = [demo for _ in range(3) for demo in demonstrate(rng)]
     x = pack_demonstrations(demos)
     pad = chat.sight.reader.image_token_id
     covered = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures])
@@ -149,7 +149,7 @@ def test_packed_demonstrations_keep_their_pictures_on_their_own_tokens(chat: Cha
 
 
 class Lamp(gymnasium.Env[str, str]):
-    """White where the answer is Up, black where it is Down."""
+    """Env that is white if the answer is Up and black if it is Down."""
 
     def __init__(self) -> None:
         self.render_mode = "rgb_array"
@@ -167,17 +167,17 @@ class Lamp(gymnasium.Env[str, str]):
         return np.full((32, 32, 3), 255 * self.lit, dtype=np.uint8)
 
 
-def say_what_is_seen(env: Lamp, rng: np.random.Generator) -> list[Message]:
+def answer_the_frame(env: Lamp, rng: np.random.Generator) -> list[Message]:
     env.reset(seed=int(rng.integers(2**31)))
     answer = ("Down", "Up")[env.lit]
     env.step(answer)
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
 
 
-def test_the_policy_learns_to_say_what_it_sees(folder: Path, chat: ChatFormat) -> None:
-    env = changed(env_type=f"{__name__}:Lamp", env_config={}, agent_template="{image}")
+def test_the_policy_learns_to_read_images(folder: Path, chat: ChatFormat) -> None:
+    env = make_env(env_type=f"{__name__}:Lamp", env_config={}, agent_template="{image}")
     learner = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
-    demonstrate = shown_demonstrator(say_what_is_seen, env, chat, max_tokens=64)
+    demonstrate = make_vision_demonstrator(answer_the_frame, env, chat, max_tokens=64)
 
     def loss_after(steps: int) -> float:
         config = WARM.model_copy(update={"steps": steps, "episodes_per_step": 8, "learning_rate": 1e-3})
@@ -186,23 +186,23 @@ def test_the_policy_learns_to_say_what_it_sees(folder: Path, chat: ChatFormat) -
         return loss
 
     assert loss_after(1) > 2.0
-    assert loss_after(60) < 0.05  # a policy that does not see is at ln(2) / 2 at best
+    assert loss_after(60) < 0.05  # a policy without image input reaches ln(2) / 2 at best
 
 
 @pytest.mark.parametrize("manager", ["TrajEnvManager", "StepEnvManager"])
-def test_a_demonstration_longer_than_a_trajectory_may_be_is_cut_as_a_rollout_is(chat: ChatFormat, manager: str) -> None:
-    env = changed(env_manager_cls=manager, agent_template="{image}")
-    env_seed, answers, _ = same_walk(3, env)
+def test_long_demonstrations_are_truncated_as_a_rollout_is(chat: ChatFormat, manager: str) -> None:
+    env = make_env(env_manager_cls=manager, agent_template="{image}")
+    env_seed, answers, _ = demonstrated_walk(3, env)
     for length in (28, 40, 47, 48, 49):
-        demos = demonstrator(WARM, env, chat, max_tokens=length)(np.random.default_rng(3))
-        segments = rolled_out(chat, env, env_seed, answers, length).segments
+        demos = make_demonstrator(WARM, env, chat, max_tokens=length)(np.random.default_rng(3))
+        segments = roll_out(chat, env, env_seed, answers, length).segments
         assert [demo.tokens.tolist() for demo in demos] == [segment.tokens.tolist() for segment in segments]
         assert max(len(demo.tokens) for demo in demos) <= length
     with pytest.raises(ValueError, match="first prompt alone takes 27 tokens"):
-        demonstrator(WARM, env, chat, max_tokens=20)(np.random.default_rng(3))
+        make_demonstrator(WARM, env, chat, max_tokens=20)(np.random.default_rng(3))
 
 
-def walking(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ...]) -> list[Message]:
+def walk(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ...]) -> list[Message]:
     env.reset(seed=int(rng.integers(2**31)))
     messages: list[Message] = []
     for answer in answers:
@@ -211,45 +211,47 @@ def walking(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ..
     return messages
 
 
-def shown(chat: ChatFormat, play: Callable[..., list[Message]], env: CustomEnv = ENV) -> list[Demonstration]:
-    return shown_demonstrator(play, env, chat, max_tokens=512)(np.random.default_rng(0))
+def demonstrate_once(
+    chat: ChatFormat, demos: Callable[..., list[Message]], env: CustomEnv = ENV
+) -> list[Demonstration]:
+    return make_vision_demonstrator(demos, env, chat, max_tokens=512)(np.random.default_rng(0))
 
 
-def test_a_demonstration_may_end_early_and_begin_anew(chat: ChatFormat) -> None:
+def test_only_the_steps_after_the_last_reset_count(chat: ChatFormat) -> None:
     def twice(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
-        walking(env, rng, ("Up", "Up", "Up"))
-        return walking(env, rng, ("Up", "Left"))
+        walk(env, rng, ("Up", "Up", "Up"))
+        return walk(env, rng, ("Up", "Left"))
 
-    (demo,) = shown(chat, twice)
+    (demo,) = demonstrate_once(chat, twice)
     assert len(demo.pictures) == 2
     assert chat.answer(tuple(demo.tokens[demo.learned].tolist())) == "Up Left"
 
 
-def test_answers_that_the_env_was_not_given_are_refused(chat: ChatFormat) -> None:
-    def making_up(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
-        walking(env, rng, ("Up", "Left"))
+def test_answers_that_were_not_passed_to_the_env_are_rejected(chat: ChatFormat) -> None:
+    def invent_answer(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
+        walk(env, rng, ("Up", "Left"))
         return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Down"}]
 
-    with pytest.raises(ValueError, match=r"gave env\.step since its last reset: it tells \['Down'\]"):
-        shown(chat, making_up)
+    with pytest.raises(ValueError, match=r"passed to env\.step since the last reset: returned \['Down'\]"):
+        demonstrate_once(chat, invent_answer)
 
 
 @pytest.mark.parametrize(
     ("answers", "says"), [(("jump",), "'jump' is '' in the policy's"), (("Up Up Left",), "takes 3 tokens")]
 )
-def test_answers_that_the_policy_could_not_give_are_refused(
+def test_answers_that_the_policy_can_not_sample_are_rejected(
     chat: ChatFormat, answers: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        shown(chat, lambda env, rng: walking(env, rng, answers))
+        demonstrate_once(chat, lambda env, rng: walk(env, rng, answers))
 
 
-def test_an_env_that_draws_nothing_is_refused(chat: ChatFormat) -> None:
+def test_env_without_frames_is_rejected(chat: ChatFormat) -> None:
     with pytest.raises(ValueError, match="render_mode rgb_array"):
-        shown(chat, careful_wandering, changed(env_config={"size": 3}))
+        demonstrate_once(chat, careful_wandering, make_env(env_config={"size": 3}))
 
 
-def test_a_policy_that_reads_no_pictures_is_refused(tmp_path: Path) -> None:
+def test_policy_without_image_input_is_rejected(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
     with pytest.raises(ValueError, match="writes no pictures"):
-        shown(load_chat_format(tmp_path), careful_wandering)
+        demonstrate_once(load_chat_format(tmp_path), careful_wandering)

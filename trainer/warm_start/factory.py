@@ -1,0 +1,19 @@
+"""The demonstrator of a run, for text or with images."""
+
+from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.rollout.config import CustomEnv
+from offbeat.trainer.config.learner import WarmStartConfig
+from offbeat.trainer.warm_start.demonstrations import Demonstrate, load_demos, make_text_demonstrator
+from offbeat.trainer.warm_start.vision_demonstrations import make_vision_demonstrator
+
+
+def make_demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
+    """Build the function that runs demonstrated episodes of a tag by `config.demos`.
+
+    max_tokens: limit of a demonstration's length. A longer text demonstration is truncated.
+
+    Raises:
+        ValueError: the function or the env does not exist, or the policy has no image input for an env with images.
+    """
+    make = make_vision_demonstrator if env.shows_pictures else make_text_demonstrator
+    return make(load_demos(config), env, chat, max_tokens=max_tokens)
