@@ -3,15 +3,12 @@
 Invariant: preparing again changes nothing, so the command line and each control replica do it.
 """
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from redis import Redis
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.envs import registry
+from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.api import BufferLimits
 from offbeat.services.control.run import RunSpec
@@ -20,10 +17,6 @@ from offbeat.services.rollout.config import WorkerSettings
 
 POLICY = "policy"
 LOGS = "logs"
-
-
-class NoWordsError(Exception):
-    """The tiny policy can't know an env's words."""
 
 
 def run_spec(config: RunConfig) -> RunSpec:
@@ -91,41 +84,15 @@ def prepare_folder(config: RunConfig) -> None:
     """Make the run's folder, and in it the tiny policy's files where it is to be trained.
 
     Raises:
-        NoWordsError: `pretrain: tiny`, and an env does not say which words it uses.
+        MissingWordsError: with `pretrain: tiny`, an env does not declare its words.
     """
     (config.output_dir / LOGS).mkdir(parents=True, exist_ok=True)
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import write_tiny_policy
 
-        write_tiny_policy(model_folder(config), config.tiny, words_of(config))
+        write_tiny_policy(model_folder(config), config.tiny, collect_words(config))
 
 
 def prepare_buffer(redis: Redis, config: RunConfig) -> None:
     """Write the run's limits and make its stream. Raises `BufferError` where an earlier run had another shape."""
     configure_buffer(redis, config.exp_name, buffer_limits(config))
-
-
-def words_of(config: RunConfig) -> tuple[str, ...]:
-    """Every word that the envs' prompts, observations and answers hold, each once, in a stable order.
-
-    Raises:
-        NoWordsError: an env does not say.
-    """
-    return tuple(dict.fromkeys(_words(config)))
-
-
-def _words(config: RunConfig) -> Iterator[str]:
-    for tag, env in config.custom_envs.items():
-        factory = registry.find(env.env_type)
-        module = sys.modules[factory.__module__]
-        words = getattr(factory, "words", None) or getattr(module, "WORDS", None)
-        if words is None:
-            raise NoWordsError(
-                f"{env.env_type} does not say which words it uses, which the tiny policy's tokenizer must know: give its "
-                "class an attribute `words`, or set pretrain to a Hugging Face folder"
-            )
-        yield from cast(tuple[str, ...], words)
-        for template in (env.agent_system_template or "", env.agent_template):
-            yield from (word for word in template.split() if "{" not in word)
-        if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
-            yield from (str(number) for number in range(config.custom_envs[tag].max_steps + 1))

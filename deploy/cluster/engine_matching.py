@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_setup import words_of
+from offbeat.deploy.config.vocabulary import collect_words
 from offbeat.services.generation.config import GenerationConfig, app_name
 from offbeat.services.generation.tenancy import EngineOffer, read_architecture
 from offbeat.services.generation.vllm.engine import BACKENDS
@@ -82,7 +82,7 @@ def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
     from offbeat.trainer.models.tiny import write_tiny_policy
 
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_policy(Path(folder), config.tiny, words_of(config))
+        write_tiny_policy(Path(folder), config.tiny, collect_words(config))
         return read_architecture(Path(folder))
 
 

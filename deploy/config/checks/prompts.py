@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.run_setup import NoWordsError, words_of
+from offbeat.deploy.config.vocabulary import MissingWordsError, collect_words
 from offbeat.envs import registry
 from offbeat.envs.prompts import IMAGE, fill_template
 from offbeat.services.chat.messages import ChatMessage
@@ -44,7 +44,7 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
     """A chat template that can't be used, tags whose env can't be reset, and first prompts that leave no room."""
     try:
         count_tokens = _count_tokens(config)
-    except (NoWordsError, BrokenTokenizerError, RolloutError) as error:
+    except (MissingWordsError, BrokenTokenizerError, RolloutError) as error:
         return [ConfigIssue("pretrain", str(error))]
     issues = [*_check_template(config), *_check_parser(config)]
     for tag, env in config.custom_envs.items():
@@ -136,7 +136,7 @@ def _count_tokens(config: RunConfig) -> CountTokens:
     if config.pretrain == "tiny":
         from offbeat.trainer.models.tiny import build_tokenizer
 
-        tokenizer = build_tokenizer(words_of(config))
+        tokenizer = build_tokenizer(collect_words(config))
 
         def count_tiny(texts: FirstTexts, _: CustomEnv) -> int:
             if texts.functions:

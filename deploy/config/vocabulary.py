@@ -1,0 +1,38 @@
+"""Vocabulary of the tiny policy: the words that a run's envs declare."""
+
+import sys
+from collections.abc import Iterator
+from typing import cast
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.envs import registry
+
+
+class MissingWordsError(Exception):
+    """An env does not declare its words, which the tiny policy's tokenizer needs."""
+
+
+def collect_words(config: RunConfig) -> tuple[str, ...]:
+    """Return the distinct words of the envs' prompts, observations and answers, in a stable order.
+
+    Raises:
+        MissingWordsError: an env does not declare its words.
+    """
+    return tuple(dict.fromkeys(_words(config)))
+
+
+def _words(config: RunConfig) -> Iterator[str]:
+    for env in config.custom_envs.values():
+        factory = registry.find(env.env_type)
+        module = sys.modules[factory.__module__]
+        words = getattr(factory, "words", None) or getattr(module, "WORDS", None)
+        if words is None:
+            raise MissingWordsError(
+                f"{env.env_type} does not declare its words, which the tiny policy's tokenizer needs: add an attribute "
+                "`words` to its class, or set pretrain to a Hugging Face folder"
+            )
+        yield from cast(tuple[str, ...], words)
+        for template in (env.agent_system_template or "", env.agent_template):
+            yield from (word for word in template.split() if "{" not in word)
+        if "{step}" in env.agent_template or "{actions_left}" in env.agent_template:
+            yield from (str(number) for number in range(env.max_steps + 1))
