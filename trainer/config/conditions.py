@@ -1,8 +1,8 @@
-"""Configuration keys that count only together with others: said on the field, refused by name where they would do nothing.
+"""Conditions on configuration keys, declared on the field: a key that would have no effect is rejected.
 
     dual_clip: Annotated[float | None, OnlyWith(pg_variant=("ppo",))] = Field(default=None, gt=1)
 
-A key that keeps its default is never refused, so a configuration that was written out in full can be read again.
+A key at its default is never rejected, so a fully resolved configuration can be loaded again.
 """
 
 from collections.abc import Mapping
@@ -13,44 +13,44 @@ from pydantic import ValidationInfo, field_validator
 from offbeat.envs.config import Config
 
 SET: tuple[object, ...] = ()
-"""`OnlyWith(key=SET)`: any value that switches `key` on."""
+"""Any truthy value, in `OnlyWith(key=SET)`."""
 
 
 class OnlyWith:
-    """What other keys of the same table must be; they stand before this one."""
+    """Required values of other keys of the same table. Those keys must be declared before this one."""
 
     def __init__(self, **needs: tuple[object, ...]) -> None:
         self.needs = needs
 
-    def complaint(self, data: Mapping[str, Any]) -> str:
-        """What keeps the key from having an effect, or nothing."""
+    def find_conflict(self, data: Mapping[str, Any]) -> str:
+        """Return why the key has no effect, or an empty string."""
         for key, accepted in self.needs.items():
             if key not in data or data[key] in accepted or (accepted is SET and data[key]):
                 continue
             if accepted is SET or accepted == (True,):
                 return f"has no effect without {key}: set {key}{'' if accepted is SET else '=true'}, or leave this out"
-            wanted = " or ".join(_shown(value) for value in accepted)
-            return f"has no effect with {key}={_shown(data[key])}: leave it out, or take {key}={wanted}"
+            required = " or ".join(_format(value) for value in accepted)
+            return f"has no effect with {key}={_format(data[key])}: leave it out, or take {key}={required}"
         return ""
 
 
 class NotWith:
-    """What another key of the same table must not be; `instead` says what would be right."""
+    """Values of another key of the same table that disable this one. instead: remedy for the error message."""
 
-    def __init__(self, instead: str, **refused: tuple[object, ...]) -> None:
+    def __init__(self, instead: str, **excluded: tuple[object, ...]) -> None:
         self.instead = instead
-        self.refused = refused
+        self.excluded = excluded
 
-    def complaint(self, data: Mapping[str, Any]) -> str:
-        """What keeps the key from having an effect, or nothing."""
-        for key, values in self.refused.items():
+    def find_conflict(self, data: Mapping[str, Any]) -> str:
+        """Return why the key has no effect, or an empty string."""
+        for key, values in self.excluded.items():
             if data.get(key) in values:
-                return f"has no effect with {key}={_shown(data[key])}: {self.instead}"
+                return f"has no effect with {key}={_format(data[key])}: {self.instead}"
         return ""
 
 
 class ConditionalConfig(Config):
-    """A table whose fields may say `OnlyWith` and `NotWith`."""
+    """A table whose fields may be annotated with `OnlyWith` and `NotWith`."""
 
     @field_validator("*")
     @classmethod
@@ -59,10 +59,10 @@ class ConditionalConfig(Config):
         if field is None or value == field.get_default(call_default_factory=True):
             return value
         for condition in field.metadata:
-            if isinstance(condition, OnlyWith | NotWith) and (complaint := condition.complaint(info.data)):
-                raise ValueError(complaint)
+            if isinstance(condition, OnlyWith | NotWith) and (conflict := condition.find_conflict(info.data)):
+                raise ValueError(conflict)
         return value
 
 
-def _shown(value: object) -> str:
+def _format(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,4 +1,4 @@
-"""What is done about tokens that other weights, or another engine, sampled."""
+"""Corrections for tokens sampled by older weights or by an engine with different numerics."""
 
 from typing import Literal
 
@@ -8,12 +8,14 @@ from offbeat.trainer.config.conditions import ConditionalConfig
 
 
 class ImportanceWeight(ConditionalConfig):
-    """What each token's loss is multiplied with: (pi_old / pi_behavior over a unit), within bounds, detached."""
+    """Weight of each token's loss: pi_old / pi_behavior over a unit, clamped and detached."""
 
     weight_type: Literal["token", "turn", "geometric", "sequence"] = "token"
-    """The unit: `turn` and `geometric` (a sequence) by the mean per token, `sequence` as a product."""
+    """Unit of the ratio. `turn` and `geometric` (a sequence): geometric mean over tokens; `sequence`: product."""
     lower_bound: float = Field(default=0.0, ge=0)
+    """Lower clamp of the weight."""
     upper_bound: float = Field(default=2.0, gt=0)
+    """Upper clamp of the weight."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "ImportanceWeight":
@@ -23,11 +25,12 @@ class ImportanceWeight(ConditionalConfig):
 
 
 class MismatchFilter(ConditionalConfig):
-    """Tokens, turns or sequences whose policy is too far from the one that sampled carry no policy gradient."""
+    """Mask for tokens, turns or sequences whose policy is too far from the behavior policy: they carry no policy
+    gradient."""
 
     agg_type: Literal["token", "turn", "geometric", "sequence"] = "token"
-    """The unit that is judged and dropped: `turn` and `geometric` (a sequence) by the mean per token, `sequence` by the
-    product (of ratios) or the sum (of the others)."""
+    """Unit that is measured and masked. `turn` and `geometric` (a sequence): mean per token; `sequence`: product of ratios,
+    or sum of the other measures."""
     ratio_low: float | None = Field(default=None, ge=0)
     ratio_high: float | None = Field(default=None, gt=0)
     """Bounds on pi / pi_behavior."""
@@ -38,22 +41,23 @@ class MismatchFilter(ConditionalConfig):
     """Bound on the larger of the two divergences between "this token" and "any other" (KPop), nats."""
 
     @model_validator(mode="after")
-    def _judges(self) -> "MismatchFilter":
+    def _has_bounds(self) -> "MismatchFilter":
         bounds = (self.ratio_low, self.ratio_high, self.diff_low, self.diff_high, self.binary_kl_high)
         if all(bound is None for bound in bounds):
-            raise ValueError("bounds nothing: give ratio_low, ratio_high, diff_low, diff_high or binary_kl_high")
+            raise ValueError("has no bounds: set ratio_low, ratio_high, diff_low, diff_high or binary_kl_high")
         if self.ratio_low is not None and self.ratio_high is not None and self.ratio_low >= self.ratio_high:
             raise ValueError(f"ratio_low {self.ratio_low} is not below ratio_high {self.ratio_high}")
         return self
 
 
 class TrainInferCorrection(ConditionalConfig):
-    """What is done about tokens that older weights, or an engine of other numerics, sampled."""
+    """Corrections for tokens sampled by older weights or by an engine with different numerics."""
 
     is_weight: ImportanceWeight | None = None
-    """Importance weights of the step's start against what sampled; needs `old_logprobs` recompute or loglinear."""
+    """Importance weights of the policy at the start of the step against the behavior policy; needs `old_logprobs: recompute`
+    or `loglinear`."""
     filters: tuple[MismatchFilter, ...] = ()
-    """Applied together: what one of them drops is dropped."""
+    """Masks; what any of them masks is masked."""
     m2_threshold: float | None = Field(default=None, gt=0)
-    """M2PO: the largest squared log-ratios go until their mean over the batch is at most this (0.04 in the paper); needs
-    `old_logprobs: recompute`."""
+    """Bound on the mean squared log-ratio of a batch; the tokens with the largest ones are masked until it holds (M2PO; 0.04
+    in the paper). Needs `old_logprobs: recompute`."""

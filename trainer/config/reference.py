@@ -1,7 +1,4 @@
-"""Models that are asked and never trained: how they lie on the learner's processes.
-
-Who teaches a policy that is distilled on-policy.
-"""
+"""Frozen models of the learner: the reference and the teachers of on-policy distillation."""
 
 from typing import Literal
 
@@ -9,45 +6,44 @@ from pydantic import Field, field_validator
 
 from offbeat.envs.config import Config
 
-ELSEWHERE = {
-    "megatron_infer": "no model is cut by tensors or pipeline stages",
+UNSUPPORTED = {
+    "megatron_infer": "there is no tensor or pipeline parallelism",
     "fsdp2_infer": "deepspeed_infer does the same",
     "vllm": "a frozen model's logprobs must come from the trainer's own numerics",
     "sglang": "a frozen model's logprobs must come from the trainer's own numerics",
 }
-"""Strategies of ROLL, and why there are none here."""
+"""Unsupported strategies of ROLL, with the reason."""
 
 
 class InferStrategyArgs(Config):
-    """ROLL's `strategy_args` of a model that is not trained."""
+    """Engine of a frozen model; ROLL's `strategy_args`."""
 
     strategy_name: Literal["hf_infer", "deepspeed_infer"] = "hf_infer"
-    """`hf_infer`: plain transformers; every process holds the model whole. `deepspeed_infer`: every process holds a share of
-    its weights (ZeRO-3) and layers are made whole one by one, which saves memory and costs communication. Either way each
-    process computes its share of a batch."""
+    """`hf_infer`: transformers, with a full copy of the model per process. `deepspeed_infer`: weights sharded over processes
+    (ZeRO-3) and gathered layer by layer, which saves memory and costs communication. Either way each process computes its
+    shard of a batch."""
 
     @field_validator("strategy_name", mode="before")
     @classmethod
-    def _is_built(cls, value: object) -> object:
-        """Raises ValueError with what does the same here."""
-        if isinstance(value, str) and value in ELSEWHERE:
-            raise ValueError(f"{value} is not built ({ELSEWHERE[value]}): take hf_infer or deepspeed_infer")
+    def _is_supported(cls, value: object) -> object:
+        if isinstance(value, str) and value in UNSUPPORTED:
+            raise ValueError(f"{value} is not supported ({UNSUPPORTED[value]}): take hf_infer or deepspeed_infer")
         return value
 
 
 class ReferenceConfig(Config):
-    """ROLL's `reference`: what KL penalties keep the policy close to."""
+    """Model that KL penalties keep the policy close to; ROLL's `reference`."""
 
     strategy_args: InferStrategyArgs = InferStrategyArgs()
 
 
 class TeacherConfig(Config):
-    """One of ROLL's `teacher`s: a model that is asked how likely it finds each token that the policy sampled."""
+    """Teacher of on-policy distillation, which scores the tokens that the policy sampled; one of ROLL's `teacher`."""
 
     pretrain: str = Field(min_length=1)
-    """A local Hugging Face folder with the policy's tokenizer."""
+    """Local Hugging Face folder. Its tokenizer must equal the policy's."""
     tag_included: tuple[str, ...] = ()
-    """Tags of `custom_envs` that it teaches; none means all."""
+    """Tags of `custom_envs` to teach; empty for all."""
     opd_kl_coef: float = Field(default=1.0, gt=0)
-    """What its KL counts."""
+    """Weight of the KL to this teacher."""
     strategy_args: InferStrategyArgs = InferStrategyArgs()

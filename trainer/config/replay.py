@@ -1,4 +1,4 @@
-"""Training on groups more than once, in the words of Reverb (arXiv:2102.04736)."""
+"""Keys of sample reuse, under the names of Reverb (arXiv:2102.04736)."""
 
 from typing import Annotated, Literal
 
@@ -11,21 +11,22 @@ PRIORITIZED = OnlyWith(sampler=("prioritized",))
 
 
 class ReplayConfig(ConditionalConfig):
-    """Groups that carried signal are kept by the learner, and some of them join later batches."""
+    """Sample reuse: the learner retains groups with signal and adds some of them to later batches."""
 
     samples_per_insert: float | None = Field(default=None, gt=1)
-    """How often a group is trained on, on average, its first time counted: with 2, half of a batch are old groups. None:
-    once."""
+    """Mean number of batches that a group is part of, including the first; with 2, half of each batch is replayed. None
+    disables replay."""
     max_times_sampled: Annotated[int, ON] = Field(default=4, ge=2)
-    """Batches that a group may be part of."""
+    """Maximum number of batches that a group is part of."""
     max_size: Annotated[int, ON] = Field(default=256, ge=1)
-    """Groups that are kept; the oldest go."""
+    """Capacity of the buffer, in groups; the oldest are evicted."""
     max_staleness: Annotated[float | None, ON] = Field(default=None, ge=0)
-    """Versions that a group may lag behind when it is trained on again; None takes the run's `max_staleness`, which bounds
-    what it lags at the first time."""
+    """Maximum lag of a replayed group, in policy versions; None is the run's `max_staleness`, which bounds the lag at its
+    first use."""
     sampler: Annotated[Literal["fifo", "lifo", "uniform", "prioritized"], ON] = "uniform"
-    """Which of those kept: the oldest, the newest, any, or those whose members' rewards differ most."""
+    """Order of sampling: oldest first, newest first, uniform, or by reward deviation within the group."""
     priority_exponent: Annotated[float, ON, PRIORITIZED] = Field(default=0.6, ge=0)
-    """A group's probability is in proportion to its reward deviation to this power (arXiv:1511.05952)."""
+    """Exponent of the reward deviation in a group's sampling probability (arXiv:1511.05952)."""
     importance_sampling_exponent: Annotated[float, ON, PRIORITIZED] = Field(default=0.4, ge=0, le=1)
-    """Weighs a group's policy loss by (1 / (N P))^this, over the batch's largest; 1 undoes the bias of prioritising."""
+    """Exponent beta of a group's loss weight (1 / (N P))^beta, relative to the batch's largest; 1 removes the bias of
+    prioritized sampling."""

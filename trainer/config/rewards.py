@@ -1,4 +1,4 @@
-"""How episode rewards are shaped and made comparable."""
+"""Keys of reward shaping and normalization."""
 
 from typing import Annotated, Literal
 
@@ -10,40 +10,40 @@ Over = Literal["batch", "group", "running"]
 
 
 class RewardNormalization(ConditionalConfig):
-    """How episode rewards become comparable before the estimator sees them."""
+    """Normalization of episode rewards before the estimator."""
 
     grouping: Literal["traj_group_id", "batch", "tags", "state"] = "traj_group_id"
-    """What a group is: siblings of one task and seed, the whole batch, a tag, or (`adv_estimator: step_reinforce`) the
-    sibling turns that answered the same observation."""
+    """Set of rewards to normalize within: episodes of the same task and seed, the batch, a tag, or (with `adv_estimator:
+    step_reinforce`) a group's turns with the same observation."""
     method: Literal["identity", "mean", "mean_std"] | None = None
-    """`mean` subtracts the grouping's mean; `mean_std` also divides by its standard deviation. None takes the estimator's
-    own: `mean_std` for `grpo` and `gigpo`, `mean` for `dr_grpo` and `reinforce_plus_plus_baseline`, `identity` for the
-    others. An episode's normalised reward stands on its last token; with `identity` each turn's stands on the turn's last
-    one."""
+    """`mean` subtracts the grouping's mean; `mean_std` also divides by its standard deviation. None is the
+    estimator's default: `mean_std` for `grpo` and `gigpo`, `mean` for `dr_grpo` and `reinforce_plus_plus_baseline`,
+    `identity` otherwise. A normalized reward is placed on the episode's last token; with `identity`, each turn's reward is
+    placed on the turn's last token."""
     norm_mean_type: Annotated[Over | None, OnlyWith(method=(None,))] = None
-    """Where the subtracted mean comes from, apart from the deviation: `group` is what `grouping` says, `batch` the step's
-    batch, `running` all rewards of the tag so far (checkpointed)."""
+    """Scope of the subtracted mean, independent of the deviation: `group` as in `grouping`, `batch` the step's batch,
+    `running` all rewards of the tag so far (checkpointed)."""
     norm_std_type: Annotated[Over | None, OnlyWith(method=(None,))] = None
-    """Where the deviation comes from; None with a `norm_mean_type` divides by none."""
+    """Scope of the deviation; with a `norm_mean_type`, None skips the division."""
 
 
 class RewardShaping(ConditionalConfig):
-    """What is taken off an episode's reward, on its last turn, before rewards are compared."""
+    """Penalties subtracted from an episode's reward, on its last turn, before normalization."""
 
     overlong_max_length: int | None = Field(default=None, ge=1)
-    """Sampled tokens of an episode at which DAPO's soft penalty is full."""
+    """Sampled tokens of an episode at which DAPO's soft penalty reaches its maximum."""
     overlong_buffer: Annotated[int, OnlyWith(overlong_max_length=SET)] = Field(default=1, ge=1)
-    """Tokens below it over which the penalty rises from 0."""
+    """Tokens below `overlong_max_length` over which the penalty increases from 0."""
     overlong_penalty: Annotated[float, OnlyWith(overlong_max_length=SET)] = Field(default=1.0, gt=0)
-    """The full penalty."""
+    """Maximum of the penalty."""
     response_length_penalty_coef: float = Field(default=0.0, ge=0)
-    """Taken off for each sampled token."""
+    """Penalty per sampled token."""
     format_penalty: float = Field(default=0.0, ge=0)
-    """Taken off in proportion to 1 - `format_metric`."""
+    """Penalty, multiplied by 1 - `format_metric`."""
     format_metric: Annotated[str, OnlyWith(format_penalty=SET)] = "action_is_valid"
-    """A metric of the env in [0, 1], averaged over the episode's turns; one that an episode lacks costs nothing."""
+    """Metric of the env in [0, 1], averaged over the episode's turns; no penalty if the episode lacks it."""
 
     @property
     def is_on(self) -> bool:
-        """Whether any reward changes."""
+        """True if any reward changes."""
         return bool(self.overlong_max_length or self.response_length_penalty_coef or self.format_penalty)

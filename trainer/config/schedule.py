@@ -1,4 +1,4 @@
-"""Learning-rate schedules by transformers' names, and which settings each of them takes."""
+"""Learning-rate schedules under transformers' names, with the settings that each accepts."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from offbeat.envs.config import Config
 
 Scheduler = Literal["constant", "linear", "cosine"]
-"""Of the entropy bonus."""
+"""Schedules of the entropy bonus."""
 LRScheduler = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
     "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
@@ -25,45 +25,45 @@ KWARGS: dict[str, tuple[str, ...]] = {
     "cosine_warmup_with_min_lr": ("num_cycles", *MIN_LR),
     "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "decay_type", "min_lr_ratio", "num_cycles"),
 }
-"""Settings of each; those of its warm-up are left out, because ours stands in for it."""
-NEEDED: dict[str, tuple[str, ...]] = {
+"""Settings by schedule, without those of its warm-up, which `warmup_steps` replaces."""
+REQUIRED: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": MIN_LR,
     "cosine_warmup_with_min_lr": MIN_LR,
     "warmup_stable_decay": ("num_decay_steps",),
 }
-"""One of these must be given."""
-BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Settings of which one is required."""
+METRIC_DRIVEN = ("reduce_lr_on_plateau", "greedy")
 
 
 class ScheduleArgs(Config):
-    """How the learning rate moves over a run; transformers' names and formulas."""
+    """Schedule of the learning rate, with transformers' names and formulas."""
 
     lr_scheduler_type: LRScheduler = "constant"
-    """After `warmup_steps`, during which it rises linearly and whose first step learns already."""
+    """Schedule after `warmup_steps` of linear warm-up, whose first step already has a positive rate."""
     lr_scheduler_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue], validate_default=True)
     """The schedule's own settings, such as `min_lr_rate`, `num_cycles`, `num_decay_steps`."""
 
     @field_validator("lr_scheduler_type", mode="before")
     @classmethod
-    def _depends_on_the_step_alone(cls, value: object) -> object:
-        """Raises ValueError for schedules that a resumed run could not repeat."""
-        if value in BY_METRIC:
+    def _depends_on_step_alone(cls, value: object) -> object:
+        """Reject schedules that a resumed run could not reproduce."""
+        if value in METRIC_DRIVEN:
             raise ValueError(
-                f"{value} follows a metric, and rates here depend on the step alone: take one of {', '.join(KWARGS)}"
+                f"{value} depends on a metric, but rates must depend on the step alone: take one of {', '.join(KWARGS)}"
             )
         return value
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
-    def _are_the_schedules(cls, value: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+    def _fit_schedule(cls, value: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
         name = info.data.get("lr_scheduler_type")
-        if name is None:  # refused already
+        if name is None:  # already rejected
             return value
-        if foreign := sorted(set(value) - set(KWARGS[name])):
-            takes = ", ".join(KWARGS[name]) or "nothing"
-            raise ValueError(f"lr_scheduler_type {name} has no {', '.join(foreign)}: it takes {takes}")
-        if name in NEEDED and not set(NEEDED[name]) & set(value):
-            raise ValueError(f"lr_scheduler_type {name} needs {' or '.join(NEEDED[name])}")
+        if unknown := sorted(set(value) - set(KWARGS[name])):
+            accepted = ", ".join(KWARGS[name]) or "nothing"
+            raise ValueError(f"lr_scheduler_type {name} has no {', '.join(unknown)}: it takes {accepted}")
+        if name in REQUIRED and not set(REQUIRED[name]) & set(value):
+            raise ValueError(f"lr_scheduler_type {name} needs {' or '.join(REQUIRED[name])}")
         if len(set(MIN_LR) & set(value)) == 2:
-            raise ValueError("min_lr and min_lr_rate say the same twice: give one")
+            raise ValueError("min_lr and min_lr_rate exclude each other: set one")
         return value

@@ -1,4 +1,4 @@
-"""The controller that sets how far rollouts run ahead of the learner, and how many groups are in play."""
+"""Keys of the controller that sets how far rollouts run ahead of the learner and how many groups are in flight."""
 
 from pydantic import Field, model_validator
 
@@ -6,32 +6,36 @@ from offbeat.envs.config import Config
 
 
 class StalenessControllerConfig(Config):
-    """What it keeps to. Its limits are on the mean over `interval` steps."""
+    """Controller of staleness and groups in flight. Its limits apply to means over `interval` steps."""
 
     interval: int = Field(default=4, ge=1)
-    """Steps that are averaged for one judgement."""
+    """Steps averaged per decision."""
     patience: int = Field(default=2, ge=1)
-    """Judgements in a row that must ask for the same before it is done."""
+    """Consecutive equal decisions required before a change."""
     min_staleness: float = Field(default=0.0, ge=0)
+    """Lower bound of `max_staleness`, in policy versions."""
     max_staleness: float = Field(default=8.0, ge=0)
-    """The run's `max_staleness`, where it starts, stays between the two."""
+    """Upper bound of `max_staleness`, in policy versions. The run's initial value must be within both bounds."""
     staleness_step: float = Field(default=1.0, gt=0)
-    """Versions by which the bound rises or falls at a time."""
+    """Change of `max_staleness` per decision, in policy versions."""
     min_env_groups: int | None = Field(default=None, ge=1)
-    """Fewest groups in play; None takes one batch of them."""
+    """Minimum of groups in flight; None is one batch."""
     max_env_groups: int | None = Field(default=None, ge=1)
-    """Most groups in play; None takes `train_env_manager.num_env_groups`, the first number. It moves by a batch."""
+    """Maximum of groups in flight, which change by one batch at a time; None is `train_env_manager.num_env_groups`, the
+    initial number."""
     max_mismatch_kl: float = Field(default=0.05, gt=0)
-    """`actor/mismatch_kl`, nats per token, above which the data is too old: the staleness bound falls."""
+    """Limit of `actor/mismatch_kl`, in nats per token, above which `max_staleness` is lowered."""
     min_ess: float = Field(default=0.7, gt=0, lt=1)
-    """`actor/ess`, share of the sample that its importance weights leave, below which it falls as well."""
+    """Limit of `actor/ess`, the effective fraction of the sample under its importance weights, below which `max_staleness`
+    is lowered."""
     max_learner_idle: float = Field(default=0.1, ge=0, lt=1)
-    """Share of a step that the learner waits for groups, above which rollouts may run further ahead."""
+    """Fraction of a step that the learner waits for groups, above which `max_staleness` is raised."""
     max_rollout_idle: float = Field(default=0.25, ge=0, lt=1)
-    """Share of the places for groups that are empty when a step is trained, above which the bound, not the rollouts' speed,
-    is what the learner waits for; where it does not wait, places are taken away."""
+    """Fraction of group slots that are empty when a step is trained, above which the staleness bound rather than the
+    rollouts' speed limits the learner. If the learner does not wait, slots are removed."""
     hysteresis: float = Field(default=0.25, ge=0, lt=1)
-    """How far inside a limit a figure must be before what the limit forced is undone: the share of the way to the best."""
+    """Margin inside a limit, as a fraction of the distance to the best value, that a metric must reach before a change is
+    reverted."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> "StalenessControllerConfig":

@@ -12,7 +12,7 @@ from tests.trainer.config.key_effects import corrected, normalized, shaping
 @pytest.mark.parametrize(
     ("settings", "path", "says"),
     [
-        ({"adv_estimator": "remax"} | normalized(method="mean"), "reward_normalization", "its own way"),
+        ({"adv_estimator": "remax"} | normalized(method="mean"), "reward_normalization", "a baseline of its own"),
         ({"adv_estimator": "opd", "gamma": 0.9}, "gamma", "use_opd"),
         ({"adv_estimator": "opd", "use_opd": True}, "use_opd", "already"),
         ({"adv_estimator": "opd"} | normalized(method="mean"), "reward_normalization", "use_opd"),
@@ -23,9 +23,9 @@ from tests.trainer.config.key_effects import corrected, normalized, shaping
         ({"adv_estimator": "gigpo", "gamma": 0.9}, "gamma", "step_reward_gamma"),
         ({"adv_estimator": "step_reinforce", "reward_clip": 1.0}, "reward_clip", "advantage_clip"),
         ({"adv_estimator": "gigpo", "add_token_level_kl": True}, "add_token_level_kl", "use_kl_loss"),
-        ({"adv_estimator": "rloo"} | normalized(method="mean"), "reward_normalization", "its own way"),
+        ({"adv_estimator": "rloo"} | normalized(method="mean"), "reward_normalization", "a baseline of its own"),
         ({"adv_estimator": "dr_grpo"} | normalized(method="mean_std"), "reward_normalization", "grpo"),
-        ({"adv_estimator": "gigpo"} | normalized(grouping="batch"), "reward_normalization", "method alone"),
+        ({"adv_estimator": "gigpo"} | normalized(grouping="batch"), "reward_normalization", "only method has an effect"),
         (normalized(grouping="state"), "reward_normalization", "step_reinforce"),
         ({"adv_estimator": "rloo"} | normalized(grouping="batch"), "reward_normalization", "no effect"),
         ({"adv_estimator": "reinforce"} | normalized(grouping="tags"), "reward_normalization", "no effect"),

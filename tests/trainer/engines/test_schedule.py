@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from offbeat.trainer.checks.schedule import check_schedule
 from offbeat.trainer.config.learner import CriticConfig, LearnerConfig, TrainingArgs
-from offbeat.trainer.config.schedule import BY_METRIC, KWARGS
+from offbeat.trainer.config.schedule import KWARGS, METRIC_DRIVEN
 from offbeat.trainer.engines.schedule import plateau_rate, scheduled_rate
 
 
@@ -72,7 +72,7 @@ def test_each_of_transformers_schedules_is_taken_with_its_own_settings_or_refuse
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     known = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
-    assert set(known) == set(KWARGS) | set(BY_METRIC)
+    assert set(known) == set(KWARGS) | set(METRIC_DRIVEN)
     ours = {"optimizer", "last_epoch", "num_warmup_steps", "num_training_steps", "warmup_type", "warmup_lr_rate"}
     for name, settings in KWARGS.items():
         assert set(settings) == set(inspect.signature(known[name]).parameters) - ours
@@ -85,7 +85,7 @@ def test_each_of_transformers_schedules_is_taken_with_its_own_settings_or_refuse
         ("linear", {"num_cycles": 2}, "takes nothing"),
         ("polynomial", {"num_cycles": 2}, "lr_end, power"),
         ("cosine_with_min_lr", {}, "min_lr or min_lr_rate"),
-        ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "twice"),
+        ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "exclude each other"),
         ("warmup_stable_decay", {}, "num_decay_steps"),
     ],
 )
