@@ -22,7 +22,8 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.messages.types import Group, Manifest
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import Stored, Transport, make_transport
+from offbeat.services.weights.transports.base import Stored, Transport
+from offbeat.services.weights.transports.factory import make_transport
 from offbeat.trainer.algorithms.aggregation import NO_MASKED
 
 GROUPS, GROUP_SIZE = 8, 8

@@ -88,7 +88,7 @@ def prepare_folder(config: RunConfig) -> None:
     """
     (config.output_dir / LOGS).mkdir(parents=True, exist_ok=True)
     if config.pretrain == "tiny":
-        from offbeat.trainer.models.tiny import write_tiny_policy
+        from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 
         write_tiny_policy(model_folder(config), config.tiny, collect_words(config))
 

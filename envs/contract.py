@@ -213,7 +213,7 @@ def _speaks_text(player: _Player, _: int) -> Found:
 
 
 def _passes_gymnasium(player: _Player, _: int) -> Found:
-    from gymnasium.utils.env_checker import check_env
+    from gymnasium.utils.env_checker import check_env  # noqa: PLC0415
 
     env = player.make()
     if getattr(env, "observation_space", None) is None or getattr(env, "action_space", None) is None:

@@ -13,7 +13,9 @@ FILES = sorted(
     {
         (page.name, path)
         for page in PAGES
-        for path in re.findall(rf"`((?:{FOLDERS})/[\w/.-]+\.(?:py|lua|yaml|md|ipynb))(?:::?\w+)?`", page.read_text("utf-8"))
+        for path in re.findall(
+            rf"`((?:{FOLDERS})/[\w/.-]+\.(?:py|lua|yaml|md|ipynb))(?:::?\w+)?`", page.read_text("utf-8")
+        )
     }
 )
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")

@@ -1,7 +1,9 @@
-"""C8 of docs/architecture.md, of the code as it is written: nothing that came over the network is run by being read."""
+"""Properties of the source code: nothing is unpickled (C8 of docs/architecture.md), and no import cycle exists."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 from tests.paths import ROOT
 
@@ -57,3 +59,35 @@ def test_each_way_to_unpickle_would_be_seen():
     ):
         assert list(unsafe(source)), source
     assert list(unsafe("torch.load(f, weights_only=True)\nyaml.safe_load(x)\nnp.load(f, allow_pickle=False)")) == []
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports, inside of functions, too; not those under TYPE_CHECKING."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    ignored = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and id(node) not in ignored:
+            names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_no_import_cycle_exists_not_even_through_imports_inside_functions():
+    modules = {
+        "offbeat." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for part in PARTS
+        for path in (ROOT / part).rglob("*.py")
+    }
+    graph = {name: (imports_of(path) & modules.keys()) - {name} for name, path in modules.items()}
+    assert len(graph) > 300
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None

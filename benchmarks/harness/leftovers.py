@@ -39,7 +39,7 @@ def cleaned_up_after(folder: Path) -> Iterator[Path]:
 def sweep(folder: Path) -> None:
     """Remove what the runs in `folder` hold in shared memory."""
     from offbeat.services.weights.config import WeightsConfig
-    from offbeat.services.weights.transports.base import cleanup
+    from offbeat.services.weights.transports.factory import cleanup
 
     for run in folder.iterdir():
         cleanup(run.name, WeightsConfig(), run)

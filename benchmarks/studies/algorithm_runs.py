@@ -22,7 +22,7 @@ from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.telemetry import MetricRecord
-from offbeat.services.weights.transports.base import cleanup
+from offbeat.services.weights.transports.factory import cleanup
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.learner.evaluations import RECORDED, Evaluation, RedisEvaluationLog
 from offbeat.trainer.run import LearnerRun

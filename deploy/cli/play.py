@@ -110,6 +110,7 @@ async def _play(
     from offbeat.deploy.play.episode import watch
     from offbeat.deploy.play.openai_agent import AskedAnswers
     from offbeat.deploy.play.policy import policy_folder
+    from offbeat.deploy.play.session import policy_sampler
     from offbeat.deploy.play.target import check_shown, unbounded
     from offbeat.deploy.report.episodes import make_with_pictures, write_gif, write_html
     from offbeat.envs import registry
@@ -129,7 +130,8 @@ async def _play(
         elif spoken:
             sample = SpokenAnswers(human_speaker() if agent == "human" else random_speaker(made, seed), chat)
         else:
-            sample = _policy_sampler(folder, chat, setting, seed)
+            assert folder is not None, "a policy has a folder"
+            sample = policy_sampler(folder, chat, setting, seed)
         _, played = await watch(setting, made, sample, chat, seed=seed, show_tokens=folder is not None, tell=typer.echo)
     except GoneError:
         typer.echo("\nleft before the end")
@@ -193,37 +195,22 @@ def rollout(
 def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path) -> None:
     from rich.progress import Progress
 
-    from offbeat.deploy.play.agents import chat_of
     from offbeat.deploy.play.parquet import record, write_parquet
-    from offbeat.deploy.play.policy import CHECKPOINTS, policy_folder
-    from offbeat.deploy.play.rollouts import play_many
-    from offbeat.deploy.play.target import check_shown, target_of
-    from offbeat.services.rollout.agents.episode import runtime_for
+    from offbeat.deploy.play.session import collect, find_policy
 
     if temperature is not None:
         args = config.actor_infer.generating_args.model_copy(update={"temperature": temperature})
         infer = config.actor_infer.model_copy(update={"generating_args": args})
         config = config.model_copy(update={"actor_infer": infer})
-    own = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
-    if agent is None and str(own) == "tiny":
-        raise ValueError(
-            f"{config.output_dir} holds no checkpoints yet: train first, or give --agent PATH or --agent random"
-        )
-    folder = None if agent == "random" else policy_folder(Path(agent) if agent else own)
-    typer.echo(f"playing {order.episodes} episodes with {folder or 'a random agent'}")
-    chat = chat_of(folder)
-    for env in config.custom_envs.values():
-        check_shown(env, chat)
-    setting = target_of(config, next(iter(config.custom_envs)))
-    sample = None if folder is None else _policy_sampler(folder, chat, setting, order.seed)
-    desk = None if folder is None else runtime_for(config.custom_envs, folder)
+    typer.echo(f"collecting {order.episodes} episodes with {agent or find_policy(config)}")
     with Progress(transient=True) as bar:
         line = bar.add_task("episodes", total=order.episodes)
 
         def show(done: int, _: int) -> None:
             bar.update(line, completed=done)
 
-        played = asyncio.run(play_many(config, order, chat, sample, show, desk))
+        rollouts = asyncio.run(collect(config, order, agent, show))
+    played, chat = rollouts.result, rollouts.chat
     write_parquet(out, [record(trajectory, chat) for trajectory in played.trajectories])
     _summary(played, order)
     typer.echo(f"wrote {out}: offbeat inspect {out}")
@@ -266,14 +253,6 @@ def inspect(
             typer.echo(line)
     except _errors() as error:
         _refuse(_told(error))
-
-
-def _policy_sampler(folder: Path | None, chat: Any, setting: Any, seed: int) -> Any:
-    from offbeat.deploy.play.policy import SamplingParams, TogetherSampler, load_policy
-
-    assert folder is not None, "a policy has a folder"
-    chance = SamplingParams(setting.temperature, setting.top_p, setting.top_k)
-    return TogetherSampler(load_policy(folder, chat.stop_ids, seed=seed), chance, max_new_tokens=setting.max_new_tokens)
 
 
 def _errors() -> tuple[type[Exception], ...]:

@@ -134,7 +134,7 @@ def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
 
 def _run_like(arguments: GenerationArguments) -> RunConfig:
     """The configuration of a run that the application is made for."""
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf  # noqa: PLC0415
 
     tree: dict[str, Any] = {"custom_envs": {}}
     if arguments.run is not None:

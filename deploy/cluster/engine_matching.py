@@ -79,7 +79,7 @@ def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
     """`config.json` of the run's policy, which need not have been written yet."""
     if config.pretrain != "tiny":
         return read_architecture(Path(config.pretrain))
-    from offbeat.trainer.models.tiny import write_tiny_policy
+    from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_policy(Path(folder), config.tiny, collect_words(config))

@@ -96,7 +96,7 @@ class RunComponents:
         await self._watch.set_paused(True)
 
     async def clean_up(self) -> None:
-        from offbeat.services.weights.transports.base import cleanup
+        from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
 
         for component in self._components:
             if isinstance(component, ManagedLearner):

@@ -38,7 +38,7 @@ class LearnerHostActor:
 
     def stop(self, grace_s: float) -> None:
         """End the learner, and remove its weights from shared memory: nobody is there any more who would read them."""
-        from offbeat.services.weights.transports.base import cleanup
+        from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
 
         self._host.end(grace_s)
         cleanup(self._run_id, WeightsConfig(), self._output_dir)

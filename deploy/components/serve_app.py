@@ -87,8 +87,8 @@ class ServeApp:
 
 def set_num_replicas(app: str, deployment: str, count: int) -> None:
     """Let Serve start or stop replicas; those that run already run on. (Deploying anew would replace them all.)"""
-    from ray.serve._private.common import DeploymentID
-    from ray.serve.context import _get_global_client
+    from ray.serve._private.common import DeploymentID  # noqa: PLC0415
+    from ray.serve.context import _get_global_client  # noqa: PLC0415
 
     client = _get_global_client()
     assert client is not None

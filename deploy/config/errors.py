@@ -1,7 +1,4 @@
-"""What is wrong with a configuration, in words: the key's path, what was found, what would be right.
-
-Turns pydantic's error list into `ConfigIssue`s; an unknown key names the nearest valid one.
-"""
+"""Configuration errors: pydantic's errors as `ConfigIssue`s. For an unknown key, the hint is the nearest valid one."""
 
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +10,12 @@ from pydantic_core import ErrorDetails
 
 from offbeat.trainer.config.issue import ConfigIssue
 
-CLOSE = 0.6
-"""Similarity from which on a name is taken for a misspelt other one."""
+MIN_SIMILARITY = 0.6
+"""Similarity above which a name counts as a misspelling."""
 
 
 class ConfigError(Exception):
-    """A configuration was refused, for every reason in `issues`."""
+    """Invalid configuration, with every issue in `issues`."""
 
     def __init__(self, issues: Sequence[ConfigIssue], source: str = "") -> None:
         self.issues = tuple(issues)
@@ -27,30 +24,30 @@ class ConfigError(Exception):
 
 
 def collect_issues(error: ValidationError, model: type[BaseModel]) -> list[ConfigIssue]:
-    """One problem per key that pydantic refused; the branches of a union count as one."""
+    """Return one issue per key that pydantic rejected; the branches of a union are merged."""
     by_path: dict[str, list[tuple[tuple[str | int, ...], ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
-        real = tuple(_real_parts(model, details["loc"]))
-        by_path.setdefault(_join(real), []).append((real, details))
-    return [_issue(path, found, model) for path, found in by_path.items()]
+        keys = tuple(_key_parts(model, details["loc"]))
+        by_path.setdefault(_join(keys), []).append((keys, details))
+    return [_issue(path, errors, model) for path, errors in by_path.items()]
 
 
 def _issue(
-    path: str, found: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]
+    path: str, errors: Sequence[tuple[tuple[str | int, ...], ErrorDetails]], model: type[BaseModel]
 ) -> ConfigIssue:
-    real, details = found[0]
+    keys, details = errors[0]
     if details["type"] == "extra_forbidden":
         nearest = nearest_keys(path, model)
         return ConfigIssue(path, f"unknown key; did you mean {' or '.join(f'`{key}`' for key in nearest)}?", nearest[0])
     if details["type"] == "missing":
         return ConfigIssue(path, "required, and missing")
-    expected = " or ".join(dict.fromkeys(_expectation(each) for _, each in found))
+    expected = " or ".join(dict.fromkeys(_format_expectation(error) for _, error in errors))
     if details["type"] == "value_error":
         return ConfigIssue(path, expected)
-    return ConfigIssue(_join(real), f"expected {expected}, got {_shown(details['input'])}")
+    return ConfigIssue(_join(keys), f"expected {expected}, got {_describe(details['input'])}")
 
 
-def _expectation(details: ErrorDetails) -> str:
+def _format_expectation(details: ErrorDetails) -> str:
     message = details["msg"]
     for opening in ("Input should be an instance of ", "Input should be ", "Value error, "):
         if message.startswith(opening):
@@ -61,7 +58,7 @@ def _expectation(details: ErrorDetails) -> str:
     return message.replace("a valid ", "a ").replace("a integer", "an integer")
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     kinds = {
         bool: "a boolean",
         int: "an integer",
@@ -80,8 +77,8 @@ def _join(parts: Sequence[str | int]) -> str:
     return ".".join(str(part) for part in parts)
 
 
-def _real_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[str | int]:
-    """The parts of pydantic's location that are keys; it also names union branches and `[key]` markers."""
+def _key_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[str | int]:
+    """Yield the parts of pydantic's location that are keys, without union branches and `[key]` markers."""
     current: Any = model
     for part in loc:
         current = _without_none(current)
@@ -101,7 +98,7 @@ def _real_parts(model: type[BaseModel], loc: tuple[str | int, ...]) -> Iterator[
 
 
 def _without_none(annotation: Any) -> Any:
-    """`X` for `X | None`; other unions stay."""
+    """Return `X` for `X | None`, other annotations unchanged."""
     if get_origin(annotation) in (Union, types.UnionType):
         branches = [branch for branch in get_args(annotation) if branch is not type(None)]
         return branches[0] if len(branches) == 1 else annotation
@@ -109,7 +106,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Path of every key; where the user picks the name (a tag), `*` stands for it."""
+    """Yield the path of every key, with `*` for names that the user chooses (a tag)."""
     for name, field in model.model_fields.items():
         path = (*prefix, name)
         yield path
@@ -121,28 +118,28 @@ def all_keys(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nearest_keys(path: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """The valid keys that the unknown key `path` may have been meant to be, the likeliest first, at most three.
+    """Return up to three valid keys similar to the unknown key `path`, best first.
 
-    A similar name beside it wins; then equal or similar names elsewhere; then the most similar one beside it.
+    A similar name in the same table is preferred, then a similar one elsewhere, then the closest in the same table.
     """
     parts = tuple(path.split("."))
     parent, leaf = parts[:-1], parts[-1].lower()
-    keys = [tuple(_named(key, parts)) for key in all_keys(model)]
-    beside = [key for key in keys if key[:-1] == parent]
+    keys = [tuple(_fill_names(key, parts)) for key in all_keys(model)]
+    siblings = [key for key in keys if key[:-1] == parent]
     elsewhere = [key for key in keys if key[:-1] != parent]
 
     def similarity(key: tuple[str, ...]) -> float:
         return SequenceMatcher(None, leaf, key[-1].lower()).ratio()
 
-    best = max(beside, key=similarity, default=None)
+    best = max(siblings, key=similarity, default=None)
     far = max(elsewhere, key=similarity, default=None)
-    if best is not None and (far is None or similarity(best) >= CLOSE or similarity(far) < CLOSE):
+    if best is not None and (far is None or similarity(best) >= MIN_SIMILARITY or similarity(far) < MIN_SIMILARITY):
         return (".".join(best),)
-    assert far is not None, "a model without keys refuses none"
+    assert far is not None, "a model without keys rejects none"
     return tuple(".".join(key) for key in elsewhere if key[-1] == far[-1])[:3]
 
 
-def _named(key: tuple[str, ...], like: tuple[str, ...]) -> Iterator[str]:
-    """`key` with the names that the user picked (`*`) filled in from the path `like`."""
+def _fill_names(key: tuple[str, ...], like: tuple[str, ...]) -> Iterator[str]:
+    """Yield the parts of `key` with each `*` replaced by the name at its position in `like`."""
     for position, part in enumerate(key):
         yield like[position] if part == "*" and key[:position] == like[:position] and position < len(like) else part

@@ -1,6 +1,6 @@
-"""A run's configuration from a YAML file and `key=value` overrides: composed by Hydra, validated once, strictly.
+"""Loads a run's configuration from a YAML file and `key=value` overrides: composed by Hydra, validated strictly.
 
-Invariant: whatever is wrong is told as `ConfigError`, all of it together, before anything starts.
+Invariant: a `ConfigError` lists all issues at once, before anything starts.
 """
 
 import json
@@ -17,12 +17,12 @@ from offbeat.deploy.config.yaml_limits import check_yaml_limits
 from offbeat.trainer.config.issue import ConfigIssue
 
 MAX_DOCUMENT_CHARS = 1_000_000
-NUL = "\\u0000"
-"""As JSON writes it."""
+JSON_NUL = "\\u0000"
+"""JSON's escape of a NUL character."""
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Compose, validate and check the run that `path` and `overrides` describe.
+    """Compose, validate and check a run.
 
     Raises:
         ConfigError: lists every issue.
@@ -35,11 +35,10 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_run(path: Path) -> RunConfig:
-    """The configuration that a run wrote down. It was checked when the run began; whether this machine could run it, or has
-    its model and its envs, is not asked.
+    """Read a run's saved configuration, without checking whether this machine has its model, envs and resources.
 
     Raises:
-        ConfigError: it can't be read.
+        ConfigError: the file can't be read.
     """
     return validate_tree(compose_tree(path), source=str(path))
 
@@ -51,18 +50,18 @@ def load_document(
     gpus: float | None = None,
     working_dir: Path | None = None,
 ) -> RunConfig:
-    """The run that a YAML text or a tree of plain values describes, as REST receives it.
+    """Validate and check a run from a YAML text or a tree of plain values, as the REST API receives it.
 
-    Interpolations are refused: they would be resolved in the service's environment, not the sender's.
+    Interpolations are rejected: they would be resolved in the service's environment, not the client's.
 
-    cores, gpus: see `check_run`. working_dir: relative paths are made absolute from there; None leaves them.
+    cores, gpus: as for `check_run`. working_dir: base of relative paths; None keeps them relative.
 
     Raises:
         ConfigError: lists every issue.
     """
     config = validate_tree(parse_document(document) if isinstance(document, str) else document)
     if working_dir is not None:
-        config = rooted(config, working_dir)
+        config = resolve_paths(config, working_dir)
     issues = check_run(config, cores=cores, gpus=gpus)
     if issues:
         raise ConfigError(issues)
@@ -70,10 +69,10 @@ def load_document(
 
 
 def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Hydra's composition of a YAML file (its `defaults` list included) and overrides, as plain values.
+    """Compose a YAML file (with its `defaults` list) and overrides with Hydra, into plain values.
 
     Raises:
-        ConfigError: the file or an override can't be read.
+        ConfigError: the file or an override can't be parsed.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -84,23 +83,23 @@ def compose_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError([ConfigIssue("", f"no such file: {path}")], str(path))
     if path.suffix != ".yaml":
-        raise ConfigError([ConfigIssue("", f"Hydra reads files that are named *.yaml: rename {path.name}")], str(path))
+        raise ConfigError([ConfigIssue("", f"Hydra reads only *.yaml files: rename {path.name}")], str(path))
     folder = path.resolve().parent
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            composed = compose(config_name=path.name, overrides=_forced(overrides))
+            composed = compose(config_name=path.name, overrides=_allow_new_keys(overrides))
         tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
-        # OSError: also what OmegaConf calls a document that is one number, truth or date
+        # OmegaConf raises OSError for a document that is a scalar
         raise ConfigError([ConfigIssue("", _first_lines(error))], str(path)) from error
     return _as_tree(tree, str(path))
 
 
 def parse_document(text: str) -> dict[str, Any]:
-    """A YAML text as plain values.
+    """Parse a YAML text into plain values.
 
     Raises:
-        ConfigError: it is no YAML mapping, is too long, or asks for interpolation.
+        ConfigError: the text is not a YAML mapping, exceeds a limit, or has interpolations.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -109,12 +108,12 @@ def parse_document(text: str) -> dict[str, Any]:
     if len(text) > MAX_DOCUMENT_CHARS:
         raise ConfigError([ConfigIssue("", f"longer than {MAX_DOCUMENT_CHARS:,} characters")])
     if "${" in text:
-        raise ConfigError([ConfigIssue("", "interpolation (`${...}`) is refused here: send resolved values")])
+        raise ConfigError([ConfigIssue("", "interpolation (`${...}`) is not supported here: send resolved values")])
     try:
         if issue := check_yaml_limits(text):
             raise ConfigError([issue])
         tree = OmegaConf.to_container(OmegaConf.create(text))
-    except AssertionError as error:  # OmegaConf's own, of a document that is one number, truth or date
+    except AssertionError as error:  # OmegaConf's, for a document that is a scalar
         raise ConfigError([ConfigIssue("", "expected a mapping of keys to values")]) from error
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError([ConfigIssue("", _first_lines(error))]) from error
@@ -122,16 +121,16 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
-    """The configuration of a tree of plain values; strict as JSON is: text may name a path, a list fills a tuple.
+    """Validate a tree of plain values, strictly as JSON: strings are accepted for paths, lists for tuples.
 
     Raises:
-        ConfigError: with every key that was refused.
+        ConfigError: lists every rejected key.
     """
     try:
         text = json.dumps(tree)
-        if NUL in text:
+        if JSON_NUL in text:
             raise ConfigError(
-                [ConfigIssue("", "a text in it holds a NUL character, which no path and no name may")], source
+                [ConfigIssue("", "a string contains a NUL character, which paths and names must not")], source
             )
         return RunConfig.model_validate_json(text)
     except ValidationError as error:
@@ -140,8 +139,8 @@ def validate_tree(tree: dict[str, Any], source: str = "") -> RunConfig:
         raise ConfigError([ConfigIssue("", f"not plain values: {error}")], source) from error
 
 
-def rooted(config: RunConfig, folder: Path) -> RunConfig:
-    """The same run with its relative paths made absolute from `folder`."""
+def resolve_paths(config: RunConfig, folder: Path) -> RunConfig:
+    """Return the configuration with relative paths resolved against `folder`."""
     changes: dict[str, Any] = {"output_dir": folder / config.output_dir}
     if config.pretrain != "tiny":
         changes["pretrain"] = str(folder / config.pretrain)
@@ -156,21 +155,21 @@ def rooted(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_run` reads back."""
+    """Serialize the resolved configuration as YAML that `load_run` accepts."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _forced(overrides: Sequence[str]) -> list[str]:
-    """Overrides that add a key where the YAML has none: whether a key exists is for our validation to say, not Hydra's.
+def _allow_new_keys(overrides: Sequence[str]) -> list[str]:
+    """Prefix overrides with `++`, so that unknown keys are reported by our validation, not by Hydra.
 
-    A URL with options (`redis.url=rediss://host?ssl_ca_certs=/ca.pem`) is quoted: an equals sign would end Hydra's value.
+    URLs with options (`redis.url=rediss://host?ssl_ca_certs=/ca.pem`) are quoted: Hydra's values end at an equals sign.
     """
-    return [text if text.startswith(("+", "~")) else f"++{_quoted(text)}" for text in overrides]
+    return [text if text.startswith(("+", "~")) else f"++{_quote_url(text)}" for text in overrides]
 
 
-def _quoted(override: str) -> str:
+def _quote_url(override: str) -> str:
     key, equals, value = override.partition("=")
     if "://" not in value or "=" not in value or value[0] in "\"'[{":
         return override

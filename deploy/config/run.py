@@ -1,4 +1,4 @@
-"""A run's configuration: composed by Hydra from YAML and overrides, validated once, strictly, as a whole."""
+"""Complete configuration of a run."""
 
 from pydantic import Field
 
@@ -19,29 +19,38 @@ SETTING_PATHS = {
     "max_staleness": "max_staleness",
     "num_env_groups": "train_env_manager.num_env_groups",
 }
-"""Where each of the run's `Settings` stands in its configuration."""
+"""Configuration keys of the run's live `Settings`."""
 
 
 class RunConfig(LearnerConfig):
-    """Everything about a run. The learner's and the algorithm's keys stand at the root, as in ROLL."""
+    """Configuration of a run. The learner's and the algorithm's keys are at the root, as in ROLL."""
 
     exp_name: str = Field(default="offbeat", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Names the run; also its id on the control service."""
+    """Name of the run, and its id on the control service."""
     custom_envs: dict[str, CustomEnv]
+    """Envs with their templates, by tag."""
     train_env_manager: EnvManagerConfig = EnvManagerConfig()
+    """Training episodes: tags, groups and their size."""
     val_env_manager: EnvManagerConfig = EnvManagerConfig(group_size=1)
+    """Evaluation episodes."""
     val_batch_size: int = Field(default=64, ge=1)
-    """Episodes of one evaluation during training."""
+    """Episodes per evaluation during training."""
     final_val_batch_size: int = Field(default=256, ge=1)
-    """Episodes of the evaluations before and after training."""
+    """Episodes per evaluation before and after training."""
     actor_infer: GenerationConfig = GenerationConfig()
+    """Generation engines and sampling; ROLL's `actor_infer`."""
     rollout: RolloutConfig = RolloutConfig()
+    """Env workers."""
     buffer: BufferConfig = BufferConfig()
+    """Trajectory buffer: timeouts and retries."""
     redis: RedisConfig = RedisConfig()
+    """Redis server of the run."""
     weights: WeightsConfig = WeightsConfig()
+    """Transport of policy weights from the learner to the engines."""
     control: ControlConfig = ControlConfig()
+    """Control service: address and tokens."""
 
     @property
     def settings(self) -> Settings:
-        """What may be changed while the run goes on."""
+        """Settings that can be changed during the run."""
         return settings_of(self, self.train_env_manager, self.rollout, self.actor_infer)

@@ -62,7 +62,7 @@ from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import place, refusal
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.telemetry import RedisMetrics
-from offbeat.services.weights.transports.base import cleanup
+from offbeat.services.weights.transports.factory import cleanup
 from offbeat.trainer.trackers.registry import STOP_S, has_processes
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offbeat.deploy.config.errors import ConfigError
-from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import (
     Completion,
     FinishReason,
@@ -64,15 +63,6 @@ class Policy(Protocol):
     def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
         """One completion for each prompt."""
         ...
-
-
-def load_policy(folder: Path, stop_ids: Sequence[int], *, seed: int) -> Policy:
-    """The policy of a folder, which sees where its model does."""
-    if model_family(folder) is None:
-        return TransformersPolicy(folder, stop_ids, seed=seed)
-    from offbeat.deploy.play.vision_policy import VisionPolicy
-
-    return VisionPolicy(folder, stop_ids, seed=seed)
 
 
 class TransformersPolicy:

@@ -7,11 +7,13 @@ from pathlib import Path
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.agents import SpokenAnswers, chat_of, random_speaker
 from offbeat.deploy.play.episode import watch
-from offbeat.deploy.play.policy import CHECKPOINTS, SamplingParams, TogetherSampler, load_policy, policy_folder
+from offbeat.deploy.play.policy import CHECKPOINTS, SamplingParams, TogetherSampler, TransformersPolicy, policy_folder
 from offbeat.deploy.play.rollouts import EpisodeRequest, EpisodeResult, play_many
 from offbeat.deploy.play.target import PlayTarget, check_shown, target_of, unbounded
+from offbeat.deploy.play.vision_policy import VisionPolicy
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
+from offbeat.services.chat.vision import model_family
 from offbeat.services.messages.types import Trajectory
 from offbeat.services.rollout.agents.episode import runtime_for
 
@@ -76,5 +78,6 @@ def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
 def policy_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) -> TogetherSampler:
     """Load the policy of a folder; its episodes' turns are sampled in batches."""
     params = SamplingParams(target.temperature, target.top_p, target.top_k)
-    policy = load_policy(folder, chat.stop_ids, seed=seed)
+    policy_class = TransformersPolicy if model_family(folder) is None else VisionPolicy
+    policy = policy_class(folder, chat.stop_ids, seed=seed)
     return TogetherSampler(policy, params, max_new_tokens=target.max_new_tokens)

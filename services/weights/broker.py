@@ -22,7 +22,8 @@ from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, Partial
 from offbeat.services.threads import DaemonThreads, HungError
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
-from offbeat.services.weights.transports.base import Transport, leaves_files, make_transport
+from offbeat.services.weights.transports.base import Transport
+from offbeat.services.weights.transports.factory import leaves_files, make_transport
 
 logger = logging.getLogger(__name__)
 

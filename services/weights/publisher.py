@@ -21,12 +21,8 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest, encode_manifest
 from offbeat.services.messages.types import Manifest, TensorSpec
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import (
-    AdapterSettings,
-    Stored,
-    Transport,
-    make_transport,
-)
+from offbeat.services.weights.transports.base import AdapterSettings, Stored, Transport
+from offbeat.services.weights.transports.factory import make_transport
 
 if TYPE_CHECKING:
     from torch import Tensor

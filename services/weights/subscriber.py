@@ -20,7 +20,8 @@ from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.locality import this_locality
 from offbeat.services.weights.reader import WeightReader
 from offbeat.services.weights.replica_reports import ReplicaLoad, ReplicaReport, encode_report
-from offbeat.services.weights.transports.base import Transport, make_transport
+from offbeat.services.weights.transports.base import Transport
+from offbeat.services.weights.transports.factory import make_transport
 
 
 @contextmanager

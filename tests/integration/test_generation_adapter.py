@@ -24,7 +24,8 @@ from offbeat.services.messages.types import (
     Sampling,
 )
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import Transport, make_transport, remove_all
+from offbeat.services.weights.transports.base import Transport
+from offbeat.services.weights.transports.factory import make_transport, remove_all
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import weights_apart

@@ -30,7 +30,8 @@ from offbeat.services.telemetry import AsyncRedisMetrics, merge_all
 from offbeat.services.weights.broker import WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
-from offbeat.services.weights.transports.base import SharedMemoryTransport, cleanup
+from offbeat.services.weights.transports.factory import cleanup
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
 from tests.integration.policy_weights import (
     mismatch,
     named_tensors,

@@ -17,7 +17,9 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.weights.broker import UNANNOUNCED_AFTER_S, WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
-from offbeat.services.weights.transports.base import SharedMemoryTransport, cleanup, owner_of
+from offbeat.services.weights.transports.base import owner_of
+from offbeat.services.weights.transports.factory import cleanup
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
 
 RUN = f"kill-{os.getpid()}"
 LEARNER = Path(__file__).with_name("weights_learner.py")

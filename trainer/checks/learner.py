@@ -1,4 +1,4 @@
-"""Algorithms that a learner's engine can't carry out: with the key's path and what would be right."""
+"""Checks of an algorithm against the learner's engine and model."""
 
 from collections.abc import Iterator
 
@@ -8,34 +8,34 @@ from offbeat.trainer.config.algorithm import AGAINST_BEHAVIOR
 from offbeat.trainer.config.issue import ConfigIssue
 from offbeat.trainer.config.learner import LearnerConfig
 
-WITHOUT_RATIO = ("vanilla", "gpg", "kimi15")
-"""Losses whose gradient takes each token as if the present policy had sampled it."""
+RATIO_FREE_LOSSES = ("vanilla", "gpg", "kimi15")
+"""Losses whose gradient treats each token as sampled by the current policy."""
 
 
 def check_learner(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Every impossible combination of an algorithm with the engine and the model arguments of its learner."""
+    """Yield every invalid combination of the algorithm with the learner's engine and model arguments."""
     train = config.actor_train
-    adapts, sharded = train.model_args.lora_target is not None, train.strategy_args.zero_stage == 3
-    if adapts and config.ref_model_sync_steps is not None:
+    has_adapters, is_sharded = train.model_args.lora_target is not None, train.strategy_args.zero_stage == 3
+    if has_adapters and config.ref_model_sync_steps is not None:
         yield ConfigIssue(
             "ref_model_sync_steps",
-            "with lora_target the reference is the policy without its adapters, which stays: leave it out",
+            "with lora_target the reference is the policy without its adapters and never changes: leave it out",
         )
-    if adapts and train.strategy_args.strategy_name == "fsdp2_train":
+    if has_adapters and train.strategy_args.strategy_name == "fsdp2_train":
         yield ConfigIssue(
             "actor_train.strategy_args.strategy_name",
-            "fsdp2_train does not merge adapters out of shards: take deepspeed_train, or leave lora_target out",
+            "fsdp2_train can't merge sharded adapters: take deepspeed_train, or leave lora_target out",
         )
-    for full in config.full_kls if adapts and sharded else ():
+    for full in config.full_kls if has_adapters and is_sharded else ():
         yield ConfigIssue(
             full,
-            "full reads the reference's hidden states, and with lora_target and zero_stage 3 no rank holds them whole: take "
-            "k3, or zero_stage 2",
+            "full needs the reference's output embedding, which lora_target with zero_stage 3 shards: take k3, or "
+            "zero_stage 2",
         )
     for key in config.critic.model_dump(exclude_defaults=True) if config.adv_estimator != "gae" else ():
         yield ConfigIssue(
             f"critic.{key}",
-            f"adv_estimator {config.adv_estimator} asks no critic: leave it out, or take adv_estimator gae",
+            f"adv_estimator {config.adv_estimator} has no critic: leave it out, or take adv_estimator gae",
         )
     yield from check_schedule(config)
     yield from _check_reference(config)
@@ -48,19 +48,19 @@ def _check_reference(config: LearnerConfig) -> Iterator[ConfigIssue]:
     if name == "hf_infer":
         return
     if not config.needs_reference:
-        yield ConfigIssue(key, "nobody asks a reference without use_kl_loss or add_token_level_kl: leave it out")
+        yield ConfigIssue(key, "the reference is not used without use_kl_loss or add_token_level_kl: leave it out")
     if config.actor_train.model_args.lora_target is not None:
         yield ConfigIssue(key, "with lora_target the reference is the policy without its adapters: leave it out")
     for full in config.full_kls:
-        yield ConfigIssue(key, f"{name} keeps no output embedding whole, which {full} full reads: take hf_infer, or k3")
+        yield ConfigIssue(key, f"{name} shards the output embedding, which {full} full needs: take hf_infer, or k3")
     if config.ref_model_sync_steps is not None:
-        yield ConfigIssue(key, f"{name} does not move a sharded reference (ref_model_sync_steps): take hf_infer")
+        yield ConfigIssue(key, f"{name} can't update a sharded reference (ref_model_sync_steps): take hf_infer")
 
 
 def check_staleness_controller(
     config: LearnerConfig, *, groups_per_step: int, num_env_groups: int
 ) -> Iterator[ConfigIssue]:
-    """Limits of the staleness controller that the run does not start within, or can't reach."""
+    """Yield the controller's limits that the run does not start within."""
     control = config.staleness_controller
     if control is None:
         return
@@ -70,38 +70,38 @@ def check_staleness_controller(
             f"{config.max_staleness:g} is not between staleness_controller.min_staleness {control.min_staleness:g} and "
             f"max_staleness {control.max_staleness:g}: start within its bounds",
         )
-    least = groups_per_step if control.min_env_groups is None else control.min_env_groups
-    most = num_env_groups if control.max_env_groups is None else control.max_env_groups
-    if least < groups_per_step:
+    min_groups = groups_per_step if control.min_env_groups is None else control.min_env_groups
+    max_groups = num_env_groups if control.max_env_groups is None else control.max_env_groups
+    if min_groups < groups_per_step:
         yield ConfigIssue(
-            "staleness_controller.min_env_groups", f"{least} groups are less than one batch of {groups_per_step}"
+            "staleness_controller.min_env_groups", f"{min_groups} groups are fewer than one batch of {groups_per_step}"
         )
-    if not least <= num_env_groups <= most:
+    if not min_groups <= num_env_groups <= max_groups:
         yield ConfigIssue(
             "train_env_manager.num_env_groups",
-            f"{num_env_groups} is not between staleness_controller.min_env_groups {least} and max_env_groups {most}: start "
-            "within its bounds",
+            f"{num_env_groups} is not between staleness_controller.min_env_groups {min_groups} and max_env_groups "
+            f"{max_groups}: start within its bounds",
         )
 
 
 def _check_replay(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    replay, weighs = config.replay, config.train_infer_correction.is_weight is not None
+    replay, has_weight = config.replay, config.train_infer_correction.is_weight is not None
     if replay.samples_per_insert is None:
         return
     if replay.samples_per_insert > replay.max_times_sampled:
         yield ConfigIssue(
             "replay.max_times_sampled",
-            f"{replay.max_times_sampled} times at most is no mean of samples_per_insert {replay.samples_per_insert:g}",
+            f"{replay.max_times_sampled} is below the mean, samples_per_insert {replay.samples_per_insert:g}: take more",
         )
-    if config.pg_variant in WITHOUT_RATIO and not weighs:
+    if config.pg_variant in RATIO_FREE_LOSSES and not has_weight:
         yield ConfigIssue(
             "replay.samples_per_insert",
-            f"pg_variant {config.pg_variant} has no ratio to correct for what other weights sampled: take ppo, or "
+            f"pg_variant {config.pg_variant} has no ratio to correct off-policy data: take ppo, or "
             "old_logprobs=recompute with train_infer_correction.is_weight",
         )
-    elif config.old_logprobs != "behavior" and config.pg_variant not in AGAINST_BEHAVIOR and not weighs:
+    elif config.old_logprobs != "behavior" and config.pg_variant not in AGAINST_BEHAVIOR and not has_weight:
         yield ConfigIssue(
             "replay.samples_per_insert",
-            f"with old_logprobs {config.old_logprobs} the ratio starts at 1 for old groups too: take behavior, or add "
+            f"with old_logprobs {config.old_logprobs} the ratio starts at 1 for replayed groups too: take behavior, or add "
             "train_infer_correction.is_weight",
         )

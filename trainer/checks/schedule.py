@@ -1,4 +1,4 @@
-"""Learning-rate schedules that a run can't follow, or that would raise the rate above its peak: told before it starts."""
+"""Checks of the learning-rate schedule against the run's rates and length."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,19 +11,19 @@ from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.config.schedule import LRScheduler
 
 SETTINGS = "actor_train.training_args.lr_scheduler_kwargs"
-LR_END = 1e-7
-"""transformers' own, where `polynomial` is told none."""
-SHARES = ("min_lr_rate", "min_lr_ratio")
-COUNTS = ("num_decay_steps", "num_stable_steps", "timescale")
-PLAIN = ("constant", "constant_with_warmup", "linear", "cosine")
-"""Without settings these stay between 0 and the peak by their formulas, and nobody has to import torch to look."""
-NOISE = 1e-9
-MOST_LOOKS = 1000
-"""Steps at which a schedule is looked at, evenly over the run."""
+DEFAULT_LR_END = 1e-7
+"""transformers' default for `polynomial`."""
+FRACTION_KEYS = ("min_lr_rate", "min_lr_ratio")
+STEP_COUNT_KEYS = ("num_decay_steps", "num_stable_steps", "timescale")
+SIMPLE_SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+"""Schedules that, without settings, stay between 0 and the peak by their formulas: no torch import is needed to check."""
+RELATIVE_TOLERANCE = 1e-9
+MAX_CHECKED_STEPS = 1000
+"""Evenly spaced steps at which the rate is evaluated."""
 
 
 class Peak(NamedTuple):
-    """What a schedule moves: the key that holds its peak, and its own warm-up."""
+    """A learning rate that the schedule scales: its key, its peak and its warm-up."""
 
     key: str
     rate: float
@@ -32,22 +32,22 @@ class Peak(NamedTuple):
 
 
 def check_schedule(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Everything that is wrong with the schedule's settings for this run's rates and length."""
+    """Yield every issue of the schedule's settings with the run's rates and length."""
     args = config.actor_train.training_args
     name, settings = args.lr_scheduler_type, args.lr_scheduler_kwargs
-    found = list(_check_setting(settings))
-    for peak in _peaks(config) if not found else ():
-        found += _check_warmup(peak, name, config.max_steps) if settings else ()
-        found += _check_floor(peak, name, settings)
-    yield from found
-    for peak in _peaks(config) if not found and (settings or name not in PLAIN) else ():
-        yield from _walked(peak, name, settings, config.max_steps)
+    issues = list(_check_setting(settings))
+    for peak in _peaks(config) if not issues else ():
+        issues += _check_warmup(peak, name, config.max_steps) if settings else ()
+        issues += _check_floor(peak, name, settings)
+    yield from issues
+    for peak in _peaks(config) if not issues and (settings or name not in SIMPLE_SCHEDULES) else ():
+        yield from _check_rates(peak, name, settings, config.max_steps)
 
 
 def _peaks(config: LearnerConfig) -> Iterator[Peak]:
     args, critic = config.actor_train.training_args, config.critic
-    here = "actor_train.training_args"
-    yield Peak(f"{here}.learning_rate", args.learning_rate, f"{here}.warmup_steps", args.warmup_steps)
+    prefix = "actor_train.training_args"
+    yield Peak(f"{prefix}.learning_rate", args.learning_rate, f"{prefix}.warmup_steps", args.warmup_steps)
     if config.adv_estimator == "gae":
         yield Peak("critic.learning_rate", critic.learning_rate, "critic.warmup_steps", critic.warmup_steps)
 
@@ -59,19 +59,19 @@ def _check_setting(settings: Mapping[str, JsonValue]) -> Iterator[ConfigIssue]:
             continue
         if not number or not math.isfinite(float(value)) or float(value) < 0:  # pyright: ignore[reportArgumentType]
             yield ConfigIssue(path, f"expected a number of 0 or more, got {value!r}")
-        elif key in SHARES and float(value) > 1:  # pyright: ignore[reportArgumentType]
-            yield ConfigIssue(path, f"{value} is no share of the learning rate: take one between 0 and 1")
-        elif key in COUNTS and (not isinstance(value, int) or (value < 1 and key != "num_stable_steps")):
-            yield ConfigIssue(path, f"expected a whole number of steps, 1 or more, got {value!r}")
+        elif key in FRACTION_KEYS and float(value) > 1:  # pyright: ignore[reportArgumentType]
+            yield ConfigIssue(path, f"{value} is not a fraction of the learning rate: take one between 0 and 1")
+        elif key in STEP_COUNT_KEYS and (not isinstance(value, int) or (value < 1 and key != "num_stable_steps")):
+            yield ConfigIssue(path, f"expected an integer number of steps, 1 or more, got {value!r}")
 
 
 def _check_warmup(peak: Peak, name: LRScheduler, max_steps: int) -> Iterator[ConfigIssue]:
-    """Of a schedule whose settings would have no effect; a few steps of a longer run's plain schedule are a fair trial."""
+    """Yield an issue if warm-up leaves no step for the schedule's settings."""
     if peak.warmup_steps >= max_steps:
         yield ConfigIssue(
             peak.warmup_key,
-            f"lr_scheduler_type {name} begins after {peak.warmup_steps} steps, and max_steps is {max_steps}, so that its "
-            f"lr_scheduler_kwargs would do nothing: warm up for at most {max_steps - 1} steps, or leave them out",
+            f"lr_scheduler_type {name} starts after {peak.warmup_steps} steps, but max_steps is {max_steps}, so that its "
+            f"lr_scheduler_kwargs have no effect: warm up for at most {max_steps - 1} steps, or leave them out",
         )
 
 
@@ -80,20 +80,22 @@ def _check_floor(peak: Peak, name: LRScheduler, settings: Mapping[str, JsonValue
     if isinstance(floor, int | float) and peak.rate and floor > peak.rate:
         yield ConfigIssue(
             f"{SETTINGS}.min_lr",
-            f"{floor:g} is above {peak.key} {peak.rate:g}, which falls to it: take at most that, or min_lr_rate, a share",
+            f"{floor:g} is above {peak.key} {peak.rate:g}, the peak: take a smaller one, or min_lr_rate, a fraction of it",
         )
-    end = settings.get("lr_end", LR_END)
+    end = settings.get("lr_end", DEFAULT_LR_END)
     if name == "polynomial" and isinstance(end, int | float) and peak.rate and end >= peak.rate:
-        said = "" if "lr_end" in settings else " (transformers' own)"
+        origin = "" if "lr_end" in settings else " (transformers' default)"
         yield ConfigIssue(
             f"{SETTINGS}.lr_end",
-            f"{end:g}{said} is not below {peak.key} {peak.rate:g}, which falls to it: take a smaller one",
+            f"{end:g}{origin} is not below {peak.key} {peak.rate:g}, the peak: take a smaller one",
         )
 
 
-def _walked(peak: Peak, name: LRScheduler, settings: Mapping[str, JsonValue], max_steps: int) -> Iterator[ConfigIssue]:
-    """The schedule itself is asked: what it refuses, or gets wrong, no run should find out."""
-    from offbeat.trainer.engines.schedule import scheduled_rate
+def _check_rates(
+    peak: Peak, name: LRScheduler, settings: Mapping[str, JsonValue], max_steps: int
+) -> Iterator[ConfigIssue]:
+    """Evaluate the schedule over the run: it must accept its settings and stay between 0 and the peak."""
+    from offbeat.trainer.engines.schedule import scheduled_rate  # noqa: PLC0415  imports torch
 
     def rate(step: int) -> float:
         return scheduled_rate(
@@ -105,15 +107,17 @@ def _walked(peak: Peak, name: LRScheduler, settings: Mapping[str, JsonValue], ma
             settings=settings,
         )
 
-    looks = [*range(0, max_steps, math.ceil(max_steps / MOST_LOOKS)), max_steps - 1]
+    steps = [*range(0, max_steps, math.ceil(max_steps / MAX_CHECKED_STEPS)), max_steps - 1]
     try:
-        wrong = next((s for s in looks if not -NOISE <= rate(s) <= peak.rate * (1 + NOISE)), None)
+        bad_step = next(
+            (s for s in steps if not -RELATIVE_TOLERANCE <= rate(s) <= peak.rate * (1 + RELATIVE_TOLERANCE)), None
+        )
     except (ValueError, TypeError, ArithmeticError) as error:
-        yield ConfigIssue(SETTINGS, f"lr_scheduler_type {name} does not take {dict(settings)}: {error}")
+        yield ConfigIssue(SETTINGS, f"lr_scheduler_type {name} rejects {dict(settings)}: {error}")
         return
-    if wrong is not None:
+    if bad_step is not None:
         yield ConfigIssue(
             SETTINGS,
-            f"lr_scheduler_type {name} with {dict(settings)} makes {rate(wrong):g} of {peak.key} {peak.rate:g} at step "
-            f"{wrong}: a rate stays between 0 and its peak",
+            f"lr_scheduler_type {name} with {dict(settings)} gives {rate(bad_step):g} at step {bad_step}: it must "
+            f"stay between 0 and {peak.key} {peak.rate:g}",
         )

@@ -1,4 +1,4 @@
-"""Trackers that a run names and can't have, told before it starts."""
+"""Checks of trackers and their arguments."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -14,20 +14,20 @@ from offbeat.trainer.trackers.registry import (
 
 
 def check_trackers(config: LearnerConfig) -> Iterator[ConfigIssue]:
-    """Every name that is none, every package that is missing, and every argument that its tracker does not take."""
+    """Yield unknown trackers, missing packages and invalid arguments."""
     for position, name in enumerate(config.track_with):
         if name in config.track_with[:position]:
-            yield ConfigIssue(f"track_with.{position}", f"{name} is named twice")
+            yield ConfigIssue(f"track_with.{position}", f"{name} is listed twice")
             continue
         try:
             tracker = find_tracker(name)
         except TrackerError as error:
-            near = get_close_matches(name, TRACKERS, n=1)
-            meant = f"; did you mean {near[0]}?" if near and name not in TRACKERS else ""
-            yield ConfigIssue(f"track_with.{position}", f"{error}{meant}")
+            matches = get_close_matches(name, TRACKERS, n=1)
+            suggestion = f"; did you mean {matches[0]}?" if matches and name not in TRACKERS else ""
+            yield ConfigIssue(f"track_with.{position}", f"{error}{suggestion}")
             continue
         for error in argument_errors(tracker, config.tracker_kwargs.get(name, {})):
             yield ConfigIssue(".".join(filter(None, ("tracker_kwargs", name, error.key))), str(error))
     for name in config.tracker_kwargs:
         if name not in config.track_with:
-            yield ConfigIssue(f"tracker_kwargs.{name}", f"has no effect: track_with does not name {name}")
+            yield ConfigIssue(f"tracker_kwargs.{name}", f"has no effect: track_with does not list {name}")

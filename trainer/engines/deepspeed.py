@@ -213,8 +213,8 @@ def _deepspeed() -> Any:
     memory) takes 20 s to build, does what gloo does, and leaves files in /dev/shm when the learner is killed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    import deepspeed.ops
+    import deepspeed  # noqa: PLC0415
+    import deepspeed.ops  # noqa: PLC0415
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not torch.cuda.is_available():

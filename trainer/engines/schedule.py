@@ -44,7 +44,7 @@ def scheduled_rate(
 @lru_cache(maxsize=8)
 def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
     """transformers' own, of a rate that begins at `peak`."""
-    from transformers import get_scheduler
+    from transformers import get_scheduler  # noqa: PLC0415
 
     schedule = get_scheduler(  # a LambdaLR for all that KWARGS names
         name,

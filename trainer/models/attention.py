@@ -58,7 +58,7 @@ def packed_attention(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # loads CUDA kernels
+    from torch.nn.attention.varlen import varlen_attn  # loads CUDA kernels  # noqa: PLC0415
 
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     borders, longest = packing.cu_seqlens, packing.max_len

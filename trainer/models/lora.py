@@ -28,8 +28,8 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     Raises:
         ValueError: no layer has such a name, one of them is not linear, or it shares its weight with another layer.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora import Linear
+    from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415
+    from peft.tuners.lora import Linear  # noqa: PLC0415
 
     names, alpha = args.lora_targets, args.adapter_alpha
     config = LoraConfig(r=args.lora_rank, lora_alpha=alpha, target_modules=names)  # pyright: ignore[reportArgumentType]

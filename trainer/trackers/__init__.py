@@ -1,1 +1,1 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio, standard output, or a class of the user's."""
+"""Trackers: TensorBoard, Weights & Biases, MLflow, SwanLab, Trackio, standard output, or a user's class."""

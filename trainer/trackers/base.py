@@ -1,7 +1,7 @@
-"""The seam behind which each tracker stands: rows in, in the order of `metrics.jsonl`.
+"""Interface of a tracker: receives a run's rows in the order of `metrics.jsonl`.
 
-Invariant: a tracker hears no row twice, and steps only grow, but for what a learner that was killed repeats and what a
-tracker that was killed had not yet confirmed; `Row.number` tells those.
+Invariant: no row is sent twice and steps never decrease, except for steps that a resumed learner repeats and rows that a
+killed tracker had not yet confirmed; `Row.number` identifies those.
 """
 
 from abc import ABC, abstractmethod
@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 Values = Mapping[str, float | None]
 Ending = Literal["finished", "stopped", "died"]
-"""How a learner ended: all steps are trained, somebody stopped it, or it failed or was killed."""
+"""How a learner ended: all steps trained, stopped on request, or failed or killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one part of the mesh measured."""
+    """Measurements of one component at one step."""
 
     number: int
     """Line in `metrics.jsonl`, from 1: grows over all lives of the run."""
     step: int
-    """The learner's, or the newest one where the row belongs to none."""
+    """The learner's step; for a row without one, the newest so far."""
     time: float
     """Unix time, s."""
     values: Mapping[str, float]
@@ -32,47 +32,47 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """The run whose rows a tracker takes."""
+    """The run that a tracker receives."""
 
     name: str
     """`exp_name`."""
     key: str
-    """16 letters and digits; stays when the run is resumed."""
+    """16 letters and digits, the same after a resume."""
     resumed: bool
-    """An earlier life of the tracker has had this key."""
+    """True if an earlier tracker process used this key."""
     resumed_step: int
-    """The learner goes on from here; what came after it is trained again."""
+    """Step from which the learner resumes; later steps are trained again."""
     folder: Path
-    """The tracker's own, in the run's folder."""
+    """The tracker's own subfolder of the run's folder."""
     config: Mapping[str, Any]
-    """What the learner was told: hyperparameters, without secrets."""
+    """The learner's configuration, without secrets."""
 
 
 class Tracker(ABC):
-    """Takes a run's metrics; may raise and block as it likes, what it does not take is offered again."""
+    """Receives a run's metrics. Any method may raise or block: rows that fail are sent again."""
 
     place: str = ""
-    """Where people see the run, if that can be told: a URL or a folder."""
+    """URL or folder at which the run can be viewed, if known."""
 
     def __init__(self, run: TrackedRun) -> None:
-        """A tracker that can be told something takes it as further arguments, by the names of `tracker_kwargs`."""
+        """Open the run. Subclasses take `tracker_kwargs` as keyword arguments."""
         del run
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """Take one row."""
+        """Log one row."""
 
     def flush(self) -> None:  # noqa: B027
-        """Called after some rows, when no more are there: what is written is not offered again."""
+        """Make written rows durable. Called when no more rows are waiting; flushed rows are not sent again."""
 
     def close(self, ending: Ending) -> None:  # noqa: B027
-        """The learner has ended; another one may go on with the run."""
+        """Close the run. A later learner may resume it."""
 
 
-def row_of(
+def make_row(
     number: int, newest: int, time: float, source: str, step: int | None, labels: Mapping[str, str], values: Values
 ) -> Row:
-    """A record as trackers take it. newest: step at which a record without one stands."""
+    """Convert a metric record to a row. newest: step for a record without one."""
     parts = [source]
     if source == "eval":
         parts.append(labels.get("sampling", "sampled"))

@@ -1,6 +1,7 @@
-"""How far a tracker is with a run's `metrics.jsonl`, over all its lives: `trackers/<name>.json` in the run's folder.
+"""A tracker's position in a run's `metrics.jsonl`, kept in `trackers/<name>.json` in the run's folder across restarts.
 
-Invariant: the place moves only over lines that the tracker has taken, knows already, or has refused while it took others.
+Invariant: the position moves only past lines that the tracker has accepted, already has, or has refused while accepting
+others.
 """
 
 import json
@@ -17,83 +18,83 @@ KEY_CHARS = 16
 
 @dataclass(slots=True)
 class Progress:
-    """Kept in a file."""
+    """Position of a tracker and its counters, as stored."""
 
     key: str = ""
-    """Under which the tracker knows the run."""
+    """The run's id in the tracker."""
     lineage: str = ""
-    """Of the weights that the rows belong to."""
+    """Lineage of the weights that the rows belong to."""
     number: int = 0
-    """Lines done."""
+    """Lines processed."""
     offset: int = 0
-    """Bytes done."""
+    """Bytes processed."""
     step: int = 0
-    """The learner's newest one."""
+    """The learner's newest step."""
     evaluations: list[str] = field(default_factory=list[str])
-    """Those that are done."""
+    """Evaluations already sent, as `sampling-step`."""
     repeated: int = 0
-    """Rows left out because the same step, or evaluation, was sent before."""
+    """Rows skipped because the same step or evaluation was sent before."""
     refused: int = 0
-    """Rows that the tracker refused, while it took others."""
+    """Rows that the tracker refused while it accepted others."""
     place: str = ""
-    """Where people see the run."""
+    """URL or folder at which the run can be viewed."""
 
-    def open(self, lineage: str, *, goes_on: bool) -> bool:
-        """Take up a life of the run; False if it is the first one of these weights.
+    def open(self, lineage: str, *, keep_key: bool) -> bool:
+        """Start or resume the run and return True if resumed; a new lineage gets a new key.
 
-        goes_on: the weights are those of the run before, whatever their lineage.
+        keep_key: resume whatever the lineage.
         """
-        resumed = bool(self.key) and (goes_on or lineage == self.lineage)
+        resumed = bool(self.key) and (keep_key or lineage == self.lineage)
         if not resumed:
             self.key, self.step, self.evaluations = uuid.uuid4().hex[:KEY_CHARS], 0, []
         self.lineage = lineage
         return resumed
 
-    def knows(self, record: Mapping[str, Any]) -> bool:
-        """Whether the record is of a step, or an evaluation, that is done."""
+    def is_sent(self, record: Mapping[str, Any]) -> bool:
+        """True if the record's step or evaluation was already sent."""
         if record["step"] is None:
             return False
         if record["source"] == "learner":
             return record["step"] <= self.step
-        return record["source"] == "eval" and _evaluation(record) in self.evaluations
+        return record["source"] == "eval" and _evaluation_id(record) in self.evaluations
 
-    def done(self, number: int, offset: int, record: Mapping[str, Any] | None) -> None:
-        """Line `number`, which ends at byte `offset`, is done."""
+    def advance(self, number: int, offset: int, record: Mapping[str, Any] | None) -> None:
+        """Move past line `number`, which ends at byte `offset`."""
         self.number, self.offset = number, offset
-        if record is None or record["step"] is None or self.knows(record):
+        if record is None or record["step"] is None or self.is_sent(record):
             return
         if record["source"] == "learner":
             self.step = record["step"]
         elif record["source"] == "eval":
-            self.evaluations.append(_evaluation(record))
+            self.evaluations.append(_evaluation_id(record))
 
 
-def _evaluation(record: Mapping[str, Any]) -> str:
+def _evaluation_id(record: Mapping[str, Any]) -> str:
     return f"{record['labels'].get('sampling', 'sampled')}-{record['step']}"
 
 
 def progress_file(output_dir: Path, name: str) -> Path:
-    """Where the progress of a tracker is kept. name: also a class path."""
+    """Return the path of a tracker's progress file. name: tracker name or class path."""
     return output_dir / TRACKERS / f"{folder_name(name)}.json"
 
 
 def tracker_folder(output_dir: Path, name: str) -> Path:
-    """A tracker's own, in the run's folder."""
+    """Return a tracker's own subfolder of the run's folder."""
     return output_dir / TRACKERS / folder_name(name)
 
 
 def folder_name(name: str) -> str:
-    """A tracker's name as that of a file or folder."""
+    """Return a tracker's name in a form valid for files."""
     return name.replace(":", ".")
 
 
 def read_progress(path: Path) -> Progress:
-    """What an earlier life left, if there was one."""
+    """Load the stored progress, or an empty one if there is none."""
     return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
 
 
 def write_progress(path: Path, progress: Progress) -> None:
-    """Keep it, whole or not at all."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(asdict(progress)) + "\n")
-    os.replace(aside, path)
+    """Store the progress atomically."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(progress)) + "\n")
+    os.replace(temporary, path)

@@ -1,86 +1,85 @@
-"""Hands the lines of a run's `metrics.jsonl` to one tracker, in order, from where its last life came to.
+"""Delivery of a run's `metrics.jsonl` to one tracker, in order, resuming at the stored position.
 
-Invariants: a line is done when the tracker has taken it, or has refused it and taken one behind it; a tracker that takes
-nothing loses nothing, because the place in the file stays; no step and no evaluation is sent a second time.
+Invariants: the position moves past a line once the tracker has accepted it, or has refused it and accepted a later one; a
+tracker that is down loses nothing, because the position does not move; no step and no evaluation is sent twice.
 """
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from offbeat.trainer.trackers.base import Row, Tracker, row_of
+from offbeat.trainer.trackers.base import Row, Tracker, make_row
 from offbeat.trainer.trackers.cursor import Progress, write_progress
 from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
-DOWN = 3
-"""Rows one after the other that a tracker refuses when it is not for what they hold."""
+MAX_CONSECUTIVE_REFUSALS = 3
+"""Refused rows in a row after which the tracker counts as down, rather than the rows as bad."""
 LINES_PER_ROUND = 500
 
 
 class DownError(Exception):
-    """The tracker takes nothing now."""
+    """Raised when a tracker accepts no rows."""
 
 
 class Delivery:
-    """One life of one tracker."""
+    """Sends new lines to an open tracker."""
 
-    def __init__(self, metrics: Path, kept: Path, progress: Progress, tracker: Tracker) -> None:
-        """metrics, kept: the files of the run and of the progress."""
-        self._metrics = metrics
-        self._kept = kept
+    def __init__(self, metrics_path: Path, progress_path: Path, progress: Progress, tracker: Tracker) -> None:
+        self._metrics_path = metrics_path
+        self._progress_path = progress_path
         self.progress = progress
         self._tracker = tracker
         self.busy_since: float | None = None
-        """Monotonic time at which the tracker was called, while it has not come back."""
+        """Monotonic time at which the pending call of the tracker began; None without one."""
 
     def round(self) -> int:
-        """Hand over what is there, up to a limit; returns how many lines are done.
+        """Send up to about `LINES_PER_ROUND` waiting lines and return the number processed.
 
         Raises:
-            DownError: the tracker takes nothing, or could not flush; what it has not taken is not done.
+            DownError: the tracker accepts no rows or cannot flush; the lines that it did not accept stay unprocessed.
         """
         before = self.progress.number
         try:
-            self._hand_over()
+            self._send()
         finally:
             if self.progress.number > before:
                 self._flush()
-                write_progress(self._kept, self.progress)
+                write_progress(self._progress_path, self.progress)
         return self.progress.number - before
 
-    def _hand_over(self) -> None:
-        began, refused = self.progress.number, 0
-        waiting: list[Line] = []
+    def _send(self) -> None:
+        start, refused = self.progress.number, 0
+        pending: list[Line] = []
         error: Exception | None = None
-        for line in read_lines(self._metrics, began, self.progress.offset):
-            waiting.append(line)
+        for line in read_lines(self._metrics_path, start, self.progress.offset):
+            pending.append(line)
             row = self._row(line)
             if row is not None:
-                error = self._refusal(row)
+                error = self._try_write(row)
                 refused += error is not None
             if refused and (row is None or error is not None):
-                if refused == DOWN:
+                if refused == MAX_CONSECUTIVE_REFUSALS:
                     break
                 continue
             self.progress.refused += refused
             refused = 0
-            self._done(waiting)
-            waiting = []
-            if line.number - began >= LINES_PER_ROUND:
+            self._advance(pending)
+            pending = []
+            if line.number - start >= LINES_PER_ROUND:
                 return
         if refused:
-            raise DownError(_words(error)) from error
+            raise DownError(_one_line(error)) from error
 
     def _row(self, line: Line) -> Row | None:
-        """What the tracker is to hear of a line."""
+        """Convert a line to a row; None if there is nothing to send."""
         record = line.record
-        if record is None or self.progress.knows(record):
+        if record is None or self.progress.is_sent(record):
             return None
-        told = {key: record[key] for key in ("time", "source", "step", "labels", "values")}
-        row = row_of(line.number, self.progress.step, **told)
+        fields = {key: record[key] for key in ("time", "source", "step", "labels", "values")}
+        row = make_row(line.number, self.progress.step, **fields)
         return row if row.values else None
 
-    def _refusal(self, row: Row) -> Exception | None:
+    def _try_write(self, row: Row) -> Exception | None:
         self.busy_since = time.monotonic()
         try:
             self._tracker.write(row)
@@ -90,20 +89,20 @@ class Delivery:
             self.busy_since = None
         return None
 
-    def _done(self, lines: Sequence[Line]) -> None:
+    def _advance(self, lines: Sequence[Line]) -> None:
         for line in lines:
-            self.progress.repeated += line.record is not None and self.progress.knows(line.record)
-            self.progress.done(line.number, line.end, line.record)
+            self.progress.repeated += line.record is not None and self.progress.is_sent(line.record)
+            self.progress.advance(line.number, line.end, line.record)
 
     def _flush(self) -> None:
         self.busy_since = time.monotonic()
         try:
             self._tracker.flush()
         except Exception as error:
-            raise DownError(_words(error)) from error
+            raise DownError(_one_line(error)) from error
         finally:
             self.busy_since = None
 
 
-def _words(error: Exception | None) -> str:
+def _one_line(error: Exception | None) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

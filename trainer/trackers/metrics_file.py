@@ -1,6 +1,6 @@
-"""`metrics.jsonl`: every record of a run, once, over all lives of the learner; trackers follow it.
+"""`metrics.jsonl`: every metric record of a run exactly once, across learner restarts.
 
-Invariant: a line that has its end stays where it is, so a reader's place in the file is one for good.
+Invariant: a complete line never moves, so a reader's byte offset stays valid.
 """
 
 import json
@@ -22,49 +22,48 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.position = _last_position(path)
-        """Id of the last record in the file, `0` without one."""
+        """Stream id of the last record in the file, or `0`."""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, entry_id: str, record: MetricRecord) -> None:
-        """Add a record at the end."""
+        """Append a record."""
         values = {name: p.value if math.isfinite(p.value) else None for name, p in record.values.items()}
         row = {"id": entry_id, "time": record.time, "source": record.source, "step": record.step}
         self._file.write(json.dumps({**row, "labels": record.labels, "values": values}) + "\n")
 
     def flush(self) -> None:
-        """Let readers have what was written."""
+        """Make written records visible to readers."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write no more."""
         self._file.close()
 
 
 def _last_position(path: Path) -> str:
-    """Where a file that may have been cut off in its last line ends; what is cut off is removed."""
+    """Return the id of the last complete line and truncate an incomplete one after it."""
     if not path.exists():
         return "0"
     lines = path.read_bytes().splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith(b"\n")]
-    if len(whole) < len(lines):
-        path.write_bytes(b"".join(whole))
-    return str(json.loads(whole[-1])["id"]) if whole else "0"
+    complete = [line for line in lines if line.endswith(b"\n")]
+    if len(complete) < len(lines):
+        path.write_bytes(b"".join(complete))
+    return str(json.loads(complete[-1])["id"]) if complete else "0"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the file, and where the next one begins."""
+    """One line of the file."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     end: int
-    """Bytes."""
+    """Byte offset of the next line."""
     record: dict[str, Any] | None
-    """None: it holds none."""
+    """None if the line holds no record."""
 
 
 def read_lines(path: Path, number: int, offset: int) -> Iterator[Line]:
-    """The whole lines behind line `number`, which ends at byte `offset`, as many as are there."""
+    """Yield the complete lines after line `number`, which ends at byte `offset`."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Writes a run's metric records to `metrics.jsonl`, and to trackers that need no process of their own, beside the training.
+"""Background thread that writes a run's metric records to `metrics.jsonl` and to the trackers inside the learner.
 
-Invariant: each record is in the file once, over all lives of the learner (the file's last line says how far it came).
+Invariant: each record is in the file exactly once, across learner restarts (the file's last line holds the position).
 """
 
 import logging
@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from offbeat.services.errors import CodecError
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 from offbeat.services.threads import Follower
-from offbeat.trainer.trackers.base import TrackedRun, Tracker, row_of
+from offbeat.trainer.trackers.base import TrackedRun, Tracker, make_row
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE, MetricsFile
 from offbeat.trainer.trackers.registry import IN_LEARNER, arguments, find_tracker
 
@@ -25,7 +25,7 @@ RETRY_S = 1.0
 
 
 class MetricsWriter(Follower):
-    """Follows a run's metrics stream from where the file ended."""
+    """Tails a run's metrics stream, starting after the last record in the file."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MetricsWriter(Follower):
         resumed_step: int,
         kwargs: Mapping[str, Mapping[str, JsonValue]] | None = None,
     ) -> None:
-        """names, kwargs: `track_with` and `tracker_kwargs`; those with a process of their own are passed over."""
+        """names, kwargs: `track_with` and `tracker_kwargs`; trackers with a process of their own are ignored."""
         self._stream = RedisMetrics(redis, run_id)
         self._run_id = run_id
         self._output_dir = output_dir
@@ -46,28 +46,32 @@ class MetricsWriter(Follower):
         super().__init__("trackers")
 
     def _follow(self) -> None:
-        told = ""
+        logged = ""
         while True:
             try:
-                self._write_down()
+                self._write_until_stopped()
                 return
-            except OSError as error:  # the disk is full, say: what the file lacks is in the stream
-                if told != str(error):
-                    logger.warning("metrics can't be written now: %s", error)
-                told = str(error)
+            except OSError as error:  # for example a full disk; the stream still holds the records
+                if logged != str(error):
+                    logger.warning("cannot write metrics: %s; retrying every %.0f s", error, RETRY_S)
+                logged = str(error)
             if self._stop.wait(RETRY_S):
                 return
             self._resumed_step = self._step
 
-    def _write_down(self) -> None:
-        """From where the file ends until the learner does. Raises OSError."""
+    def _write_until_stopped(self) -> None:
+        """Write records until stopped and the stream is drained.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         file = MetricsFile(self._output_dir / METRICS_FILE)
-        trackers = {name: self._made(name) for name in self._names}
+        trackers = {name: self._make_tracker(name) for name in self._names}
         position = file.position
         try:
             while True:
                 last_round = self._stop.is_set()
-                position, count = self._pass_on(file, trackers, position, None if last_round else BLOCK_MS)
+                position, count = self._forward(file, trackers, position, None if last_round else BLOCK_MS)
                 if last_round and not count:
                     return
         finally:
@@ -75,16 +79,16 @@ class MetricsWriter(Follower):
                 tracker.close("stopped")
             file.close()
 
-    def _made(self, name: str) -> Tracker:
-        kind = find_tracker(name)
+    def _make_tracker(self, name: str) -> Tracker:
+        tracker_class = find_tracker(name)
         folder = self._output_dir / name
         run = TrackedRun(self._run_id, "", self._resumed_step > 0, self._resumed_step, folder, {})
-        return kind(run, **arguments(kind, self._kwargs.get(name, {})))
+        return tracker_class(run, **arguments(tracker_class, self._kwargs.get(name, {})))
 
-    def _pass_on(
+    def _forward(
         self, file: MetricsFile, trackers: Mapping[str, Tracker], position: str, block_ms: int | None
     ) -> tuple[str, int]:
-        """Write what came after `position`; returns the new position and how many records there were."""
+        """Write the records after `position`; return the new position and the number of records."""
         count = 0
         try:
             for entry_id, record in self._stream.read(position, block_ms=block_ms):
@@ -94,10 +98,10 @@ class MetricsWriter(Follower):
                 position = entry_id
                 count += 1
         except RedisError as error:
-            logger.warning("metrics can't be read now: %s", error)
+            logger.warning("cannot read metrics: %s; retrying in %.0f s", error, RETRY_S)
             self._stop.wait(RETRY_S)
         except CodecError as error:
-            logger.warning("a metric record after %s can't be read, the rest is not tracked: %s", position, error)
+            logger.warning("malformed metric record after %s: %s; later records are not tracked", position, error)
             self._stop.wait()
         if count:
             file.flush()
@@ -107,6 +111,6 @@ class MetricsWriter(Follower):
 
     def _write(self, tracker: Tracker, record: MetricRecord) -> None:
         values = {name: partial.value for name, partial in record.values.items()}
-        row = row_of(0, self._step, record.time, record.source, record.step, record.labels, values)
+        row = make_row(0, self._step, record.time, record.source, record.step, record.labels, values)
         self._step = max(self._step, row.step)
         tracker.write(row)

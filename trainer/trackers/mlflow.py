@@ -1,6 +1,6 @@
-"""MLflow: the run of a resumed learner is found by a tag, and goes on.
+"""MLflow tracker; a resumed run is found by a tag and continued.
 
-MLflow keeps one value per name, time and step: a row that is offered again changes nothing.
+MLflow keeps one value per name, time and step, so sending a row again changes nothing.
 """
 
 import os
@@ -17,16 +17,16 @@ from offbeat.trainer.trackers.base import (
 )
 
 KEY_TAG = "offbeat.key"
-NO_NAME = re.compile(r"[^\w\-. /:]")
-"""What MLflow refuses in the name of a metric or parameter."""
+INVALID_NAME_CHARS = re.compile(r"[^\w\-. /:]")
+"""Characters that MLflow refuses in names of metrics and parameters."""
 MAX_METRICS, MAX_PARAMS = 1000, 100
-"""Of one call."""
+"""Limits of one `log_batch` call."""
 MAX_VALUE_CHARS = 6000
 STATUS: Mapping[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "died": "FAILED"}
 
 
 class MLflow(Tracker):
-    """Evaluations and steps are metrics, the configuration is parameters, by their dotted path."""
+    """Logs rows as metrics and the configuration as parameters named by dotted path."""
 
     def __init__(
         self,
@@ -37,51 +37,52 @@ class MLflow(Tracker):
         run_name: str | None = None,
         tags: dict[str, str] | None = None,
     ) -> None:
-        """tracking_uri: MLFLOW_TRACKING_URI if left out, else a SQLite file in the run's folder. run_name: `exp_name` if
-        left out."""
+        """tracking_uri: default MLFLOW_TRACKING_URI, or else a SQLite file in the run's folder. run_name: default
+        `exp_name`."""
         mlflow: Any = import_module("mlflow")
         self._entities: Any = import_module("mlflow.entities")
         own = None if tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") else run.folder
         uri = f"sqlite:///{own}/mlflow.db" if own else tracking_uri
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(experiment_name)
+        existing = self._client.get_experiment_by_name(experiment_name)
         artifacts = (own / "artifacts").as_uri() if own else None
-        experiment = found.experiment_id if found else self._client.create_experiment(experiment_name, artifacts)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(experiment_name, artifacts)
         self._run_id = self._open(run, experiment, run_name or run.name, tags or {})
         self.place = f"{uri or os.environ['MLFLOW_TRACKING_URI']}, run {self._run_id}"
 
     def write(self, row: Row) -> None:
-        at = int(row.time * 1000)
+        time_ms = int(row.time * 1000)
         metrics = [
-            self._entities.Metric(NO_NAME.sub("_", name), value, at, row.step) for name, value in row.values.items()
+            self._entities.Metric(INVALID_NAME_CHARS.sub("_", name), value, time_ms, row.step)
+            for name, value in row.values.items()
         ]
-        for some in _batched(metrics, MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=some)
+        for batch in _batched(metrics, MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=batch)
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run_id, STATUS[ending])
 
     def _open(self, run: TrackedRun, experiment: str, name: str, tags: Mapping[str, str]) -> str:
-        """The id of the run, which is made unless it is there; parameters keep their first values, as MLflow demands."""
-        found = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run.key}'", max_results=1)
-        if found:
-            self._client.update_run(found[0].info.run_id, status="RUNNING")
-        opened = found[0] if found else self._client.create_run(experiment, None, {**tags, KEY_TAG: run.key}, name)
-        told = dict(_flat(run.config))
-        fresh = [self._entities.Param(key, value) for key, value in told.items() if key not in opened.data.params]
-        for some in _batched(fresh, MAX_PARAMS):
-            self._client.log_batch(opened.info.run_id, params=some)
-        for key, value in told.items():
+        """Find or create the run and return its id. MLflow parameters are immutable: changed values become tags."""
+        matches = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{run.key}'", max_results=1)
+        if matches:
+            self._client.update_run(matches[0].info.run_id, status="RUNNING")
+        opened = matches[0] if matches else self._client.create_run(experiment, None, {**tags, KEY_TAG: run.key}, name)
+        config = dict(_flatten(run.config))
+        new = [self._entities.Param(key, value) for key, value in config.items() if key not in opened.data.params]
+        for batch in _batched(new, MAX_PARAMS):
+            self._client.log_batch(opened.info.run_id, params=batch)
+        for key, value in config.items():
             if opened.data.params.get(key, value) != value:
                 self._client.set_tag(opened.info.run_id, f"resumed.{key}", value)
         return str(opened.info.run_id)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
-        path = NO_NAME.sub("_", f"{prefix}{key}")
+        path = INVALID_NAME_CHARS.sub("_", f"{prefix}{key}")
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{path}.")
+            yield from _flatten(value, f"{path}.")
         else:
             yield path, str(value)[:MAX_VALUE_CHARS]
 

@@ -1,6 +1,6 @@
-"""Trackers by name or class path, and what each can be told.
+"""Tracker lookup by name or class path, and validation of `tracker_kwargs`.
 
-Invariant: looking one up imports neither the library behind it nor torch.
+Invariant: a lookup imports neither the tracker's library nor torch.
 """
 
 import inspect
@@ -24,100 +24,100 @@ TRACKERS: Mapping[str, str] = {
     "stdout": "offbeat.trainer.trackers.stdout:Stdout",
 }
 EXTRAS = ("wandb", "mlflow", "swanlab", "trackio")
-"""Trackers whose package, of the same name, is an extra of the same name."""
+"""Trackers whose package and extra have the tracker's name."""
 IN_LEARNER = ("tensorboard", "stdout")
-"""They write to this machine and can't wait for anybody: they need no process of their own."""
-
-
+"""Trackers that only write locally and cannot block on a network: they run inside the learner."""
 STOP_S = 5.0
-"""What the processes of the others get to end where somebody waits for a learner to stop."""
+"""Time limit for tracker processes to end after an interrupt."""
 
 
 class TrackerError(ValueError):
-    """A tracker can't be had, or can't be told what it was."""
+    """Raised for an unavailable tracker or an invalid argument of one."""
 
     def __init__(self, message: str, key: str = "") -> None:
-        """key: of `tracker_kwargs`, below the tracker; empty where the tracker itself is wrong."""
+        """key: the invalid key of the tracker's `tracker_kwargs`; empty if the tracker itself is unavailable."""
         super().__init__(message)
         self.key = key
 
 
 def has_processes(names: Iterable[str]) -> bool:
-    """Whether any of them has a process of its own."""
+    """True if any of the trackers needs a process of its own."""
     return any(name not in IN_LEARNER for name in names)
 
 
 def find_tracker(name: str) -> type[Tracker]:
-    """The class of a name, or of a path `module:Class`.
+    """Return the class for a name or for a path `module:Class`.
 
     Raises:
-        TrackerError: there is none, or its package is not installed.
+        TrackerError: there is no such class, or its package is not installed.
     """
     path = TRACKERS.get(name, name)
     module, colon, attribute = path.partition(":")
     if not colon or not module or not attribute:
         raise TrackerError(
-            f"no tracker {name!r}: there is {', '.join(TRACKERS)}, or a class of yours as `module:Class`"
+            f"unknown tracker {name!r}: use one of {', '.join(TRACKERS)}, or a class path `module:Class`"
         )
     try:
-        found = getattr(import_module(module), attribute, None)
+        tracker = getattr(import_module(module), attribute, None)
     except (ImportError, TypeError, ValueError) as error:
         raise TrackerError(f"can't import {module!r}: {error}") from error
-    except Exception as error:  # the module is the user's own: a mistake in it is told
+    except Exception as error:  # a user's module may raise anything
         raise TrackerError(f"can't import {module!r}: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Tracker)):
-        raise TrackerError(f"{path} is no class that inherits from offbeat.trainer.trackers.base.Tracker")
-    if inspect.isabstract(found):
-        raise TrackerError(f"{path} does not define {', '.join(sorted(found.__abstractmethods__))}")
+    if not (isinstance(tracker, type) and issubclass(tracker, Tracker)):
+        raise TrackerError(f"{path} is not a class that inherits from offbeat.trainer.trackers.base.Tracker")
+    if inspect.isabstract(tracker):
+        raise TrackerError(f"{path} does not define {', '.join(sorted(tracker.__abstractmethods__))}")
     if name in EXTRAS and find_spec(name) is None:
         raise TrackerError(f"{name} is not installed: uv pip install 'offbeat[{name}]'")
-    return found
+    return tracker
 
 
-def arguments(tracker: type[Tracker], told: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """What `__init__` is called with besides the run: keys checked, values of the types that it names.
+def arguments(tracker: type[Tracker], kwargs: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """Validate a tracker's `tracker_kwargs` and convert them to the types that `__init__` declares.
 
     Raises:
         TrackerError: the first of `argument_errors`.
     """
-    for error in argument_errors(tracker, told):
+    for error in argument_errors(tracker, kwargs):
         raise error
     types = typing.get_type_hints(tracker.__init__)
-    return {key: _typed(key, value, types.get(key, Any)) for key, value in told.items()}
+    return {key: _convert(key, value, types.get(key, Any)) for key, value in kwargs.items()}
 
 
-def argument_errors(tracker: type[Tracker], told: Mapping[str, JsonValue]) -> Iterator[TrackerError]:
-    """Unknown and missing keys, and values of a wrong type."""
-    known = list(inspect.signature(tracker).parameters.values())[1:]
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in known)
-    named = {each.name: each for each in known if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+def argument_errors(tracker: type[Tracker], kwargs: Mapping[str, JsonValue]) -> Iterator[TrackerError]:
+    """Yield an error for each unknown or missing key and each value of a wrong type."""
+    parameters = list(inspect.signature(tracker).parameters.values())[1:]
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     types = typing.get_type_hints(tracker.__init__)
-    for key, value in told.items():
-        if key not in named and not open_ended:
+    for key, value in kwargs.items():
+        if key not in named and not accepts_any:
             takes = f"it takes {', '.join(named)}" if named else "it takes none"
-            yield TrackerError(f"no such argument: {takes}{SECRETS if key in SECRET_KEYS else ''}", key)
+            yield TrackerError(f"no such argument: {takes}{SECRET_HINT if key in SECRET_KEYS else ''}", key)
             continue
         try:
-            _typed(key, value, types.get(key, Any))
+            _convert(key, value, types.get(key, Any))
         except TrackerError as error:
             yield error
-    for key, each in named.items():
-        if each.default is each.empty and key not in told:
+    for key, parameter in named.items():
+        if parameter.default is parameter.empty and key not in kwargs:
             yield TrackerError("required, and missing", key)
 
 
 SECRET_KEYS = ("api_key", "login_kwargs", "key")
-SECRETS = (
-    "; keys of its API stand in the environment of the learner (its own login does, too), not in the configuration"
-)
+SECRET_HINT = "; set API keys in the environment of the learner or use the tracker's own login, not the configuration"
 
 
-def _typed(key: str, value: JsonValue, wanted: Any) -> Any:
-    """Raises TrackerError where the value is of another type; as strict as the configuration."""
+def _convert(key: str, value: JsonValue, expected: Any) -> Any:
+    """Validate a value as strictly as the configuration.
+
+    Raises:
+        TrackerError: the value has another type.
+    """
     try:
-        return TypeAdapter(wanted).validate_json(json.dumps(value), strict=True)
+        return TypeAdapter(expected).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         messages = dict.fromkeys(
-            each["msg"].removeprefix("Input should be ").replace("a valid ", "a ") for each in error.errors()
+            detail["msg"].removeprefix("Input should be ").replace("a valid ", "a ") for detail in error.errors()
         )
         raise TrackerError(f"expected {' or '.join(messages)}, got {value!r}", key) from error

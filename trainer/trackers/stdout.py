@@ -1,4 +1,4 @@
-"""The learner's standard output: a line of JSON per step and evaluation, for who collects logs."""
+"""Tracker that prints one JSON line per step and evaluation to the learner's standard output, for log collectors."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from offbeat.trainer.trackers.base import Row, Tracker
 
 
 class Stdout(Tracker):
-    """Prints what the learner trained and how evaluations went; gauges of other services are left out."""
+    """Prints learner and evaluation rows; rows of other services are skipped."""
 
     def write(self, row: Row) -> None:
         if any(name.startswith(("learner/", "eval/")) for name in row.values):

@@ -1,6 +1,6 @@
-"""The trackers' processes, as the learner sees them: started, started again when they fail, told of, ended.
+"""Supervision of tracker processes from the learner: start, restart after failures, report, shut down.
 
-Invariants: nothing here makes a step wait; a tracker's trouble is told once until it is over, and counted.
+Invariants: no training step waits for a tracker; a failure is reported once until the tracker recovers, and counted.
 """
 
 import json
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S, LAST_RETRY_S, MAX_DOUBLINGS = 2.0, 60.0, 16
 FINISH_S = 30.0
-"""What trackers get to take the last rows of a run that is trained to its end."""
+"""Time limit for sending the last rows after a finished run."""
 COMMAND = (sys.executable, "-m", "offbeat.trainer.trackers.worker")
 
 
 class TrackerProcess:
-    """Keeps one tracker's process going."""
+    """Keeps one tracker's process running."""
 
     def __init__(
         self, order: Order, say: Callable[[str], None], sink: MetricsSink, *, first_retry_s: float = FIRST_RETRY_S
@@ -44,74 +44,74 @@ class TrackerProcess:
         self._ending: Ending = "died"
         self._process: subprocess.Popen[str] | None = None
         self._starting = threading.Lock()
-        self._trouble = ""
+        self._last_error = ""
         self._failures = 0
-        """In a row."""
+        """Consecutive failures."""
         self._refused = 0
-        self._thread = threading.Thread(target=self._keep_going, name=f"tracker {order.tracker}", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name=f"tracker {order.tracker}", daemon=True)
 
     def start(self) -> None:
-        """From now on, beside the learner."""
         self._thread.start()
 
     @property
     def pid(self) -> int | None:
-        """Of its process, once there was one."""
+        """Process id; None before the first start."""
         return self._process.pid if self._process else None
 
     def end(self, ending: Ending) -> None:
-        """Let it send what is left."""
+        """Shut the process down after it has sent the remaining rows."""
         with self._starting:
             self._ending = ending
             self._stop.set()
             if self._process is not None:
-                _hang_up(self._process, ending)
+                _close_stdin(self._process, ending)
 
     def wait(self, deadline: float) -> bool:
-        """Whether it has ended by then (monotonic, s)."""
+        """Wait for the process to end; True if it did before `deadline` (monotonic, s)."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """Wait no more. What it has not sent it will, when the run goes on."""
+        """Kill the process; rows that it has not sent are sent when the run is resumed."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
-        self._say(f"{self._order.tracker} has not taken the last metrics; metrics.jsonl holds them.")
+        self._say(f"{self._order.tracker} did not accept the last metrics in time; they are in metrics.jsonl.")
 
-    def _keep_going(self) -> None:
+    def _supervise(self) -> None:
         while True:
             try:
-                if self._lived():
+                if self._run_process():
                     return
             except OSError as error:  # no memory for a process, or no file for its log
-                self._has_trouble(f"no process: {error}")
+                self._report_failure(f"cannot start its process: {error}")
             self._failures = min(self._failures + 1, MAX_DOUBLINGS)
             if self._stop.wait(min(LAST_RETRY_S, self._first_retry_s * 2 ** (self._failures - 1))):
                 return
 
-    def _lived(self) -> bool:
-        """One life of the process; whether no other one is wanted."""
+    def _run_process(self) -> bool:
+        """Run one process to its end; True if no restart is needed."""
         with self._starting:
             if self._stop.is_set() and self._process is not None:
                 return True
             process = self._process = self._spawn()
             if self._stop.is_set():
-                _hang_up(process, self._ending)
+                _close_stdin(process, self._ending)
         assert process.stdout is not None
         for line in process.stdout:
-            self._hear(line)
+            self._handle_reply(line)
         if process.wait() == 0:
             return True
-        if not self._trouble:
-            self._has_trouble(f"its process ended ({process.returncode}), logs/{_log_name(self._order.tracker)}")
+        if not self._last_error:
+            name = _log_name(self._order.tracker)
+            self._report_failure(f"its process exited with code {process.returncode}, see logs/{name}")
         return False
 
     def _spawn(self) -> "subprocess.Popen[str]":
         log = Path(self._order.output_dir) / "logs" / _log_name(self._order.tracker)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as err:
-            # A session of its own: Ctrl-C in the terminal is for the learner, which ends trackers in order
+            # A session of its own: Ctrl-C in the terminal must reach only the learner, which shuts trackers down
             process = subprocess.Popen(
                 COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
             )
@@ -121,55 +121,55 @@ class TrackerProcess:
             process.stdin.flush()
         return process
 
-    def _hear(self, line: str) -> None:
+    def _handle_reply(self, line: str) -> None:
         try:
-            told: dict[str, Any] = json.loads(line)
+            reply: dict[str, Any] = json.loads(line)
         except ValueError:
-            logger.warning("%s says: %s", self._order.tracker, line.strip())
+            logger.warning("%s: unexpected output: %s", self._order.tracker, line.strip())
             return
-        if "place" in told:
-            self._refused = told["refused"]
-            logger.info("%s is ready: %s", self._order.tracker, told["place"])
-        if "slow_s" in told:
-            self._has_trouble(f"it has not answered for {told['slow_s']:.0f} s")
-        if "error" in told:
-            self._has_trouble(told["error"])
-        if "lines" in told:
-            self._is_well(told["refused"])
+        if "place" in reply:
+            self._refused = reply["refused"]
+            logger.info("%s is ready: %s", self._order.tracker, reply["place"])
+        if "slow_s" in reply:
+            self._report_failure(f"no response for {reply['slow_s']:.0f} s")
+        if "error" in reply:
+            self._report_failure(reply["error"])
+        if "lines" in reply:
+            self._report_progress(reply["refused"])
 
-    def _has_trouble(self, what: str) -> None:
-        log = logger.info if self._trouble else logger.warning
-        log("%s takes no metrics now: %s", self._order.tracker, what)
-        if not self._trouble:
-            self._say(f"{self._order.tracker} takes no metrics now, training goes on without it: {what}")
-        self._trouble = what
+    def _report_failure(self, error: str) -> None:
+        log = logger.info if self._last_error else logger.warning
+        log("%s accepts no metrics: %s", self._order.tracker, error)
+        if not self._last_error:
+            self._say(f"{self._order.tracker} accepts no metrics, training continues without it: {error}")
+        self._last_error = error
         self._count(failures=1)
 
-    def _is_well(self, refused: int) -> None:
-        if self._trouble:
-            logger.warning("%s takes metrics again", self._order.tracker)
-            self._say(f"{self._order.tracker} takes metrics again.")
-        self._trouble, self._failures = "", 0
+    def _report_progress(self, refused: int) -> None:
+        if self._last_error:
+            logger.warning("%s accepts metrics again", self._order.tracker)
+            self._say(f"{self._order.tracker} accepts metrics again.")
+        self._last_error, self._failures = "", 0
         if refused > self._refused:
-            logger.warning("%s has refused %d rows", self._order.tracker, refused - self._refused)
+            logger.warning("%s refused %d rows", self._order.tracker, refused - self._refused)
             self._count(refused=refused - self._refused)
             self._refused = refused
 
-    def _count(self, **what: int) -> None:
-        values = {f"{folder_name(self._order.tracker)}/{name}": Partial("sum", float(n)) for name, n in what.items()}
+    def _count(self, **counts: int) -> None:
+        values = {f"{folder_name(self._order.tracker)}/{name}": Partial("sum", float(n)) for name, n in counts.items()}
         try:
             self._sink.append(MetricRecord("trackers", values))
-        except Exception:  # Redis is away: whoever needs it says so
-            logger.info("not counted: %s", what)
+        except Exception:  # Redis is unreachable, which its other users report
+            logger.info("not counted: %s", counts)
 
 
 class TrackerProcesses:
-    """All of a learner's, for the time of its context."""
+    """Context manager of all tracker processes of a learner."""
 
     def __init__(self, orders: Sequence[Order], say: Callable[[str], None], sink: MetricsSink) -> None:
         self._processes = [TrackerProcess(order, say, sink) for order in orders]
         self.ending: Ending = "died"
-        """How the learner ends; set before the context is left."""
+        """How the learner ended; set before the context exits."""
 
     def __enter__(self) -> Self:
         for process in self._processes:
@@ -185,7 +185,7 @@ class TrackerProcesses:
                 process.kill()
 
 
-def _hang_up(process: "subprocess.Popen[str]", ending: Ending) -> None:
+def _close_stdin(process: "subprocess.Popen[str]", ending: Ending) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         if ending != "died":
@@ -201,9 +201,9 @@ SECRET = re.compile(r"(^|_)(api_key|password|secret|token)$", re.IGNORECASE)
 
 
 def orders_of(run: LearnerRun, resumed_step: int) -> list[Order]:
-    """What the processes of a run's trackers are told."""
+    """Return the start message of each of a run's tracker processes."""
     config = run.config
-    told = without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
+    public_config = without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
     return [
         Order(
             tracker=name,
@@ -211,9 +211,9 @@ def orders_of(run: LearnerRun, resumed_step: int) -> list[Order]:
             run=run.run_id,
             output_dir=str(run.output_dir),
             lineage=run.lineage,
-            goes_on=config.resume_from_checkpoint is True,
+            keep_key=config.resume_from_checkpoint is True,
             resumed_step=resumed_step,
-            config=told,
+            config=public_config,
         )
         for name in config.track_with
         if name not in IN_LEARNER
@@ -221,7 +221,7 @@ def orders_of(run: LearnerRun, resumed_step: int) -> list[Order]:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """A configuration as a tracker may see it."""
+    """Return a configuration with the values of secret keys masked."""
     if isinstance(value, Mapping):
         return {str(name): without_secrets(inner, str(name)) for name, inner in value.items()}
     return "***" if isinstance(value, str) and SECRET.search(key) else value

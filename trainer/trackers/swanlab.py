@@ -1,6 +1,6 @@
-"""SwanLab: online, the experiment of a resumed learner goes on under its id.
+"""SwanLab tracker; a resumed online run continues under its id.
 
-SwanLab keeps one value per name and step, the first: of gauges that other services send between two steps, one is seen.
+SwanLab keeps the first value per name and step, so of several service gauges between two steps only one is stored.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ STATE: dict[Ending, str] = {"finished": "success", "stopped": "aborted", "died":
 
 
 class SwanLab(Tracker):
-    """`swanlab.init` takes what is told here by the same name; the API key comes from SWANLAB_API_KEY or `swanlab login`."""
+    """Passes its arguments to `swanlab.init`; the API key comes from SWANLAB_API_KEY or `swanlab login`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SwanLab(Tracker):
         public: bool | None = None,
         mode: Literal["online", "local", "offline", "disabled"] | None = None,
     ) -> None:
-        """experiment_name: `exp_name` if left out."""
+        """experiment_name: default `exp_name`."""
         swanlab: Any = import_module("swanlab")
 
         self._run: Any = swanlab.init(

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars over the learner's step; steps that a resumed learner repeats replace the earlier ones."""
+"""TensorBoard tracker: scalars by learner step; steps that a resumed learner repeats replace the earlier ones."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -12,13 +12,13 @@ from offbeat.trainer.trackers.base import (
 
 
 class TensorBoard(Tracker):
-    """One event file per life of the learner."""
+    """Writes one event file per learner process."""
 
     def __init__(self, run: TrackedRun, *, log_dir: Path | None = None) -> None:
-        """log_dir: where the files go instead of `tensorboard/` in the run's folder."""
-        # tensorboard's own writer: torch.utils.tensorboard would import much more
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        """log_dir: default `tensorboard/` in the run's folder."""
+        # tensorboard's own writer: torch.utils.tensorboard imports much more
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # noqa: PLC0415
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415
 
         self._events, self._summaries = cast(Any, event_pb2), cast(Any, summary_pb2)
         self._writer: Any = EventFileWriter(str(log_dir or run.folder))

@@ -1,6 +1,6 @@
-"""Trackio: on this machine, on a server of one's own, or in a Space of Hugging Face; a resumed learner's run goes on.
+"""Trackio tracker: local, on a self-hosted server, or in a Hugging Face Space; a resumed run continues.
 
-Trackio knows runs by name: `exp_name` with the first letters of the run's key.
+Trackio identifies runs by name: `exp_name` and the first characters of the run's key.
 """
 
 import os
@@ -16,7 +16,7 @@ from offbeat.trainer.trackers.base import (
 
 
 class Trackio(Tracker):
-    """`trackio.init` takes what is told here by the same name."""
+    """Passes its arguments to `trackio.init`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Weights & Biases: the run of a resumed learner goes on under its id.
+"""Weights & Biases tracker; a resumed run continues under its id.
 
-W&B's own step is the line in `metrics.jsonl`, which grows over all lives, so an evaluation that ends after later steps were
-trained is not refused, and a row that is offered again is: charts are drawn over `step`.
+W&B's own step is the line number in `metrics.jsonl`, which always grows: an evaluation that ends after later steps were
+trained is accepted, and a row that is sent again is ignored. Charts use `step`.
 """
 
 import os
@@ -17,7 +17,7 @@ from offbeat.trainer.trackers.base import (
 
 
 class WeightsAndBiases(Tracker):
-    """`wandb.init` takes what is told here by the same name; the API key comes from WANDB_API_KEY or `wandb login`."""
+    """Passes its arguments to `wandb.init`; the API key comes from WANDB_API_KEY or `wandb login`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WeightsAndBiases(Tracker):
         mode: Literal["online", "offline", "disabled", "shared"] | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """name: `exp_name` if left out. settings: fields of `wandb.Settings`."""
+        """name: default `exp_name`. settings: fields of `wandb.Settings`."""
         wandb: Any = import_module("wandb")
 
         self._run: Any = wandb.init(
@@ -48,7 +48,7 @@ class WeightsAndBiases(Tracker):
             dir=str(run.folder),
             id=run.key,
             resume="allow",
-            # Usage is that of the learner, which has started this process
+            # Report the resource usage of the parent process, the learner
             settings=wandb.Settings(**{"console": "off", "x_stats_pid": os.getppid(), **(settings or {})}),
         )
         self._run.config.update(dict(run.config), allow_val_change=True)

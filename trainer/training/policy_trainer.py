@@ -241,7 +241,7 @@ class PolicyTrainer:
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
         strategy = self._train.strategy_args
         if strategy.strategy_name == "fsdp2_train":
-            from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import
+            from offbeat.trainer.engines.fsdp2 import FSDP2Engine  # takes a second to import  # noqa: PLC0415
 
             return FSDP2Engine(module, self._train.training_args, self._ranks)
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)

@@ -1,4 +1,4 @@
-"""What stands in the way of publishing an adapter by itself: with the key's path and what would be right."""
+"""Checks of publishing LoRA adapters instead of merged weights."""
 
 from collections.abc import Iterator
 
@@ -6,35 +6,36 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.trainer.config.issue import ConfigIssue
 
 KEY = "actor_infer.max_lora_rank"
-VOCABULARY = ("lm_head", "embed_tokens")
+VOCABULARY_LAYERS = ("lm_head", "embed_tokens")
 
 
 def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Every impossible combination of `actor_infer.max_lora_rank` with the run around it."""
-    room, args = config.actor_infer.max_lora_rank, config.actor_train.model_args
-    if room is None:
+    """Yield every invalid combination with `actor_infer.max_lora_rank`."""
+    max_rank, args = config.actor_infer.max_lora_rank, config.actor_train.model_args
+    if max_rank is None:
         return
     if args.lora_target is None:
         yield ConfigIssue(
-            KEY, "all weights are trained, there is no adapter to serve: set actor_train.model_args.lora_target"
+            KEY, "all weights are trained and there is no adapter to serve: set actor_train.model_args.lora_target"
         )
         return
-    if room < args.lora_rank:
+    if max_rank < args.lora_rank:
         yield ConfigIssue(
             KEY,
-            f"{room} is below actor_train.model_args.lora_rank {args.lora_rank}: take {args.lora_rank}",
+            f"{max_rank} is below actor_train.model_args.lora_rank {args.lora_rank}: take {args.lora_rank}",
         )
-    if named := [part for part in VOCABULARY if part in args.lora_targets]:
+    if layers := [part for part in VOCABULARY_LAYERS if part in args.lora_targets]:
         yield ConfigIssue(
             "actor_train.model_args.lora_target",
-            f"engines serve no adapter of {', '.join(named)}: leave it out, or publish merged weights (without {KEY})",
+            f"engines do not support adapters of {', '.join(layers)}: leave it out, or publish merged weights (without {KEY})",
         )
     if config.weights.transport not in ("shm", "fs"):
         yield ConfigIssue(
             "weights.transport",
-            f"{config.weights.transport} moves whole weights between GPUs: with {KEY} take shm, or fs across hosts",
+            f"{config.weights.transport} transfers full weights between GPUs: with {KEY} take shm, or fs across hosts",
         )
     if config.weights.anchor_every > 1:
         yield ConfigIssue(
-            "weights.anchor_every", f"with {KEY} the base is sent once and adapters are small: leave it out"
+            "weights.anchor_every",
+            f"with {KEY} only small adapters follow the first version: leave it out",
         )

@@ -1,7 +1,7 @@
-"""Whether conversations can be had with the model: its chat template can be used, and each env's first prompt fits.
+"""Checks of the chat template and of the length of each tag's first prompt.
 
-Plays one reset of each tag with the run's own tokenizer. A run that passes may still find a longer task, whose episode then
-ends by `max_length`.
+Each env is reset once and its prompt tokenized. A run that passes may still draw a longer task, whose episode then ends
+with `max_length`.
 """
 
 import io
@@ -20,28 +20,28 @@ from offbeat.services.rollout.envs.runners import do_picture, traits_of
 from offbeat.trainer.config.issue import ConfigIssue
 
 CountTokens = Callable[["FirstTexts", CustomEnv], int]
-"""Tokens of a tag's first prompt; of the built-in policy, without those of its template.
+"""Counts the tokens of a tag's first prompt, for the tiny policy without those of its template.
 
-Raises RolloutError where the chat template can't render it."""
+Raises RolloutError if the chat template can't render the prompt."""
 
 
 class FirstTexts(NamedTuple):
-    """What a tag's first prompt is made of."""
+    """Contents of a tag's first prompt."""
 
     system: str
     observation: str
     png: bytes
-    """Of its picture, or nothing."""
+    """PNG of the image, or empty."""
     functions: tuple[Mapping[str, Any], ...]
-    """That the env offers."""
+    """Functions that the env offers, as JSON schemas."""
 
 
 class BrokenTokenizerError(Exception):
-    """A `tokenizer.json` that can't be read."""
+    """`tokenizer.json` can't be read."""
 
 
 def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
-    """A chat template that can't be used, tags whose env can't be reset, and first prompts that leave no room."""
+    """Check the chat template, one reset of each env, and the room that each first prompt leaves."""
     try:
         count_tokens = _count_tokens(config)
     except (MissingWordsError, BrokenTokenizerError, RolloutError) as error:
@@ -50,8 +50,7 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
     for tag, env in config.custom_envs.items():
         try:
             texts = _first_texts(env, config.seed)
-        except Exception as error:
-            # The user's own code: whatever it raises is what is wrong.
+        except Exception as error:  # a user's env may raise anything
             message = f"{env.env_type} can't be reset: {type(error).__name__}: {error}"
             issues.append(ConfigIssue(f"custom_envs.{tag}.env_type", message))
             continue
@@ -73,7 +72,7 @@ def check_first_prompts(config: RunConfig) -> list[ConfigIssue]:
 
 
 def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[ConfigIssue]:
-    """What functions of an env, or a parser of their calls, can't be combined with."""
+    """Yield invalid combinations with an env's functions or a parser of their calls."""
     env = config.custom_envs[tag]
     if env.tool_call_parser and not texts.functions:
         message = f"{env.env_type} offers no functions: leave it out, or set env_config.function_calling to template"
@@ -82,23 +81,21 @@ def _check_function(config: RunConfig, tag: str, texts: FirstTexts) -> Iterator[
         return
     if env.agent_runner:
         yield ConfigIssue(
-            f"custom_envs.{tag}.agent_runner", "an agent offers tools of its own: take function_calling: prompt"
+            f"custom_envs.{tag}.agent_runner", "an agent has tools of its own: take function_calling: prompt"
         )
     if env.env_manager_cls != "TrajEnvManager":
-        message = "what came of a call follows it in one conversation: take TrajEnvManager, or function_calling: prompt"
+        message = "a call and its result need one conversation: take TrajEnvManager, or function_calling: prompt"
         yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", message)
     if env.shows_pictures:
-        yield ConfigIssue(
-            f"custom_envs.{tag}.agent_template", "with functions no pictures are shown: leave {image} out"
-        )
+        yield ConfigIssue(f"custom_envs.{tag}.agent_template", "functions do not support images: leave {image} out")
     if config.warm_start is not None and config.warm_start.tag == tag:
         yield ConfigIssue(
-            "warm_start.tag", f"demonstrations call no functions, and {tag} offers some: leave warm_start out"
+            "warm_start.tag", f"demonstrations can't call functions, which {tag} offers: leave warm_start out"
         )
 
 
 def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
-    """Parsers of tool calls that vLLM has not, or that do not fit the tokenizer."""
+    """Yield tool-call parsers that vLLM does not have or that do not fit the tokenizer."""
     from offbeat.services.rollout.agents.episode import load_agent_template
 
     for tag, env in config.custom_envs.items():
@@ -107,7 +104,7 @@ def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
             continue
         key = f"custom_envs.{tag}.agent_runner.tool_call_parser"
         if config.pretrain == "tiny":
-            yield ConfigIssue(key, "the tiny policy's template offers no tools: leave it out")
+            yield ConfigIssue(key, "the tiny policy's template has no tools: leave it out")
             continue
         try:
             load_agent_template(Path(config.pretrain), name)
@@ -116,18 +113,18 @@ def _check_parser(config: RunConfig) -> Iterator[ConfigIssue]:
 
 
 def _check_template(config: RunConfig) -> Iterator[ConfigIssue]:
-    """What a template that rewrites history can't be used for."""
+    """Yield features that need an append-only chat template."""
     if config.pretrain == "tiny":
         return
     from offbeat.services.chat.append_only import load_chat_format
 
-    if not (rewrites := load_chat_format(Path(config.pretrain)).rewrites):
+    if not (reason := load_chat_format(Path(config.pretrain)).rewrites):
         return
     if config.warm_start is not None:
-        yield ConfigIssue("warm_start", f"demonstrations are one sequence each: {rewrites}")
+        yield ConfigIssue("warm_start", f"demonstrations are one sequence each: {reason}")
     for tag, env in config.custom_envs.items():
         if env.shows_pictures and env.env_manager_cls == "TrajEnvManager":
-            yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", f"take StepEnvManager to show pictures: {rewrites}")
+            yield ConfigIssue(f"custom_envs.{tag}.env_manager_cls", f"take StepEnvManager for images: {reason}")
 
 
 def _count_tokens(config: RunConfig) -> CountTokens:
@@ -140,21 +137,20 @@ def _count_tokens(config: RunConfig) -> CountTokens:
 
         def count_tiny(texts: FirstTexts, _: CustomEnv) -> int:
             if texts.functions:
-                raise RolloutError(
-                    "the tiny policy's chat template tells of no functions: take function_calling: prompt"
-                )
+                raise RolloutError("the tiny policy's chat template has no functions: take function_calling: prompt")
             words = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts[:2])
             png = texts.png
-            return words + (_tokens_of(png, config.tiny.vision.patch_size) if png and config.tiny.vision else 0)
+            return words + (
+                _count_image_tokens(png, config.tiny.vision.patch_size) if png and config.tiny.vision else 0
+            )
 
         return count_tiny
     path = Path(config.pretrain) / "tokenizer.json"
     if path.is_file():
         try:
             Tokenizer.from_file(str(path))
-        except Exception as error:
-            # tokenizers raises plain `Exception`s.
-            raise BrokenTokenizerError(f"{path} is no tokenizer: {error}") from error
+        except Exception as error:  # tokenizers raises plain `Exception`s
+            raise BrokenTokenizerError(f"{path} is not a valid tokenizer: {error}") from error
     from offbeat.services.chat.tool_templates import load_playing_format
 
     chat = load_playing_format(Path(config.pretrain))
@@ -171,8 +167,8 @@ def _count_tokens(config: RunConfig) -> CountTokens:
     return count
 
 
-def _tokens_of(png: bytes, patch_size: int) -> int:
-    """Of the tiny policy, which changes no picture's size by much."""
+def _count_image_tokens(png: bytes, patch_size: int) -> int:
+    """Return the tiny policy's tokens of an image, whose size it hardly changes."""
     from PIL import Image
 
     from offbeat.trainer.models.tiny import MERGE
@@ -182,13 +178,13 @@ def _tokens_of(png: bytes, patch_size: int) -> int:
 
 
 def _first_texts(env: CustomEnv, seed: int) -> FirstTexts:
-    made = registry.make(env.env_type, env.env_config)
+    instance = registry.make(env.env_type, env.env_config)
     try:
-        observation, _ = made.reset(seed=seed)
-        traits = traits_of(made)
+        observation, _ = instance.reset(seed=seed)
+        traits = traits_of(instance)
         system = traits.system_prompt if env.agent_system_template is None else env.agent_system_template
         user = fill_template(env.agent_template, observation=str(observation), step=1, actions_left=env.max_steps)
-        picture = do_picture(made) if env.shows_pictures else b""
+        picture = do_picture(instance) if env.shows_pictures else b""
         return FirstTexts(system, user, picture, tuple(traits.functions))
     finally:
-        made.close()
+        instance.close()

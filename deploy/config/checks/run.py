@@ -1,4 +1,4 @@
-"""Combinations of keys that can't work, each refused before anything starts, saying what would be right."""
+"""Checks of a complete run configuration, made before anything starts. Each issue names the remedy."""
 
 import importlib
 import inspect
@@ -22,17 +22,17 @@ from offbeat.trainer.checks.learner import check_learner, check_staleness_contro
 from offbeat.trainer.config.issue import ConfigIssue
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LONGEST_NAME = 255
-"""Bytes of one part of a path, on every file system that matters."""
+MAX_NAME_BYTES = 255
+"""Maximum length of a path component on common file systems."""
 MIN_CPU_HEAD_DIM = 32
-"""vLLM's attention on a CPU needs heads at least this wide."""
+"""Minimum head dimension of vLLM's attention on a CPU."""
 
 
 def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | None = None) -> list[ConfigIssue]:
-    """Every impossible combination in `config`; empty if it can run.
+    """Return every issue of `config`; empty if it can run.
 
-    cores: CPUs of the machine or cluster that will run it; None counts those that this process may use.
-    gpus: its GPUs; None looks for this machine's.
+    cores: CPUs of the machine or cluster; None counts those available to this process.
+    gpus: GPUs of the machine or cluster; None detects those of this machine.
     """
     if cores is None:
         cores = float(len(os.sched_getaffinity(0)))
@@ -47,7 +47,7 @@ def check_run(config: RunConfig, *, cores: float | None = None, gpus: float | No
         *_check_model(config),
         *check_episodes(config),
         *check_lora(config),
-        *_check_place(config),
+        *_check_paths_and_addresses(config),
     ]
     return issues or check_first_prompts(config)
 
@@ -60,7 +60,7 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
         fitting = f"{below} or {above}" if below else f"{above}"
         yield ConfigIssue(
             "rollout_batch_size",
-            f"{batch} trajectories are no whole number of groups of {size} (train_env_manager.group_size): take {fitting}",
+            f"{batch} trajectories are not a multiple of the group size {size} (train_env_manager.group_size): take {fitting}",
         )
         return
     groups_per_step = batch // size
@@ -71,13 +71,13 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
             f"(rollout_batch_size {batch} / group_size {size}): take at least {groups_per_step}, "
             f"or a rollout_batch_size of at most {manager.num_env_groups * size}",
         )
-    played = size + manager.group_size_redundancy + config.num_baselines
-    if rollout.max_env_num_per_worker * rollout.num_workers < played:
+    num_episodes = size + manager.group_size_redundancy + config.num_baselines
+    if rollout.max_env_num_per_worker * rollout.num_workers < num_episodes:
         yield ConfigIssue(
             "rollout.max_env_num_per_worker",
-            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't play one group of {played} "
+            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't run one group of {num_episodes} "
             f"(group_size + group_size_redundancy, and {config.num_baselines} greedy): take at least "
-            f"{-(-played // rollout.num_workers)}",
+            f"{-(-num_episodes // rollout.num_workers)}",
         )
 
 
@@ -100,7 +100,7 @@ def _check_env(config: RunConfig) -> Iterator[ConfigIssue]:
         if env.max_tokens_per_step >= config.sequence_length:
             yield ConfigIssue(
                 f"custom_envs.{tag}.max_tokens_per_step",
-                f"{env.max_tokens_per_step} tokens of one answer leave no room for a prompt in a sequence_length of "
+                f"{env.max_tokens_per_step} tokens per answer leave no room for a prompt in a sequence_length of "
                 f"{config.sequence_length}: make one smaller or the other larger",
             )
     managers: list[tuple[str, EnvManagerConfig]] = [
@@ -135,12 +135,12 @@ def _check_function(key: str, path: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue(key, f"expected `module:function`, got {path!r}")
         return
     try:
-        found = importlib.import_module(module)
-    except Exception as error:  # the module may be the user's own: a mistake in it is told
+        imported = importlib.import_module(module)
+    except Exception as error:  # a user's module may raise anything
         yield ConfigIssue(key, f"can't import {module!r}: {type(error).__name__}: {error}")
         return
-    if not callable(getattr(found, function, None)):
-        known = [name for name, value in inspect.getmembers(found, inspect.isfunction) if value.__module__ == module]
+    if not callable(getattr(imported, function, None)):
+        known = [name for name, value in inspect.getmembers(imported, inspect.isfunction) if value.__module__ == module]
         yield ConfigIssue(key, f"{module} has no function {function!r}; it has {', '.join(known) or 'none'}")
 
 
@@ -160,7 +160,7 @@ def _check_cpu(config: RunConfig, cores: float) -> Iterator[ConfigIssue]:
     if train.device == "cpu" and threads > cores:
         yield ConfigIssue(
             "actor_train.num_processes",
-            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) want {threads} CPUs, this machine "
+            f"{train.num_processes} learner process(es) of {train.num_threads} thread(s) need {threads} CPUs, this machine "
             f"has {cores:g}: their product must not exceed {int(cores)}",
         )
 
@@ -169,7 +169,7 @@ def _check_algorithm(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.actor_infer.generating_args.temperature == 0:
         yield ConfigIssue(
             "actor_infer.generating_args.temperature",
-            "0 (greedy) has no probabilities to train on: take a positive one; greedy evaluation is done in any case",
+            "0 (greedy) has no probabilities to train on: take a positive one; evaluations are greedy in any case",
         )
     groups_per_step = config.rollout_batch_size // config.train_env_manager.group_size
     algorithm = check_algorithm(
@@ -194,11 +194,11 @@ def _check_device(config: RunConfig, gpus: float) -> Iterator[ConfigIssue]:
     transport = config.weights.transport
     if transport in ("ipc", "nccl") and "cpu" in (infer.device, train.device):
         yield ConfigIssue(
-            "weights.transport", f"{transport} moves tensors between GPUs: on a CPU take shm, or fs across hosts"
+            "weights.transport", f"{transport} transfers tensors between GPUs: on a CPU take shm, or fs across hosts"
         )
     for path, device in (("actor_infer.device", infer.device), ("actor_train.device", train.device)):
         if device == "cuda" and not gpus:
-            yield ConfigIssue(path, "there is no NVIDIA GPU here: take cpu")
+            yield ConfigIssue(path, "no NVIDIA GPU found: take cpu")
 
 
 def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
@@ -206,7 +206,7 @@ def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
     if longest is not None and config.sequence_length > longest:
         yield ConfigIssue(
             "sequence_length",
-            f"{config.sequence_length} tokens do not fit the engine's context of {longest} (actor_infer.max_model_len): "
+            f"{config.sequence_length} tokens exceed the engine's context of {longest} (actor_infer.max_model_len): "
             f"take at most {longest}, or a larger max_model_len",
         )
     if config.pretrain == "tiny":
@@ -214,22 +214,22 @@ def _check_model(config: RunConfig) -> Iterator[ConfigIssue]:
         return
     folder = Path(config.pretrain)
     if not folder.is_dir():
-        yield ConfigIssue("pretrain", f"no such folder: {folder}; give a local Hugging Face folder, or `tiny`")
+        yield ConfigIssue("pretrain", f"no such folder: {folder}; set it to a local Hugging Face folder, or `tiny`")
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
-        yield ConfigIssue("pretrain", f"{folder} holds no tokenizer (tokenizer.json or tokenizer_config.json)")
+        yield ConfigIssue("pretrain", f"{folder} has no tokenizer (tokenizer.json or tokenizer_config.json)")
     architecture = _hf_config(folder)
     if architecture is None:
-        yield ConfigIssue("pretrain", f"{folder} holds no readable config.json: it is no Hugging Face model folder")
+        yield ConfigIssue("pretrain", f"{folder} has no readable config.json: it is not a Hugging Face model folder")
         return
-    text = architecture.get("text_config") or architecture  # of a model that reads pictures
+    text = architecture.get("text_config") or architecture  # models with image input nest it
     yield from _check_context(config, text.get("max_position_embeddings"), f"{folder}/config.json")
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")
     if isinstance(heads, int) and isinstance(width, int):
         head_dim = text.get("head_dim") or width // heads
         if config.actor_infer.device == "cpu" and head_dim < MIN_CPU_HEAD_DIM:
             yield ConfigIssue(
-                "pretrain", f"heads of {head_dim} are too narrow for vLLM on a CPU: at least {MIN_CPU_HEAD_DIM}"
+                "pretrain", f"head dimension {head_dim} is too small for vLLM on a CPU: at least {MIN_CPU_HEAD_DIM}"
             )
 
 
@@ -241,29 +241,29 @@ def _hf_config(folder: Path) -> dict[str, Any] | None:
     return tree if isinstance(tree, dict) else None
 
 
-def _check_context(config: RunConfig, positions: object, where: str) -> Iterator[ConfigIssue]:
+def _check_context(config: RunConfig, positions: object, source: str) -> Iterator[ConfigIssue]:
     if not isinstance(positions, int):
         return
-    wanted = config.actor_infer.max_model_len or config.sequence_length
+    length = config.actor_infer.max_model_len or config.sequence_length
     path = "actor_infer.max_model_len" if config.actor_infer.max_model_len else "sequence_length"
-    if wanted > positions:
+    if length > positions:
         yield ConfigIssue(
-            path, f"{wanted} tokens exceed the model's context of {positions} ({where}): take at most {positions}"
+            path, f"{length} tokens exceed the model's context of {positions} ({source}): take at most {positions}"
         )
 
 
-def _check_place(config: RunConfig) -> Iterator[ConfigIssue]:
+def _check_paths_and_addresses(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.control.read_token is not None and config.control.token is None:
         yield ConfigIssue(
-            "control.read_token", "has no effect without control.token, the token that operates: set it too"
+            "control.read_token", "has no effect without control.token, the token of operators: set it too"
         )
     if config.control.host not in LOOPBACK and config.control.token is None:
         yield ConfigIssue(
             "control.host",
-            f"{config.control.host} can be reached from other machines: set control.token, or take 127.0.0.1",
+            f"{config.control.host} is reachable from other machines: set control.token, or take 127.0.0.1",
         )
-    if (longest := max((len(os.fsencode(part)) for part in config.output_dir.parts), default=0)) > LONGEST_NAME:
-        yield ConfigIssue("output_dir", f"a folder's name has at most {LONGEST_NAME} bytes, not {longest}")
+    if (longest := max((len(os.fsencode(part)) for part in config.output_dir.parts), default=0)) > MAX_NAME_BYTES:
+        yield ConfigIssue("output_dir", f"a folder name has at most {MAX_NAME_BYTES} bytes, not {longest}")
     url = config.redis.url
     if url is not None and (problem := address_problem(url)):
         yield ConfigIssue("redis.url", problem)
@@ -271,10 +271,8 @@ def _check_place(config: RunConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("redis.server", f"no such file: {config.redis.server}")
     resume = config.resume_from_checkpoint
     if resume is True and not holds_run(config.output_dir):
-        yield ConfigIssue(
-            "resume_from_checkpoint", f"there is no run in {config.output_dir} to go on with: leave it out"
-        )
+        yield ConfigIssue("resume_from_checkpoint", f"there is no run in {config.output_dir} to resume: leave it out")
     if isinstance(resume, Path) and not resume.is_dir():
         yield ConfigIssue(
-            "resume_from_checkpoint", f"no such folder: {resume}; `true` takes the newest one of output_dir"
+            "resume_from_checkpoint", f"no such folder: {resume}; `true` takes the newest checkpoint of output_dir"
         )

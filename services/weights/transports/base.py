@@ -1,8 +1,7 @@
-"""Moves the bytes of weight versions; what is stored is whole, or it is not there.
+"""Interface of the weight transports, and the files that they store.
 
-A version is one safetensors file. Its name says run, folder, version and epoch and ends in a random token, so that no file
-is ever written twice: a version that is announced again after its bytes were lost gets a new file. Runs of one name in
-several folders, which may go on at the same time, leave each other's files alone.
+Invariants: a version is stored completely or not at all; it is one safetensors file, whose name holds run, folder, version,
+epoch and a random token, so that no file name is ever reused, and runs of one name in several folders do not share files.
 """
 
 import hashlib
@@ -21,10 +20,8 @@ from safetensors import SafetensorError
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
-from offbeat.services.weights.config import WeightsConfig
 
 if TYPE_CHECKING:
-    from redis import Redis
     from torch import Tensor
 
 WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
@@ -190,131 +187,3 @@ def _written(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return digest, path.stat().st_size
-
-
-class SharedMemoryTransport:
-    """Files in `/dev/shm`: learner and replicas on one host map the same memory."""
-
-    name = "shm"
-
-    def __init__(self, owner: str, folder: Path = Path("/dev/shm"), *, dtype: str = "as_trained") -> None:
-        """owner: see `owner_of`."""
-        if not folder.is_dir():
-            raise WeightsError(f"transport `shm` needs {folder}; use `weights.transport=fs` here")
-        self._owner = owner
-        self._folder = folder
-        self._host = HostCopies(dtype)
-
-    def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        return self._host.take(tensors)
-
-    def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        return self.store(version, epoch, WHOLE, lambda path: write_safetensors(path, tensors))
-
-    def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
-        path = self._folder / file_name(self._owner, version, epoch, suffix)
-        digest, num_bytes = write(path)
-        return Stored(str(path), digest, num_bytes)
-
-    def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        return verified(self._own(manifest.location), manifest)
-
-    def readable(self, manifest: Manifest) -> bool:
-        try:
-            return self._own(manifest.location).stat().st_size == manifest.num_bytes
-        except (OSError, WeightsError):
-            return False
-
-    def delete(self, location: str) -> None:
-        path = self._own(location)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-    def stored(self) -> list[StoredFile]:
-        found: list[StoredFile] = []
-        for path in self._folder.iterdir():
-            if belongs_to(self._owner, path.name):
-                try:
-                    inside = path.iterdir() if path.is_dir() else ()
-                    found.append(StoredFile(str(path), max(each.stat().st_mtime for each in (path, *inside))))
-                except FileNotFoundError:  # deleted while we looked
-                    continue
-        return found
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _own(self, location: str) -> Path:
-        path = Path(location)
-        if path.parent != self._folder or not belongs_to(self._owner, path.name):
-            raise WeightsError(f"{location} is no weight file of run {self._owner!r} in {self._folder}")
-        return path
-
-
-def make_transport(
-    config: WeightsConfig,
-    run_id: str,
-    output_dir: Path,
-    *,
-    redis: "Redis | None" = None,
-    workers: int = 1,
-    adapter: AdapterSettings | None = None,
-) -> Transport:
-    """The transport that a run's configuration names.
-
-    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica. adapter: of what travels in
-    place of merged weights, empty where it is fetched; None for merged weights.
-
-    Raises:
-        WeightsError: it can't work here.
-    """
-    match config.transport:
-        case "shm":
-            shared = SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype)
-            return _around(shared, config, adapter)
-        case "fs":
-            from offbeat.services.weights.transports.filesystem import FilesystemTransport
-
-            url = config.url or str(output_dir.resolve() / "weights")
-            owner = owner_of(run_id, output_dir)
-            return _around(FilesystemTransport(owner, url, dtype=config.dtype), config, adapter)
-        case "ipc" | "nccl":
-            import torch
-
-            from offbeat.services.weights.transports.device import DeviceTransport
-
-            if not torch.cuda.is_available():
-                raise WeightsError(f"transport `{config.transport}` needs a GPU; use `weights.transport=shm` or `fs`")
-            if redis is None:
-                raise WeightsError(f"transport `{config.transport}` needs Redis")
-            return DeviceTransport(config.transport, run_id, redis, workers=workers)
-
-
-def _around(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:
-    from offbeat.services.weights.transports.delta import DeltaTransport
-    from offbeat.services.weights.transports.lora import AdapterTransport
-
-    if adapter is not None:
-        return AdapterTransport(transport, adapter)
-    return DeltaTransport(transport, config.anchor_every) if config.anchor_every > 1 else transport
-
-
-def leaves_files(config: WeightsConfig) -> bool:
-    """Whether versions outlive the learner: those in a GPU's memory do not."""
-    return config.transport in ("shm", "fs")
-
-
-def remove_all(transport: Transport) -> int:
-    """Remove everything that a transport holds of its run; returns how many files went. Needs no Redis: a manifest whose
-    bytes are gone counts for nothing."""
-    stored = transport.stored()
-    for file in stored:
-        transport.delete(file.location)
-    return len(stored)
-
-
-def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
-    """Remove all bytes of a run that has ended, whoever left them; returns how many files went."""
-    return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0

@@ -13,7 +13,8 @@ import pytest
 
 from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import make_transport, write_bytes
+from offbeat.services.weights.transports.base import write_bytes
+from offbeat.services.weights.transports.factory import make_transport
 from tests.paths import ROOT
 from tests.waiting import wait_until_sync
 

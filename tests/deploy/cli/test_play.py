@@ -164,7 +164,7 @@ def test_mistakes_are_told_in_a_line_and_end_with_2(folder: Path, recorded: Path
         (("play", "sokoban", "--render", "nowhere/x.gif"), "there is no folder nowhere"),
         (("play", folder / "run.yaml", "--tag", "Box"), "no tag 'Box'; there is Boxes"),
         (("play", "nowhere.yaml"), "no such file: nowhere.yaml"),
-        (("rollout", folder / "run.yaml"), "holds no checkpoints yet"),
+        (("rollout", folder / "run.yaml"), "holds no checkpoints: train first"),
         (("rollout", folder / "run.yaml", "--episodes", 5, "--group-size", 2), "no whole number of groups"),
         (("inspect", tmp_path / "x.parquet"), "is no parquet file"),
         (("inspect", tmp_path), "holds no evaluations"),

@@ -17,12 +17,8 @@ from offbeat.services.weights.broker import UNANNOUNCED_AFTER_S, WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
-from offbeat.services.weights.transports.base import (
-    StoredFile,
-    cleanup,
-    file_name,
-    owner_of,
-)
+from offbeat.services.weights.transports.base import StoredFile, file_name, owner_of
+from offbeat.services.weights.transports.factory import cleanup
 from tests.waiting import wait_until
 
 RUN = "broker"

@@ -22,7 +22,7 @@ from offbeat.services.redis.connection import SOCKET_TIMEOUT_S
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
-from offbeat.services.weights.transports.base import cleanup
+from offbeat.services.weights.transports.factory import cleanup
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
 from tests.waiting import wait_until
 

@@ -32,7 +32,8 @@ from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.reader import MOST_HUNG, WeightReader
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
-from offbeat.services.weights.transports.base import SharedMemoryTransport, file_name
+from offbeat.services.weights.transports.base import file_name
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
 from tests.services.generation.generation_fakes import FakeEngine
 from tests.waiting import wait_until
 
@@ -271,7 +272,7 @@ def test_a_process_ends_while_a_read_hangs(tmp_path: Path) -> None:
         from offbeat.services.errors import WeightsError
         from offbeat.services.messages.types import Manifest
         from offbeat.services.weights.reader import WeightReader
-        from offbeat.services.weights.transports.base import SharedMemoryTransport
+        from offbeat.services.weights.transports.shm import SharedMemoryTransport
 
         async def main(path):
             manifest = Manifest("reading", 1, 1, 1, "shm", str(path), "", 0, (), 0.0)

@@ -73,10 +73,10 @@ KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.1}
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "nobody asks a reference"),
+        ({}, "the reference is not used"),
         ({**KL, "kl_loss_type": "full"}, "kl_loss_type full"),
         ({**KL_REWARD, "kl_penalty": "full", "old_logprobs": "recompute"}, "kl_penalty full"),
-        ({**KL, "ref_model_sync_steps": 2}, "does not move"),
+        ({**KL, "ref_model_sync_steps": 2}, "can't update"),
         ({**KL, "actor_train": {"model_args": {"lora_target": "all-linear"}}}, "without its adapters"),
     ],
 )

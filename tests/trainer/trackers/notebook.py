@@ -1,4 +1,4 @@
-"""A tracker of one's own, as a user would write it: a file of JSON lines, that fails where it is told to."""
+"""A user's tracker that writes JSON lines and fails on demand."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from offbeat.trainer.trackers.base import (
 
 
 class Notebook(Tracker):
-    """Writes down all that it hears."""
+    """Records every call."""
 
     def __init__(
         self,
@@ -24,17 +24,16 @@ class Notebook(Tracker):
         down_while: Path | None = None,
         hangs_at: int = 0,
     ) -> None:
-        """refuses: rows with this metric. down_while: takes nothing while the file is there. hangs_at: step at which it
-        never comes back."""
+        """refuses: raise for rows with this metric. down_while: raise while the file exists. hangs_at: hang at this step."""
         self._path, self._refuses, self._down_while, self._hangs_at = path, refuses, down_while, hangs_at
         self.place = str(path)
         self._note(opened=run.key, resumed=run.resumed, config=dict(run.config))
 
     def write(self, row: Row) -> None:
         if self._down_while is not None and self._down_while.exists():
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("connection refused")
         if self._refuses in row.values:
-            raise ValueError(f"no place for {self._refuses}")
+            raise ValueError(f"unsupported metric: {self._refuses}")
         while row.step == self._hangs_at:
             time.sleep(60.0)
         self._note(number=row.number, step=row.step, values=dict(row.values))
@@ -42,14 +41,14 @@ class Notebook(Tracker):
     def close(self, ending: Ending) -> None:
         self._note(closed=ending)
 
-    def _note(self, **what: object) -> None:
+    def _note(self, **fields: object) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps(what) + "\n")
+            file.write(json.dumps(fields) + "\n")
 
 
 class NoTracker:
-    """Takes nothing."""
+    """Not a tracker."""
 
 
 class Half(Tracker):
-    """Does not say what it does with a row."""
+    """A tracker without `write`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.trainer.trackers.stand_in ORDER`: stands in for a learner that tracks, until it is killed."""
+"""`python -m tests.trainer.trackers.stand_in ORDER`: a stand-in learner with one tracker, until killed."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from offbeat.trainer.trackers.worker import Order
 
 
 class NoSink:
-    """Keeps nothing."""
+    """Drops every record."""
 
     def append(self, record: MetricRecord) -> None: ...
 

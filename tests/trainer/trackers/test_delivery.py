@@ -1,4 +1,4 @@
-"""What a tracker hears: each step and evaluation once, over all lives of the learner and of the tracker."""
+"""A tracker receives each step and evaluation once, across restarts of the learner and of the tracker."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from offbeat.trainer.trackers.delivery import Delivery, DownError
 from offbeat.trainer.trackers.metrics_file import MetricsFile
 
 
-class Listener(Tracker):
-    """Takes what it does not refuse."""
+class RecordingTracker(Tracker):
+    """Keeps every row that it does not refuse."""
 
     def __init__(self, refuses: set[int] | None = None, *, flushes: bool = True) -> None:
         super().__init__(TrackedRun("run", "key", False, 0, Path(), {}))
@@ -54,22 +54,21 @@ def append(folder: Path, *records: MetricRecord) -> None:
 
 
 def delivery(folder: Path, tracker: Tracker) -> Delivery:
-    kept = folder / "progress.json"
-    progress = read_progress(kept)
-    return Delivery(folder / "metrics.jsonl", kept, progress, tracker)
+    path = folder / "progress.json"
+    return Delivery(folder / "metrics.jsonl", path, read_progress(path), tracker)
 
 
 def deliver(folder: Path, tracker: Tracker) -> Progress:
-    """One life of the tracker."""
-    life = delivery(folder, tracker)
-    while life.round():
+    """Deliver everything as one tracker process would."""
+    process = delivery(folder, tracker)
+    while process.round():
         pass
-    return life.progress
+    return process.progress
 
 
-def test_steps_evaluations_and_gauges_are_heard_by_name_and_a_gauge_stands_at_the_newest_step(tmp_path: Path):
+def test_rows_are_named_by_source_and_gauges_get_the_newest_step(tmp_path: Path):
     append(tmp_path, step(1, 0.25), PHASE, GAUGE, evaluation(0, "greedy"), step(2))
-    tracker = Listener()
+    tracker = RecordingTracker()
     deliver(tmp_path, tracker)
     assert [(row.number, row.step, dict(row.values)) for row in tracker.rows] == [
         (1, 1, {"learner/reward": 0.25}),
@@ -79,9 +78,9 @@ def test_steps_evaluations_and_gauges_are_heard_by_name_and_a_gauge_stands_at_th
     ]
 
 
-def test_what_a_resumed_learner_repeats_is_not_heard_again(tmp_path: Path):
+def test_steps_repeated_after_a_resume_are_not_sent_again(tmp_path: Path):
     append(tmp_path, step(1), step(2), evaluation(2), step(3))
-    tracker = Listener()
+    tracker = RecordingTracker()
     deliver(tmp_path, tracker)
     append(tmp_path, step(2, 9.0), evaluation(2), evaluation(2, "greedy"), step(3, 9.0), step(4))
     progress = deliver(tmp_path, tracker)
@@ -96,65 +95,65 @@ def test_what_a_resumed_learner_repeats_is_not_heard_again(tmp_path: Path):
     assert (progress.repeated, progress.number, progress.step) == (3, 9, 4)
 
 
-def test_an_evaluation_that_ends_after_a_later_one_is_heard(tmp_path: Path):
+def test_evaluation_that_ends_after_a_later_one_is_sent(tmp_path: Path):
     append(tmp_path, step(20), evaluation(20), evaluation(10))
-    tracker = Listener()
+    tracker = RecordingTracker()
     deliver(tmp_path, tracker)
     assert [row.step for row in tracker.rows] == [20, 20, 10]
 
 
-def test_a_line_that_is_half_written_is_waited_for(tmp_path: Path):
+def test_incomplete_line_is_sent_once_complete(tmp_path: Path):
     append(tmp_path, step(1), step(2))
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-5])
-    tracker = Listener()
-    life = delivery(tmp_path, tracker)
-    life.round()
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    tracker = RecordingTracker()
+    process = delivery(tmp_path, tracker)
+    process.round()
     assert tracker.numbers == [1]
-    path.write_bytes(whole)
-    life.round()
+    path.write_bytes(content)
+    process.round()
     assert tracker.numbers == [1, 2]
 
 
-def test_a_row_that_is_refused_while_others_are_taken_is_counted_and_passed_over(tmp_path: Path):
+def test_row_refused_while_others_are_accepted_is_skipped_and_counted(tmp_path: Path):
     append(tmp_path, *map(step, range(1, 7)))
-    tracker = Listener({2, 3, 5})
+    tracker = RecordingTracker({2, 3, 5})
     progress = deliver(tmp_path, tracker)
     assert (tracker.numbers, progress.refused, progress.number) == ([1, 4, 6], 3, 6)
 
 
 @pytest.mark.parametrize("first_refused", [2, 4, 5, 6])
-def test_a_tracker_that_is_down_loses_nothing(tmp_path: Path, first_refused: int):
+def test_down_tracker_loses_no_rows(tmp_path: Path, first_refused: int):
     append(tmp_path, *map(step, range(1, 7)))
-    down = Listener(set(range(first_refused, 100)))
+    down = RecordingTracker(set(range(first_refused, 100)))
     with pytest.raises(
         DownError, match=f"ValueError: no {first_refused if first_refused > 4 else first_refused + 2}|no 6"
     ):
         delivery(tmp_path, down).round()
-    again = Listener()
+    again = RecordingTracker()
     progress = deliver(tmp_path, again)
     assert down.numbers + again.numbers == [1, 2, 3, 4, 5, 6]
     assert progress.refused == 0
 
 
-def test_rows_that_could_not_be_flushed_are_offered_again(tmp_path: Path):
+def test_unflushed_rows_are_sent_again(tmp_path: Path):
     append(tmp_path, step(1), step(2))
     with pytest.raises(DownError, match="full"):
-        delivery(tmp_path, Listener(flushes=False)).round()
-    again = Listener()
+        delivery(tmp_path, RecordingTracker(flushes=False)).round()
+    again = RecordingTracker()
     deliver(tmp_path, again)
     assert again.numbers == [1, 2]
 
 
-def test_the_next_life_keeps_the_key_unless_the_weights_are_others():
+def test_key_is_kept_unless_the_lineage_changes():
     progress = Progress()
-    assert not progress.open("monday", goes_on=False)
+    assert not progress.open("monday", keep_key=False)
     key = progress.key
-    progress.done(1, 10, {"source": "learner", "step": 7, "labels": {}})
-    assert progress.open("monday", goes_on=False)
-    assert progress.open("tuesday", goes_on=True)  # resume_from_checkpoint=true
+    progress.advance(1, 10, {"source": "learner", "step": 7, "labels": {}})
+    assert progress.open("monday", keep_key=False)
+    assert progress.open("tuesday", keep_key=True)  # resume_from_checkpoint=true
     assert progress.key == key
-    assert not progress.open("tuesday/2", goes_on=False)  # from a checkpoint by name
+    assert not progress.open("tuesday/2", keep_key=False)  # from a checkpoint by name
     assert progress.key != key
     assert (progress.step, progress.number) == (0, 1)

@@ -1,4 +1,4 @@
-"""Metric records in files: each once, over all lives of the learner."""
+"""Metric records are written exactly once, across learner restarts."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
-def test_records_reach_both_files_while_training_goes_on(redis_url: str, tmp_path: Path) -> None:
+def test_records_reach_metrics_file_and_tensorboard(redis_url: str, tmp_path: Path) -> None:
     with Redis.from_url(redis_url) as redis:
         sink = RedisMetrics(redis, "run")
         with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
@@ -48,7 +48,7 @@ def test_records_reach_both_files_while_training_goes_on(redis_url: str, tmp_pat
     assert scalars(tmp_path, "eval/greedy/success") == [(1, 0.5)]
 
 
-def test_a_resumed_learner_goes_on_behind_the_last_record_and_purges_repeated_steps(
+def test_resume_continues_after_last_record_and_purges_repeated_steps(
     redis_url: str, tmp_path: Path
 ) -> None:
     with Redis.from_url(redis_url) as redis:
@@ -63,7 +63,7 @@ def test_a_resumed_learner_goes_on_behind_the_last_record_and_purges_repeated_st
     assert scalars(tmp_path, "learner/reward") == [(1, 0.0), (2, 1.0), (3, 1.0)]
 
 
-def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+def test_truncated_last_line_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     file.write("1-0", record(1, 0.0))
@@ -76,20 +76,20 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_records_wait_in_the_stream_while_the_file_can_t_be_written(
+def test_records_stay_in_the_stream_while_the_file_is_unwritable(
     redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     in_the_way = tmp_path / "metrics.jsonl"
     in_the_way.mkdir()
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):
         RedisMetrics(redis, "run").append(record(1, 0.25))
-        wait_until_sync(lambda: "can't be written now" in caplog.text)
+        wait_until_sync(lambda: "cannot write metrics" in caplog.text)
         in_the_way.rmdir()
         wait_until_sync(lambda: len(rows(tmp_path)) == 1)
     assert scalars(tmp_path, "learner/reward") == [(1, 0.25)]
 
 
-def test_standard_output_gets_steps_and_evaluations_and_no_gauges(
+def test_stdout_gets_steps_and_evaluations_but_no_gauges(
     redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Redis.from_url(redis_url) as redis:
@@ -98,14 +98,14 @@ def test_standard_output_gets_steps_and_evaluations_and_no_gauges(
             sink.append(record(1, 0.25))
             sink.append(MetricRecord("generation", {"running": mean([3.0])}))
             sink.append(MetricRecord("eval", {"success": mean([0.5])}, step=1, labels={"sampling": "greedy"}))
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(line["step"], line["metrics"]) for line in told] == [
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["step"], line["metrics"]) for line in printed] == [
         (1, {"learner/reward": 0.25}),
         (1, {"eval/greedy/success": 0.5}),
     ]
 
 
-def test_tensorboard_s_files_lie_where_they_are_wanted(redis_url: str, tmp_path: Path) -> None:
+def test_tensorboard_log_dir_is_used(redis_url: str, tmp_path: Path) -> None:
     kwargs = {"tensorboard": {"log_dir": str(tmp_path / "elsewhere" / "tensorboard")}}
     with Redis.from_url(redis_url) as redis, MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0, kwargs):
         RedisMetrics(redis, "run").append(record(1, 0.25))

@@ -1,4 +1,4 @@
-"""Each tracker against its real package, offline: what two lives of a learner say is one run, each step once.
+"""Each tracker against its real package, offline: a resumed learner continues one run, with each step once.
 
 Skipped where the package is not installed: `uv pip install 'offbeat[wandb,mlflow,swanlab,trackio]'`.
 """
@@ -38,7 +38,7 @@ STEPS = [(1, 0.25), (2, 0.25), (3, 0.25), (4, 0.5)]
 def live(
     folder: Path, name: str, ending: Ending, *records: MetricRecord, changed: dict[str, Any], **kwargs: Any
 ) -> None:
-    """One life of a learner that tracks."""
+    """Run one learner's tracker until it has sent everything."""
     append(folder, *records)
     kept = folder / "trackers" / f"{name}.json"
     size = (folder / "metrics.jsonl").stat().st_size
@@ -51,7 +51,7 @@ def live(
 
 
 def two_lives(folder: Path, name: str, **kwargs: Any) -> dict[str, Any]:
-    """A learner is killed after step 3, and another goes on from step 2; returns the progress that was kept."""
+    """Kill a learner after step 3, resume from step 2, and return the stored progress."""
     live(folder, name, "died", *FIRST, changed={}, **kwargs)
     live(folder, name, "finished", *SECOND, changed={"max_steps": 8}, **kwargs)
     return json.loads((folder / "trackers" / f"{name}.json").read_text())

@@ -1,4 +1,4 @@
-"""Trackers that can't be had are refused before a start, by the key, with what would be right."""
+"""Unavailable trackers and invalid arguments are refused before the start, by key, with the valid choices."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda _name: True)
 
 
-def test_one_name_stands_for_a_list_and_roll_s_form_of_arguments_is_told_where_they_stand():
+def test_single_name_is_a_list_and_flat_kwargs_are_refused_with_a_hint():
     assert LearnerConfig.model_validate_json('{"track_with": "wandb"}').track_with == ("wandb",)
     assert LearnerConfig.model_validate_json('{"track_with": ["wandb", "mlflow"]}').track_with == ("wandb", "mlflow")
     with pytest.raises(ValidationError, match=r"tracker_kwargs.NAME.project"):
@@ -47,41 +47,41 @@ def test_one_name_stands_for_a_list_and_roll_s_form_of_arguments_is_told_where_t
         (["swanlab"], {"swanlab": {"tags": "a"}}, "tracker_kwargs.swanlab.tags", "array"),
         (["trackio"], {"trackio": {"private": 1}}, "tracker_kwargs.trackio.private", "boolean"),
         (["stdout"], {"stdout": {"path": "x"}}, "tracker_kwargs.stdout.path", "it takes none"),
-        (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb", "track_with does not name wandb"),
+        (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb", "track_with does not list wandb"),
         ([NOTEBOOK], {}, f"tracker_kwargs.{NOTEBOOK}.path", "required"),
         ([NOTEBOOK], {NOTEBOOK: {"path": 3}}, f"tracker_kwargs.{NOTEBOOK}.path", "expected a string, got 3"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("all_installed")
-def test_what_a_tracker_can_t_be_told_is_refused_by_its_key(names: Any, kwargs: Any, path: str, says: str):
+def test_invalid_tracker_or_argument_is_refused_by_key(names: Any, kwargs: Any, path: str, says: str):
     [(refused, message)] = issues(names, **kwargs)
     assert refused == path
     assert says in message
 
 
 @pytest.mark.usefixtures("all_installed")
-def test_all_that_is_wrong_is_told_at_once():
-    found = issues(["wanbd", "mlflow"], mlflow={"uri": "x", "tags": 1})
-    assert [path for path, _ in found] == ["track_with.0", "tracker_kwargs.mlflow.uri", "tracker_kwargs.mlflow.tags"]
+def test_all_issues_are_reported_at_once():
+    reported = issues(["wanbd", "mlflow"], mlflow={"uri": "x", "tags": 1})
+    assert [path for path, _ in reported] == ["track_with.0", "tracker_kwargs.mlflow.uri", "tracker_kwargs.mlflow.tags"]
 
 
 @pytest.mark.parametrize("name", registry.EXTRAS)
-def test_a_package_that_is_missing_is_refused_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_missing_package_is_refused_with_the_extra_to_install(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "find_spec", lambda _name: None)
     assert issues([name]) == [("track_with.0", f"{name} is not installed: uv pip install 'offbeat[{name}]'")]
 
 
 @pytest.mark.usefixtures("all_installed")
-def test_all_that_are_named_in_the_documentation_are_accepted():
+def test_documented_trackers_are_accepted():
     own = {NOTEBOOK: {"path": "/tmp/x", "refuses": "loss"}}
     assert not issues([*registry.TRACKERS, NOTEBOOK], wandb={"project": "a", "tags": ["b"]}, **own)
 
 
-def test_looking_trackers_up_imports_none_of_their_packages():
+def test_lookup_imports_no_tracker_package():
     code = (
         "import sys; from offbeat.trainer.trackers import registry; registry.find_spec = lambda name: True\n"
         "for name in registry.TRACKERS: registry.arguments(registry.find_tracker(name), {})\n"
         f"print([name for name in (*{registry.EXTRAS}, 'tensorboard', 'torch') if name in sys.modules])"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout == "[]\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout == "[]\n"

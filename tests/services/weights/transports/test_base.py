@@ -16,18 +16,10 @@ from safetensors.torch import load_file
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import (
-    WHOLE,
-    SharedMemoryTransport,
-    Transport,
-    _written,
-    belongs_to,
-    cleanup,
-    file_name,
-    make_transport,
-    remove_all,
-)
+from offbeat.services.weights.transports.base import WHOLE, Transport, _written, belongs_to, file_name
+from offbeat.services.weights.transports.factory import cleanup, make_transport, remove_all
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
 
 
 @pytest.fixture(params=["shm", "fs", "fs-memory"])
@@ -141,7 +133,8 @@ def test_a_transport_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path) -> Non
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from offbeat.services.weights.transports.base import WHOLE, SharedMemoryTransport, _written
+from offbeat.services.weights.transports.base import WHOLE, _written
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
 
 def write(part):
     part.with_name(".tmp0").write_bytes(b"half of a version")  # as safetensors does

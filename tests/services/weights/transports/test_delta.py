@@ -20,12 +20,7 @@ from offbeat.services.weights.broker import WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
-from offbeat.services.weights.transports.base import (
-    Stored,
-    belongs_to,
-    make_transport,
-    owner_of,
-)
+from offbeat.services.weights.transports.base import Stored, belongs_to, owner_of
 from offbeat.services.weights.transports.delta import (
     DeltaTransport,
     applied,
@@ -33,6 +28,7 @@ from offbeat.services.weights.transports.delta import (
     pack,
     unpack,
 )
+from offbeat.services.weights.transports.factory import make_transport
 
 RUN = "delta-test"
 

@@ -13,12 +13,8 @@ from torch import Tensor
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import (
-    Stored,
-    belongs_to,
-    make_transport,
-    owner_of,
-)
+from offbeat.services.weights.transports.base import Stored, belongs_to, owner_of
+from offbeat.services.weights.transports.factory import make_transport
 from offbeat.services.weights.transports.lora import AdapterTransport
 
 RUN = "adapting"

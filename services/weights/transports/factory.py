@@ -1,0 +1,75 @@
+"""Makes the transport that a run's configuration names."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.services.errors import WeightsError
+from offbeat.services.weights.config import WeightsConfig
+from offbeat.services.weights.transports.base import AdapterSettings, FileTransport, Transport, owner_of
+from offbeat.services.weights.transports.delta import DeltaTransport
+from offbeat.services.weights.transports.device import DeviceTransport
+from offbeat.services.weights.transports.filesystem import FilesystemTransport
+from offbeat.services.weights.transports.lora import AdapterTransport
+from offbeat.services.weights.transports.shm import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+def make_transport(
+    config: WeightsConfig,
+    run_id: str,
+    output_dir: Path,
+    *,
+    redis: "Redis | None" = None,
+    workers: int = 1,
+    adapter: AdapterSettings | None = None,
+) -> Transport:
+    """Return the transport of a run's configuration.
+
+    redis: a connection that may block, needed by `ipc` and `nccl`. workers: GPUs of one replica. adapter: PEFT's settings if
+    an adapter is published instead of merged weights, empty on the fetching side; None for merged weights.
+
+    Raises:
+        WeightsError: the transport is not available on this host.
+    """
+    match config.transport:
+        case "shm":
+            shared = SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype)
+            return _around(shared, config, adapter)
+        case "fs":
+            url = config.url or str(output_dir.resolve() / "weights")
+            owner = owner_of(run_id, output_dir)
+            return _around(FilesystemTransport(owner, url, dtype=config.dtype), config, adapter)
+        case "ipc" | "nccl":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise WeightsError(f"transport `{config.transport}` needs a GPU; use `weights.transport=shm` or `fs`")
+            if redis is None:
+                raise WeightsError(f"transport `{config.transport}` needs Redis")
+            return DeviceTransport(config.transport, run_id, redis, workers=workers)
+
+
+def _around(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:
+    if adapter is not None:
+        return AdapterTransport(transport, adapter)
+    return DeltaTransport(transport, config.anchor_every) if config.anchor_every > 1 else transport
+
+
+def leaves_files(config: WeightsConfig) -> bool:
+    """Return True if versions outlive the learner; those in GPU memory do not."""
+    return config.transport in ("shm", "fs")
+
+
+def remove_all(transport: Transport) -> int:
+    """Remove all files of the transport's run and return their number. Needs no Redis."""
+    stored = transport.stored()
+    for file in stored:
+        transport.delete(file.location)
+    return len(stored)
+
+
+def cleanup(run_id: str, config: WeightsConfig, output_dir: Path) -> int:
+    """Remove all files of a run that has ended and return their number."""
+    return remove_all(make_transport(config, run_id, output_dir)) if leaves_files(config) else 0
