@@ -37,5 +37,5 @@ def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
     if config.weights.anchor_every > 1:
         yield ConfigIssue(
             "weights.anchor_every",
-            f"with {KEY} only small adapters follow the first version: leave it out",
+            f"with {KEY} only small adapters are sent: leave it out",
         )

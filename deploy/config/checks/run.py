@@ -60,7 +60,7 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
         fitting = f"{below} or {above}" if below else f"{above}"
         yield ConfigIssue(
             "rollout_batch_size",
-            f"{batch} trajectories are not a multiple of the group size {size} (train_env_manager.group_size): take {fitting}",
+            f"{batch} trajectories are not a multiple of {size} (train_env_manager.group_size): take {fitting}",
         )
         return
     groups_per_step = batch // size
@@ -75,7 +75,7 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
     if rollout.max_env_num_per_worker * rollout.num_workers < num_episodes:
         yield ConfigIssue(
             "rollout.max_env_num_per_worker",
-            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't run one group of {num_episodes} "
+            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes are too few for a group of {num_episodes} "
             f"(group_size + group_size_redundancy, and {config.num_baselines} greedy): take at least "
             f"{-(-num_episodes // rollout.num_workers)}",
         )

@@ -145,4 +145,4 @@ def test_a_file_that_is_no_mapping_is_refused_in_words(tmp_path: Path, content: 
 def test_a_file_that_hydra_would_not_find_is_refused_by_its_name(tmp_path: Path):
     path = tmp_path / "run.yml"
     path.write_text("custom_envs: {L: {env_type: frozen_lake}}\n")
-    assert "named *.yaml: rename run.yml" in refused(path=path)[""]
+    assert "only *.yaml files: rename run.yml" in refused(path=path)[""]

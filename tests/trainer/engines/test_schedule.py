@@ -110,9 +110,9 @@ AT = "actor_train.training_args"
         (schedule("cosine_with_min_lr", {"min_lr_rate": 1.5}), "lr_scheduler_kwargs.min_lr_rate", "between 0 and 1"),
         (schedule("cosine_with_min_lr", {"min_lr": "0.1"}), "lr_scheduler_kwargs.min_lr", "number"),
         (schedule("polynomial", {"lr_end": 1e-3}), "lr_scheduler_kwargs.lr_end", "not below"),
-        (schedule("polynomial", {}, learning_rate=1e-7), "lr_scheduler_kwargs.lr_end", "transformers' own"),
+        (schedule("polynomial", {}, learning_rate=1e-7), "lr_scheduler_kwargs.lr_end", "transformers' default"),
         (schedule("cosine", {"num_cycles": 2}, warmup_steps=20), "warmup_steps", "at most 19"),
-        (schedule("warmup_stable_decay", {"num_decay_steps": 2.5}), "lr_scheduler_kwargs.num_decay_steps", "whole"),
+        (schedule("warmup_stable_decay", {"num_decay_steps": 2.5}), "lr_scheduler_kwargs.num_decay_steps", "integer"),
         (
             schedule("warmup_stable_decay", {"num_decay_steps": 5, "decay_type": "steep"}),
             "lr_scheduler_kwargs",

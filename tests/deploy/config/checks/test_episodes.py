@@ -26,7 +26,7 @@ def test_a_tiny_policy_can_be_trained_on_pictures():
         (["+actor_train.model_args.lora_target=q_proj"], "actor_train.model_args.lora_target", "text models"),
         (["adv_estimator=gae"], "adv_estimator", "critic has no image input"),
         (["+actor_train.num_processes=2"], "actor_train.num_processes", "one process"),
-        (["+actor_train.model_args.shared_prefix=true"], "actor_train.model_args.shared_prefix", "tokens alone"),
+        (["+actor_train.model_args.shared_prefix=true"], "actor_train.model_args.shared_prefix", "tokens only"),
         (
             ["+actor_train.strategy_args.strategy_name=fsdp2_train"],
             "actor_train.strategy_args.strategy_name",
@@ -39,7 +39,7 @@ def test_a_tiny_policy_can_be_trained_on_pictures():
         (
             [f"+{TAG}.agent_runner.path=offbeat.deploy.agents.walker:play"],
             f"{TAG}.agent_runner",
-            "text alone",
+            "text only",
         ),
         (["sequence_length=12", "tiny.vision.patch_size=16"], "sequence_length", "the first prompt of FrozenLake"),
     ],
@@ -63,7 +63,7 @@ def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str],
         (
             [f"+{TAG}.agent_runner={{path: 'offbeat.deploy.agents.walker:play', tool_call_parser: hermes}}"],
             f"{TAG}.agent_runner.tool_call_parser",
-            "offers no tools",
+            "has no tools",
         ),
     ],
 )

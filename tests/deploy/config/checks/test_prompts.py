@@ -63,7 +63,7 @@ def test_functions_that_the_template_can_not_offer_are_refused_before_a_start(ll
     parser = "custom_envs.Tools.tool_call_parser"
     assert "does not tell the policy of functions" in with_tools(llama)[parser]
     tiny = problems(Path("tiny"), f"custom_envs.FrozenLake.env_type={__name__}:Offering", "warm_start=null")
-    assert "tells of no functions" in tiny["custom_envs.FrozenLake.tool_call_parser"]
+    assert "has no functions" in tiny["custom_envs.FrozenLake.tool_call_parser"]
     without = problems(llama, "+custom_envs.FrozenLake.tool_call_parser=hermes")
     assert "frozen_lake offers no functions" in without["custom_envs.FrozenLake.tool_call_parser"]
 

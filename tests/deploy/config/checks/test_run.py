@@ -101,7 +101,7 @@ def test_several_problems_are_told_together():
         ({}, "pretrain", "no tokenizer"),
         ({"tokenizer.json": "{}"}, "pretrain", "config.json"),
         ({"tokenizer.json": "{}", "config.json": "["}, "pretrain", "config.json"),
-        ({"tokenizer.json": "{}", "config.json": "{}"}, "pretrain", "no tokenizer"),
+        ({"tokenizer.json": "{}", "config.json": "{}"}, "pretrain", "not a valid tokenizer"),
         (
             {"tokenizer.json": "{}", "config.json": json.dumps({"max_position_embeddings": 256})},
             "sequence_length",
