@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Between two looks for the run that has claimed the application."""
 TENANT_S = 20.0
-"""How long a call waits for a run to be served."""
+"""Timeout of a call that waits for the application to be claimed by a run."""
 MAX_ONGOING_CALLS = 4096
 """Calls in one replica; each carries several turns, and the engine queues what it can't batch."""
 
@@ -49,7 +49,7 @@ class ReplicaSettings:
     """The run that is served; None serves whichever run has claimed the application."""
     config: GenerationConfig
     transport: str
-    """See `WeightsConfig.transport`: the engine is started for one way in which weights come."""
+    """See `WeightsConfig.transport`; fixed when the engine starts."""
     model: Path
     sequence_length: int
     redis_url: str
@@ -58,7 +58,7 @@ class ReplicaSettings:
 
 
 class GenerationDeployment:
-    """A replica in a process of its own."""
+    """One replica in a process of its own."""
 
     async def __init__(self, settings: ReplicaSettings) -> None:
         context = serve.get_replica_context()
@@ -170,7 +170,7 @@ def build(
     output_dir: Path,
     seed: int,
 ) -> Application:
-    """The application of one run; a replica is ready when its engine runs and holds the newest weights, if any."""
+    """Build the application of one run; a replica is ready when its engine runs and holds the newest weights, if any."""
     tenant = Tenant(run_id, output_dir, weights)
     logs = output_dir / "logs"
     return deploy(ReplicaSettings(tenant, config, weights.transport, model, sequence_length, redis_url, logs, seed))

@@ -1,4 +1,4 @@
-"""What env workers ask of the generation service, and how they reach it through Ray Serve."""
+"""Interface of the generation service to env workers, and its client over Ray Serve."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, cast
@@ -18,9 +18,9 @@ class GenerationClient(Protocol):
     """Token ids in, token ids out."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; completions come as they finish, several at a time, each request exactly once.
+        """Sample every request; completions are yielded as they finish, several at a time, each request exactly once.
 
-        A refused request (too long for the context, say) comes back as a completion with `error`.
+        A refused request (too long for the context, for example) yields a completion with `error`.
 
         Raises:
             RetryableError: the replica died or left routing; requests not yielded so far may be sent again.
@@ -28,8 +28,8 @@ class GenerationClient(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop sampling requests that nobody needs any more; unknown ids are ignored. Whoever still iterates over their
-        call gets them back with `error`."""
+        """Abort requests that are no longer needed; unknown ids are ignored. A call that is still iterated yields them
+        with `error`."""
         ...
 
 
@@ -59,7 +59,7 @@ class ServeGenerationClient:
                 call.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `GenerationClient.abort`. Every replica is told: which one holds a request is not known here."""
+        """Sent to every replica, because the client does not know which one holds a request."""
         try:
             await self._handle.broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:

@@ -1,4 +1,4 @@
-"""What the generation service can be told (`actor_infer` in a run's YAML)."""
+"""Configuration of the generation service (`actor_infer` in a run's YAML)."""
 
 from typing import Literal
 
@@ -8,13 +8,13 @@ from offbeat.envs.config import Config
 
 
 class GeneratingArgs(Config):
-    """How the policy samples; ROLL's `generating_args`."""
+    """Sampling parameters of the policy; ROLL's `generating_args`."""
 
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy. Training needs a positive one; the trainer divides its logits by it."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1 the recorded logprobs are of the tokens that are left, and the trainer's of all: its ratio begins below 1, at
-    the share that is left (`actor/mismatch_kl_fresh` tells)."""
+    """Below 1 the recorded logprobs are of the truncated distribution, and the trainer's of the full one: its ratio
+    starts below 1, at the probability mass that was kept (`actor/mismatch_kl_fresh` shows it)."""
     top_k: int = Field(default=-1, ge=-1)
     """-1 keeps every token; otherwise as `top_p`."""
     max_new_tokens: int = Field(default=64, ge=1)
@@ -26,8 +26,8 @@ class GenerationConfig(Config):
 
     generating_args: GeneratingArgs = GeneratingArgs()
     app: str | None = None
-    """Serve application that samples for the run; one of the deploy file must have the run's model. None takes a free one
-    that is like these keys, if there is one, else starts one of the run's own."""
+    """Serve application that samples for the run; a deployed one must have the run's model. None takes a free deployed
+    one that matches these keys, otherwise starts one of the run's own."""
     num_replicas: int = Field(default=1, ge=1)
     """vLLM engines, each with all of the weights."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -45,13 +45,13 @@ class GenerationConfig(Config):
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     max_lora_rank: int | None = Field(default=None, ge=1, le=512)
-    """Largest `lora_rank` of an adapter that the engines serve beside the base (vLLM's name): the learner publishes the
-    adapter alone then. None: it is merged into the weights that it publishes."""
+    """Largest `lora_rank` of an adapter that the engines serve next to the base (vLLM's name): the learner then
+    publishes the adapter alone. None: the adapter is merged into the published weights."""
     engine_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further vLLM engine arguments, passed as they are."""
     on_weight_update: Literal["keep", "recompute"] = "keep"
-    """What a running request does when new weights arrive: go on with its keys and values, or recompute them from its
-    tokens under the new weights. New requests never reuse older entries, either way."""
+    """What running requests do when new weights arrive: keep their KV cache, or recompute it from their tokens under
+    the new weights. New requests never reuse older entries."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """A turn that takes longer is aborted and its episode retried."""
     update_timeout_s: float = Field(default=120.0, gt=0)

@@ -1,4 +1,4 @@
-"""What a replica did between two metric records."""
+"""Counters of a replica between two metric records."""
 
 from offbeat.services.generation.vllm.engine import LoadTimes
 from offbeat.services.messages.types import Completion

@@ -1,8 +1,7 @@
-"""One replica: holds requests until it serves the version that they need, and follows the broker while it serves.
+"""One replica: holds requests until it serves the version that they need, and follows the broker while serving.
 
-Invariants: a request enters the engine only under committed weights at least as new as its `min_version`; what a version
-span says of a completion's first token also holds for the keys and values of its prompt; after a failed update nothing is
-served any more.
+Invariants: a request enters the engine only under committed weights at least as new as its `min_version`; the version
+span of a completion's first token also holds for the KV cache of its prompt; after a failed update nothing is served.
 """
 
 import asyncio
@@ -30,16 +29,16 @@ RETRY_S = 1.0
 
 
 class ReplicaStatus(TypedDict):
-    """What `status` answers."""
+    """Response of `status`."""
 
     replica_id: str
     version: int
     running: int
-    """Requests that came and are not answered, `waiting` ones among them."""
+    """Unanswered requests, including `waiting` ones."""
     waiting: int
     """Requests that wait for newer weights, or for an update to end."""
     broken: str
-    """Why nothing is served any more; empty while all is well."""
+    """Reason for not serving; empty if healthy."""
 
 
 class GenerationReplica:
@@ -109,7 +108,7 @@ class GenerationReplica:
         await self.report()
 
     async def report(self) -> None:
-        """Tell the broker how this replica is. Raises `RetryableError` while the broker does not answer."""
+        """Report the replica's state to the broker. Raises `RetryableError` while the broker does not answer."""
         loading, since = self._loading or (None, 0.0)
         load = ReplicaLoad(len(self._running), self._waiting, loading, since)
         await self._subscriber.report(self._replica_id, self._version, load)
@@ -143,7 +142,7 @@ class GenerationReplica:
             await self._changed.wait_for(lambda: self._broken or not self._updating)
 
     async def retire(self, reason: str) -> None:
-        """Serve nothing any more; running requests end with `RetryableError(reason)`."""
+        """Stop serving for good; running requests fail with `RetryableError(reason)`."""
         async with self._changed:
             self._broken = reason
             self._changed.notify_all()
@@ -151,10 +150,10 @@ class GenerationReplica:
             task.cancel()
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        """Sample every request; yields whatever has finished since the last time.
+        """Sample every request; yields completions as they finish.
 
         Raises:
-            RetryableError: this replica does not serve any more.
+            RetryableError: this replica no longer serves.
         """
         done: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
         tasks = {self._start(request, done): request for request in requests}
@@ -206,9 +205,9 @@ class GenerationReplica:
             return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
 
     def _mixed(self, completion: Completion, version: int) -> bool:
-        """Whether an update came between handing the request in and its first token. Part of its prompt may then have
-        been computed (or found in the cache) under the older weights, which no version span would tell, so it is sampled
-        again. Which requests it meets depends on time alone, not on what they answer."""
+        """Return True if an update happened between submission and the first token. Part of the prompt may then have
+        been computed (or cached) under the older weights, which no version span would show, so it is sampled again.
+        This depends on timing alone, not on the completion."""
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int) -> int:
@@ -240,7 +239,7 @@ class GenerationReplica:
         await self._engine.check()
 
     def status(self) -> ReplicaStatus:
-        """How the replica is, for people and tests."""
+        """Return the state of the replica."""
         return ReplicaStatus(
             replica_id=self._replica_id,
             version=self._version,
@@ -250,7 +249,7 @@ class GenerationReplica:
         )
 
     def take_metrics(self) -> MetricRecord:
-        """What happened since the last call."""
+        """Return the metrics since the last call."""
         return self._counts.take(
             replica_id=self._replica_id, version=self._version, running=len(self._running), waiting=self._waiting
         )

@@ -1,7 +1,7 @@
-"""Whom an engine samples for: the run that it was deployed for, or whichever run has claimed its application.
+"""The run that an engine samples for: the one it was deployed for, or whichever run has claimed its application.
 
-Invariant: what one run's weights computed is never seen by the next one. Each tenancy has a replica of its own, which knows
-no version, and salts the prefix cache with a name of its own.
+Invariant: nothing computed with one run's weights reaches the next run. Each tenancy has a replica object of its own,
+which starts without a version, and its own prefix-cache salt.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ APP = "app"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A run, as much of it as its engines need to know; plain values."""
+    """The part of a run that its engines need; plain values."""
 
     run_id: str
     output_dir: Path
     weights: WeightsConfig
     start: str = ""
-    """Tells one start of a run from the next one under the same name."""
+    """Distinguishes starts of a run under the same name."""
 
 
 class EngineOffer(BaseModel):
-    """What an application that serves whichever run claims it can do."""
+    """Capabilities of an application that serves whichever run claims it."""
 
     architecture: dict[str, JsonValue]
     """`config.json` of its model."""
@@ -59,7 +59,7 @@ class EngineOffer(BaseModel):
 
 
 class _SharingRules(BaseModel):
-    """What a run's configuration says to its engines."""
+    """Sharing-related part of a run's configuration."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -72,12 +72,12 @@ def read_architecture(model: Path) -> dict[str, JsonValue]:
 
 
 async def make_offer(redis: Redis, app: str, offer: EngineOffer) -> None:
-    """Let the control service know what the application can do."""
+    """Publish the application's capabilities for the control service."""
     await cast(Any, redis.hset(OFFERS, app, offer.model_dump_json()))
 
 
 def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
-    """Every application that was ever offered; whether it still runs is for Serve to say."""
+    """Return every application that was ever offered; whether it is running is up to Serve."""
     raw = cast(dict[bytes, bytes], redis.hgetall(OFFERS))
     return {name.decode(): EngineOffer.model_validate_json(blob) for name, blob in raw.items()}
 
@@ -132,7 +132,7 @@ class Tenancy:
         self._tasks = [asyncio.create_task(self.replica.follow()), reporting]
 
     async def end(self) -> None:
-        """Answer no more; returns when nothing of the run goes on in the engine, and no half of its weights is loaded."""
+        """Stop answering; return when no request of the run is left in the engine and no update is half loaded."""
         await self.replica.settle()
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What the learner and the replicas ask of the weight-sync broker."""
+"""Interface of the weight-sync broker to the learner and the replicas."""
 
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
@@ -19,14 +19,14 @@ class WeightPublisher(Protocol):
     """The broker as the learner sees it."""
 
     def publish(self, version: int, step: int, tensors: "Iterable[tuple[str, Tensor]]") -> None:
-        """Copy the tensors out and announce them as `version`; returns as soon as the tensors may change again.
+        """Copy the tensors and announce them as `version`; the tensors may change again after this returns.
 
-        A version that is not newer than the newest one is left alone: a learner that replays steps after a crash makes
-        the same weights again. It is announced all the same if neither its bytes nor newer ones can be read any more.
+        A version that is not newer than the newest one is ignored: a learner that repeats steps after a crash produces
+        the same weights. It is announced again if neither its bytes nor newer ones are readable any more.
 
         Raises:
-            FencedError: a newer learner holds the run (seen by this announcement or by the one before).
-            WeightsError: the announcement before this one failed.
+            FencedError: a newer learner holds the run (detected by this announcement or the previous one).
+            WeightsError: the previous announcement failed.
         """
         ...
 
@@ -35,7 +35,7 @@ class WeightPublisher(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what is being announced, then let go. Raises as `publish`."""
+        """Wait for the announcement in progress, then release resources. Raises as `publish`."""
         ...
 
 
@@ -65,7 +65,7 @@ class WeightSubscriber(Protocol):
         ...
 
     async def report(self, replica_id: str, version: int, load: ReplicaLoad = IDLE) -> None:
-        """Say which version a replica serves now (-1: none yet), and what it has in hand; repeated, as a sign of life."""
+        """Report the version that a replica serves (-1: none yet) and its load; repeated as a heartbeat."""
         ...
 
     async def retire(self, replica_id: str) -> None:

@@ -34,7 +34,7 @@ class BrokerDeployment:
 
 
 def build(run_id: str, config: WeightsConfig, *, redis_url: str, output_dir: Path) -> Application:
-    """The broker of one run; needs no CPU of its own."""
+    """Build the broker of one run; it reserves no CPU."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

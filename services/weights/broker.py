@@ -1,8 +1,8 @@
-"""Watches a run's weight versions: collects bytes that nobody announced or that a dead learner left, and says how far the
-replicas lag behind.
+"""Watches a run's weight versions: removes bytes that were never announced or that a dead learner left, and measures
+how far replicas lag.
 
-Invariant: what a manifest in Redis names is never removed here while the run lives. Everything that the broker knows is in
-Redis or in the transport, so killing it loses nothing.
+Invariant: bytes named by a manifest in Redis are never removed while the run is active. The broker's state is in Redis
+and in the transport, so killing it loses nothing.
 """
 
 import asyncio
@@ -31,9 +31,10 @@ UNANNOUNCED_AFTER_S = 300.0
 """A file that no manifest names is collected once it is so old; until then a learner may be about to announce it. It hashes
 what it has written first, a second for each GB."""
 LOOK_S = 30.0
-"""A look at the files that takes longer is left behind: the share hangs. The next one begins when it has come back."""
+"""Timeout of a scan of the files; a scan that takes longer (hung share) is abandoned, and the next one starts when it
+has returned."""
 SILENT_AFTER_S = 30.0
-"""A replica that has not reported for so long is gone."""
+"""A replica that has not reported for this long is gone."""
 
 
 class WeightBroker:
@@ -72,8 +73,8 @@ class WeightBroker:
             await asyncio.sleep(1.0)
 
     async def collect(self) -> int:
-        """Remove the bytes of versions that no manifest names; returns how many files went. Does nothing while an earlier
-        call hangs in the share."""
+        """Remove the bytes of versions that no manifest names and return the number of files. Does nothing while an
+        earlier call hangs."""
         if self._transport is None or self._threads.num_hung:
             return 0
         try:
@@ -95,7 +96,7 @@ class WeightBroker:
         return len(orphans)
 
     async def replicas(self) -> dict[str, ReplicaReport]:
-        """What each living replica reported last; silent ones are forgotten."""
+        """Return the last report of each living replica; silent ones are dropped."""
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
         reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
         silent = [replica for replica, report in reports.items() if report.at < self._clock() - SILENT_AFTER_S]

@@ -1,4 +1,4 @@
-"""What the weight-sync broker can be told (`weights` in a run's YAML)."""
+"""Configuration of the weight-sync broker (`weights` in a run's YAML)."""
 
 from typing import Literal
 
@@ -8,24 +8,25 @@ from offbeat.envs.config import Config
 
 
 class WeightsConfig(Config):
-    """How new weights travel from the learner to the replicas."""
+    """Transport of weights from the learner to the replicas."""
 
     transport: Literal["shm", "fs", "ipc", "nccl"] = "shm"
     """`shm`: shared memory, learner and replicas on one host. `fs`: any fsspec URL, any host. `ipc` and `nccl`: vLLM's own
     engines, GPUs only."""
     url: str | None = None
-    """Where `fs` puts versions: a folder, `s3://...`, `gs://...`; None is `weights/` in the run's folder."""
+    """Location of `fs` versions: a folder, `s3://...`, `gs://...`; None is `weights/` in the run's folder."""
     keep_versions: int = Field(default=2, ge=1)
     """Newest versions that stay; older ones are collected."""
     fetch_timeout_s: float = Field(default=300.0, gt=0)
-    """How long a replica reads a version, and a second more for each 100 MB, before it gives up for now, and goes on with
-    the one that it serves. What hangs is passed over until it comes back; newer versions are tried. Loading has a limit of
-    its own, `actor_infer.update_timeout_s`."""
+    """Timeout of reading a version, plus one second per 100 MB; then the replica keeps serving its current one. A
+    version whose read hangs is skipped until it returns; newer ones are tried. Loading has its own limit,
+    `actor_infer.update_timeout_s`."""
     dtype: Literal["as_trained", "bfloat16"] = "as_trained"
-    """What the weights are rounded to before they travel; engines of another `dtype` convert them when they load."""
+    """Type to which weights are rounded before they are sent; engines with another `dtype` convert them on loading."""
     anchor_every: int = Field(default=1, ge=1)
-    """One version in so many is whole; those between hold, compressed, the elements that differ from it. 1: all are whole.
-    Worth it where bytes are dear (`fs` to another host), weights are bfloat16 and steps are small."""
+    """One version in this many is complete; those in between contain, compressed, the elements that differ from it. 1:
+    all are complete. Useful where bytes are expensive (`fs` to another host), weights are bfloat16 and steps are
+    small."""
 
     @model_validator(mode="after")
     def _files_alone_have_anchors(self) -> "WeightsConfig":

@@ -1,7 +1,7 @@
-"""Where a process runs, as far as `weights.transport: shm` is concerned: who sees whose files in shared memory.
+"""Shared-memory locality of a process, for `weights.transport: shm`.
 
-Invariant: two processes have the same `memory` exactly when they share one mount of /dev/shm on one machine; the host's
-name is for people alone, since containers of one machine have several.
+Invariant: two processes have equal `memory` exactly if they share one mount of /dev/shm on one machine; the host's name
+is only informative, since containers of one machine have several.
 """
 
 import os
@@ -22,12 +22,12 @@ from offbeat.services.weights.replica_reports import decode_report
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = Path("/dev/shm")
 SILENT_S = 15.0
-"""A replica that has not reported for so long tells nothing about where generation runs."""
+"""Reports older than this are not used to locate generation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """Where a process runs."""
+    """Location of a process."""
 
     host: str
     memory: str
@@ -36,7 +36,7 @@ class Locality:
 
 @lru_cache(maxsize=1)
 def this_locality() -> Locality:
-    """Where this process runs."""
+    """Return the location of this process."""
     try:
         boot, device = BOOT_ID.read_text().strip(), os.stat(SHARED_MEMORY).st_dev
     except OSError:
@@ -45,10 +45,10 @@ def this_locality() -> Locality:
 
 
 def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Locality | None = None) -> None:
-    """Make sure that weights published here reach every replica that is up.
+    """Check that weights published here reach every running replica.
 
     Raises:
-        WeightsError: the transport is shared memory, and a replica sees another one than this process.
+        WeightsError: the transport is shared memory, and a replica uses another one than this process.
     """
     if config.transport != "shm":
         return

@@ -1,10 +1,10 @@
-"""The learner's end of the broker: copies weights out, then stores and announces them beside the next step.
+"""Learner side of the broker: copies weights, then stores and announces them in the background.
 
-Invariants: versions are announced in order, at most one is under way; an announcement's error is raised by the call that
-follows it. `progress.version` never goes back: a learner that replays steps publishes versions that exist, which changes
-nothing. The one exception are versions whose bytes are gone together with those of all newer ones (a reboot wiped
-/dev/shm, or a clean stop removed the run's bytes): they are announced again, so that replicas have something to serve, while
-`progress` stays where it is until the replay has caught up.
+Invariants: versions are announced in order, at most one at a time; an announcement's error is raised by the next call.
+`progress.version` never decreases: a learner that repeats steps publishes versions that exist, which changes nothing.
+Exception: versions whose bytes are gone together with those of all newer ones (a reboot cleared /dev/shm, or a clean
+stop removed the run's bytes) are announced again, so that replicas have something to serve, while `progress` stays
+until the repeated steps have caught up.
 """
 
 import time
@@ -121,7 +121,7 @@ class RedisWeightPublisher:
         )
 
     def _announce(self, manifest: Manifest, gone: list[int]) -> list[Manifest]:
-        """Returns what fell out of the versions that stay (the manifest's own bytes if it turned out to exist).
+        """Return the manifests that were pushed out of the kept versions (or this manifest, if the version existed).
 
         Raises:
             FencedError: a newer learner holds the run.

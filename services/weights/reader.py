@@ -1,8 +1,8 @@
-"""Reads of stored weights that may never return: a share that hangs keeps for ever whoever opens a file on it.
+"""Reads of stored weights that may never return: a hung share blocks its reader forever.
 
-Invariants: a read that hangs holds up neither the loop nor the end of the process (its thread is a daemon), no second one of
-its version is begun beside it, and at most `MOST_HUNG` are left behind. What a read has opened is closed again whenever it
-comes back, also when nobody waits for it any more.
+Invariants: a hung read blocks neither the event loop nor process exit (its thread is a daemon), a version is never read
+twice at a time, and at most `MOST_HUNG` reads are abandoned. Whatever a read opened is closed when it returns, even if
+its caller is gone.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_HUNG = 3
-"""Each may hold a part of a version in memory, or on the local disk."""
+"""Maximum number of abandoned reads; each may hold part of a version in memory or on the local disk."""
 SLOWEST_BYTES_PER_S = 100e6
-"""A share that is slower counts as one that hangs: what is read too late would be begun anew, for ever."""
+"""A slower share counts as hung: reads that time out would be repeated forever."""
 CLOSE_S = 10.0
-"""How long the end of a read may take before it is left behind."""
+"""Timeout of closing a read, after which it is abandoned."""
 
 
 class _AbandonedError(Exception):
-    """What a context sees of a caller that has failed or left."""
+    """Raised inside the context of a caller that has failed or left."""
 
 
 class _Read(Generic[T]):
-    """A context that is entered and ended in a thread of its own."""
+    """A context manager that is entered and exited in a thread of its own."""
 
     def __init__(self, manifest: Manifest, context: AbstractContextManager[T]) -> None:
         self.manifest = manifest
@@ -76,7 +76,7 @@ class WeightReader:
         self._reads: list[_Read[Any]] = []
 
     async def call(self, call: Callable[[Manifest], T], manifest: Manifest) -> T:
-        """What `call(manifest)` returns. Raises what it raises, and as `opened`."""
+        """Return the result of `call(manifest)`. Raises its errors, and those of `opened`."""
         async with self.opened(manifest, _called(call, manifest)) as result:
             return result
 
@@ -110,7 +110,7 @@ class WeightReader:
             read.ended.result()
 
     def hangs(self, version: int) -> bool:
-        """Whether a read of this version has not come back."""
+        """Return True if a read of this version has not returned."""
         return any(read.manifest.version == version for read in self._under_way())
 
     def fetching(self, newer_than: int) -> FetchState | None:
@@ -134,7 +134,7 @@ class WeightReader:
 
 
 def source(manifest: Manifest) -> str:
-    """Where a version's bytes lie, for people."""
+    """Return the location of a version's bytes for messages."""
     return f"{manifest.transport}:{manifest.location.rpartition('/')[0]}"
 
 
@@ -144,7 +144,7 @@ def _called(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
 
 
 async def _any_done(futures: "Sequence[Future[Any]]", timeout_s: float) -> bool:
-    """Whether one of these futures of threads is done in time."""
+    """Return True if one of these thread futures completes in time."""
     waits = [asyncio.wrap_future(future) for future in futures]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

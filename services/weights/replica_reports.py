@@ -1,4 +1,4 @@
-"""What a replica tells the broker about itself."""
+"""Reports of replicas to the broker."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What a replica has in hand."""
+    """Load of a replica."""
 
     running: int = 0
-    """Requests that came and are not answered, `waiting` ones among them."""
+    """Unanswered requests, including `waiting` ones."""
     waiting: int = 0
     """Requests that wait for newer weights, or for an update to end."""
     loading: int | None = None
@@ -20,13 +20,13 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A read of weights that has not come back."""
+    """A read of weights in progress."""
 
     version: int
     since: float
     """Unix time, s."""
     source: str
-    """Where the bytes lie, for people."""
+    """Location of the bytes, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class ReplicaReport:
     """Unix time, s."""
     load: ReplicaLoad = ReplicaLoad()
     host: str = ""
-    """Where it runs, for people."""
+    """Host of the replica, for messages."""
     memory: str = ""
     """`Place.memory` of where it runs."""
     fetching: FetchState | None = None
-    """What it has been reading the longest, of versions newer than the one that it serves."""
+    """Longest read in progress among versions newer than the one served."""
 
 
 def encode_report(report: ReplicaReport) -> bytes:
-    """As JSON, so that people can read the hash."""
+    """Encode as JSON, to keep the Redis hash human-readable."""
     return json.dumps(asdict(report)).encode()
 
 

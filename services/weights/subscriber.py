@@ -1,4 +1,4 @@
-"""A replica's end of the broker: hears of new versions without polling, and fetches them."""
+"""Replica side of the broker: learns of new versions without polling, and fetches them."""
 
 import time
 from collections.abc import Iterator
@@ -59,7 +59,8 @@ class RedisWeightSubscriber:
         return await self._newest(-1)
 
     async def _newest(self, served: int) -> Manifest | None:
-        """The newest readable version above `served`. One whose read hangs is passed over until that comes back."""
+        """Return the newest readable version above `served`. A version whose read hangs is skipped until the read
+        returns."""
         seen: dict[bytes, bytes] | None = None
         while True:
             with _retryable():

@@ -29,27 +29,27 @@ PRIMITIVES = 512
 """Matrix products that oneDNN keeps compiled, 256 KiB each: enough for 64 batch sizes of five shapes. Its own 1024 take
 twice the memory and save no time; with 128 small batches took twice as long."""
 SETTINGS_KEPT = 1024
-"""Sampling settings whose vLLM parameters are kept: turns differ by how many tokens they may have."""
+"""Number of sampling settings whose vLLM parameters are cached: turns differ in their maximum tokens."""
 SHUTDOWN_S = 0.5
-"""How long the engine's process may take to end by itself."""
+"""Time that the engine's process has to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """What a weight update cost, seconds."""
+    """Durations of a weight update, s."""
 
     pause_s: float
-    """From asking the engine to pause until it runs again."""
+    """From the request to pause until the engine runs again."""
     load_s: float
     """Loading and comparing: before the pause where the version could be staged, else in it."""
 
 
 class PolicyEngine(Protocol):
-    """What a replica asks of its engine."""
+    """Interface of a replica to its engine."""
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """Sample one turn; `version` names the weights that serve when it is handed in. A request that the engine refuses
-        comes back with `error`.
+        """Sample one turn; `version` names the weights in use at submission. A request that the engine refuses yields a
+        completion with `error`.
 
         Raises:
             RetryableError: the engine died.
@@ -74,7 +74,7 @@ class PolicyEngine(Protocol):
 
 
 def engine_environment(config: GenerationConfig) -> dict[str, str]:
-    """What vLLM's processes must find in their environment."""
+    """Return the environment of vLLM's processes."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -133,7 +133,7 @@ class VllmEngine:
     """`PolicyEngine` on vLLM's `AsyncLLM`, which may be started already."""
 
     def __init__(self, llm: Any, config: GenerationConfig, salt: str = "", with_pictures: Any = None) -> None:
-        """with_pictures: makes prompts that hold pictures (`vision_model.PromptMaker`), where the model reads any."""
+        """with_pictures: builds prompts with images (`vision.PromptMaker`), if the model reads any."""
         self.llm = llm
         self._config = config
         self._with_pictures = with_pictures
@@ -178,7 +178,7 @@ class VllmEngine:
         return engine
 
     def salted(self, salt: str) -> "VllmEngine":
-        """The same engine; its requests find only such entries of the prefix cache as came through a like one."""
+        """Return the same engine with another salt; its requests only hit prefix-cache entries of that salt."""
         return VllmEngine(self.llm, self._config, salt, self._with_pictures)
 
     async def warm_up(self) -> None:
@@ -213,7 +213,7 @@ class VllmEngine:
         return _completion(request.request_id, answer)
 
     def _prompt(self, request: GenerateRequest, salt: str) -> Any:
-        """As vLLM takes it. Raises ValueError where it holds pictures and the model reads none, or not these."""
+        """Return the prompt in vLLM's form. Raises ValueError if it holds images that the model can't read."""
         from vllm.inputs import tokens_input
 
         if not request.pictures:
@@ -223,8 +223,8 @@ class VllmEngine:
         return self._with_pictures(request, salt, share_prefixes=self._salted)
 
     async def stage(self, path: Path) -> None:
-        """See `PolicyEngine.stage`. A CPU's model is reloaded beside the one that samples, in slices between its steps; any
-        other one, and an adapter, is left to `load`."""
+        """Stage on a CPU: the model is reloaded into a twin, in slices between engine steps; other devices and adapters
+        are left to `load`."""
         began, self._stage_s = time.monotonic(), None
         if is_whole(path) and await self._call_worker("stage_weights", path=str(path)):
             while not await self._call_worker("stage_more"):
@@ -232,8 +232,8 @@ class VllmEngine:
             self._stage_s = time.monotonic() - began
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """See `PolicyEngine.load`. With `on_weight_update: recompute` the pause drops every key and value, of running
-        requests too: they go on from their tokens. With `keep` only the salt parts old from new."""
+        """With `on_weight_update: recompute` the pause drops the whole KV cache; running requests recompute theirs.
+        With `keep` only the salt separates old entries from new ones."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         ticket = update_request_of(path)
@@ -258,8 +258,8 @@ class VllmEngine:
         return (await self.llm.collective_rpc(method, kwargs=arguments))[0]
 
     async def _pause(self) -> None:
-        """Return when no step runs or will start. After its pause vLLM sleeps 20 ms for the order of outputs, which do not
-        matter here: where the engine answers between two steps, to know that it is paused is enough."""
+        """Return when no step is running or will start. vLLM sleeps 20 ms after its pause to order outputs, which is
+        not needed here: an engine that answers between two steps is paused."""
         if self._pausing is not None:
             await self._pausing
         self._pausing = asyncio.create_task(self.llm.pause_generation(mode="keep", clear_cache=self._recompute))
@@ -271,8 +271,8 @@ class VllmEngine:
             self._pausing.result()
 
     async def _start_what_waits(self) -> None:
-        """Let requests that were handed in get their first token before weights change, or they are sampled again. The
-        engine answers between two steps: one ran between the answers, and takes in whatever fits."""
+        """Give submitted requests their first token before weights change, or they would be sampled again. The engine
+        answers between two steps, so one step ran in between, which takes in whatever fits."""
         for _ in range(2):
             await self.llm.is_paused()
 

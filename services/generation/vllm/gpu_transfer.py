@@ -1,5 +1,5 @@
-"""vLLM's `ipc` and `nccl` transfer engines, with what Offbeat asks of an update added: plain messages, a checksum, and no
-parameter left out. Runs in vLLM's worker process on a GPU.
+"""vLLM's `ipc` and `nccl` transfer engines with additional checks: plain messages, a checksum, and completeness of
+parameters. Runs in vLLM's worker process on a GPU.
 """
 
 # pyright: basic
@@ -43,7 +43,7 @@ class TensorIntake:
 
 @dataclass
 class PlainIpcUpdate(WeightTransferUpdateInfo):
-    """What `offbeat.services.weights.transports.vllm_senders` makes of vLLM's IPC update."""
+    """Plain form of vLLM's IPC update, as `offbeat.services.weights.transports.vllm_senders` sends it."""
 
     names: list[str]
     dtype_names: list[str]
@@ -74,7 +74,7 @@ class IpcEngine(IPCWeightTransferEngine):
         intake.finish(self.model_config, info.digest)
 
     def finish_weight_update(self) -> None:
-        """The reload is finished; let go of the learner's memory."""
+        """Finish the reload and release the learner's memory."""
         self._packed_importer.close()
 
 

@@ -1,7 +1,7 @@
-"""Puts new weights into a model that vLLM reloads layer by layer, and makes sure that they are the file's.
+"""Loads new weights into a model that vLLM reloads layer by layer, and verifies them against the file.
 
-Invariant: what does not raise has filled every parameter of the model, and what was compared agrees: exactly where
-parameters keep their form, by a probe where the CPU packs them.
+Invariant: success means that every parameter was filled, and that compared ones agree: exactly where parameters keep
+their layout, by a probe where the CPU packs them.
 """
 
 # pyright: basic
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
 class LoadError(Exception):
-    """The model does not hold what the file says."""
+    """The model's parameters differ from the file."""
 
 
 def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set[str]) -> None:
@@ -84,7 +84,7 @@ def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
 
 
 def fused_names(model: Any) -> dict[str, list[str]]:
-    """Modules that hold several of the file's, by the last part of their names."""
+    """Return modules that fuse several of the file's, by the last part of their names."""
     fused: dict[str, list[str]] = {}
     for module in model.modules():
         fused |= getattr(module, "packed_modules_mapping", {})
@@ -100,7 +100,7 @@ def _agrees(module: Any, parameter: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _probe_agrees(module: Any, wanted: torch.Tensor) -> bool:
-    """Whether a packed matrix maps a vector to what the file's matrix maps it to."""
+    """Return True if a packed matrix maps a probe vector as the file's matrix does."""
     probe = torch.randn(1, wanted.shape[1], generator=torch.Generator().manual_seed(0)).to(wanted.dtype)
     found = module.quant_method.apply(module, probe).float()
     expected = torch.nn.functional.linear(probe.float(), wanted.float())

@@ -1,10 +1,10 @@
-"""Serves a low-rank adapter beside the base's weights, inside vLLM's worker process.
+"""Serves a low-rank adapter on top of the base weights, inside vLLM's worker process.
 
-There is one adapter, under one name for good: a new version takes the place of the one before while no step runs, so running
-requests go on under it as they do under whole weights.
+There is one adapter, with one fixed name: a new version replaces it while no step runs, so running requests continue
+under it as they do under full weights.
 
-Invariants: an adapter that does not raise is in place on every layer that its file names and on no other; the base is loaded
-and compared as if there were no adapters.
+Invariants: success means that the adapter is loaded on every layer that its file names and on no other; the base is
+loaded and compared as if there were no adapters.
 """
 
 # pyright: basic
@@ -23,14 +23,14 @@ from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 NAME, NUMBER = "policy", 1
 SETTINGS, ADAPTER, BASE = "adapter_config.json", "adapter_model.safetensors", "model.safetensors"
-"""Of a version's folder, as PEFT names them; the base lies there if the replica does not hold it yet."""
+"""File names of a version's folder, as PEFT uses them; the base is included if the replica does not hold it yet."""
 PREFIX = "base_model.model."
-"""What PEFT puts in front of a layer's name."""
+"""Prefix that PEFT adds to a layer's name."""
 VOCABULARY = (VocabParallelEmbeddingWithLoRA, LogitsProcessorWithLoRA)
 
 
 def request() -> LoRARequest:
-    """What a request names to be sampled with the adapter; nothing is ever read from its path."""
+    """Return the request field that selects the adapter; its path is never read."""
     return LoRARequest(NAME, NUMBER, NAME)
 
 
@@ -46,7 +46,7 @@ def leave_vocabulary_out(model: Any, manager: Any) -> None:
 
 @contextmanager
 def unwrapped(model: Any) -> Iterator[None]:
-    """The model as it is without places for adapters; nothing may sample meanwhile."""
+    """Remove the adapter wrappers temporarily; nothing may be sampled meanwhile."""
     wrapped = _wrapped(model)
     for parent, name, layer in wrapped:
         parent._modules[name] = layer.base_layer
@@ -58,10 +58,10 @@ def unwrapped(model: Any) -> Iterator[None]:
 
 
 def take_adapter(runner: Any, folder: Path) -> None:
-    """Put a folder's adapter in the place of the one that serves.
+    """Replace the serving adapter by a folder's.
 
     Raises:
-        LoadError: the layers do not hold what the file says.
+        LoadError: the layers differ from the file.
     """
     workers = runner.lora_manager
     workers.add_adapter(LoRARequest(NAME, NUMBER, str(folder), load_inplace=True))

@@ -1,10 +1,10 @@
-"""Prepares a version beside the weights that sample, a few milliseconds at a time: taking it is an exchange of pointers.
+"""Prepares a version next to the weights in use, a few milliseconds at a time; taking it only exchanges pointers.
 
-The reload happens to a twin of the model: the same modules, with parameters of their own. It costs the weights' memory once
-more. Between two slices the engine samples on.
+The reload goes into a twin of the model: the same modules with parameters of their own, at the cost of the weights'
+memory once more. The engine samples between two slices.
 
-Invariant: nothing that the serving model uses changes before `exchange`, and `exchange` only follows a version that is whole
-and was compared with its file.
+Invariant: the serving model does not change before `exchange`, and `exchange` only follows a complete version that was
+compared with its file.
 """
 
 # pyright: basic
@@ -25,14 +25,14 @@ from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.tensor_file import TensorFile
 
 SLICE_S = (0.002, 0.05)
-"""Shortest and longest slice; between them, as long as the engine had to itself since the last one: half of its time."""
+"""Shortest and longest slice; in between, half of the time since the last slice."""
 LAYER = ".layers."
 ABSENT = object()
 
 
 def can_stage(config: VllmConfig) -> bool:
-    """Whether a version can be prepared beside the one that serves: the model lies whole in main memory, not quantised, and
-    nothing (a compiled graph) keeps hold of its tensors."""
+    """Return True if a version can be staged: the model is in main memory, unquantized, and no compiled graph holds its
+    tensors."""
     whole = config.parallel_config.world_size == 1 and config.model_config.quantization is None
     return current_platform.is_cpu() and whole and config.model_config.enforce_eager
 
@@ -52,7 +52,7 @@ class Staging:
         self._slice_ended = 0.0
 
     def begin(self, path: str) -> None:
-        """Start on a file; whatever was under way is given up."""
+        """Start staging a file; an unfinished one is discarded."""
         self._changes = []
         self._work = self._reload(path)
         self._slice_ended = time.monotonic()
@@ -73,7 +73,7 @@ class Staging:
         return bool(self._changes)
 
     def exchange(self) -> bool:
-        """Have the model sample with the staged version; the twin gets what it had. False if none is staged."""
+        """Switch the model to the staged version; the twin gets the old parameters. Return False if none is staged."""
         changes, self._changes, self._work = self._changes, [], None
         for mine, theirs, name in changes:
             old, new = mine.pop(name, ABSENT), theirs.pop(name, ABSENT)
@@ -139,7 +139,7 @@ def _twin_of(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int
 
 
 def _copy_of(tensor: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """A tensor of the same class and attributes with memory of its own."""
+    """Return a tensor of the same class and attributes with its own memory."""
     if tensor is None:
         return None
     if id(tensor) not in copies:

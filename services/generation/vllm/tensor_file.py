@@ -1,7 +1,7 @@
-"""Reads a safetensors file without leaving anything behind.
+"""Reads a safetensors file without leaking.
 
-`safetensors.safe_open` (0.8.0, PyTorch) leaks a Python integer for nearly every tensor that it is asked for; an engine reads
-each of a model's tensors twice a version.
+`safetensors.safe_open` (0.8.0, PyTorch) leaks a Python integer for nearly every tensor read; an engine reads each of a
+model's tensors twice per version.
 """
 
 # pyright: basic
@@ -14,9 +14,9 @@ from typing import Any, Self
 import torch
 
 LENGTH = 8
-"""Bytes at the start that say how long the header is."""
+"""Bytes of the header's length at the start of the file."""
 LONGEST_HEADER = 100 << 20
-"""As safetensors itself bounds it."""
+"""Maximum header length, as in safetensors."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -55,7 +55,7 @@ class TensorFile:
         del self._bytes
 
     def names(self) -> Iterable[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return self._entries.keys()
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:

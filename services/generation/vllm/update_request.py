@@ -1,4 +1,4 @@
-"""How vLLM's worker gets at a version: what it is asked to do with the path that a replica has fetched."""
+"""Request to vLLM's worker to load the version at a path."""
 
 import json
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from pathlib import Path
 from typing import Any
 
 SUFFIX = ".json"
-"""Of what tells the engine how to fetch weights from a learner's GPU."""
+"""Suffix of files that tell the engine how to fetch weights from a learner's GPU."""
 TAKE_ADAPTER = "take_adapter"
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """How the worker gets at a version."""
+    """Description of an update for the worker."""
 
     init: dict[str, Any] | None
-    """What vLLM's transfer engine is told first."""
+    """Initialization of vLLM's transfer engine."""
     method: str
     arguments: dict[str, Any]
 
 
 def update_request_of(path: Path) -> UpdateRequest:
-    """For a file, an adapter's folder, or what a learner wrote for a replica that reaches its GPU (see `weights.pulls`)."""
+    """Return the request for a file, an adapter's folder, or a GPU pull (see `transports.gpu_pulls`)."""
     if path.is_dir():
         return UpdateRequest(None, TAKE_ADAPTER, {"folder": str(path)})
     if path.suffix != SUFFIX:
@@ -31,5 +31,5 @@ def update_request_of(path: Path) -> UpdateRequest:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether it is a file of all weights."""
+    """Return True for a file of all weights."""
     return path.suffix != SUFFIX and not path.is_dir()

@@ -1,9 +1,9 @@
-"""Qwen2-VL and Qwen2.5-VL for vLLM, given pixels that were made already (`services.chat.vision`) instead of pictures.
+"""Qwen2-VL and Qwen2.5-VL for vLLM, fed with preprocessed pixels (`services.chat.vision`) instead of images.
 
-vLLM would read pictures with transformers' processor, which needs torchvision and a tokenizer in the engine. Here the
-prompt's placeholders are written out before, and pixels come with the request; of vLLM's own processing the sizes are left.
+vLLM would use transformers' processor, which needs torchvision and a tokenizer in the engine. Here placeholders are
+expanded beforehand and pixels come with the request; only the size limits of vLLM's processing remain.
 
-Invariant: what a vision tower computed under one version of the weights is never found by a request under another one.
+Invariant: vision tower outputs of one version are never reused under another.
 """
 
 # pyright: basic
@@ -34,7 +34,7 @@ IMAGE = "image"
 
 
 class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
-    """What vLLM must know to plan memory: a picture may fill a prompt."""
+    """Size limits for vLLM's memory planning: an image may fill a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Pictures alone, in any number."""
@@ -47,12 +47,12 @@ class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
 
 
 class NoProcessing(qwen2_vl.Qwen2VLMultiModalProcessor):
-    """Never asked to process anything: requests come with pixels."""
+    """Processor that is never used: requests carry pixels."""
 
     requires_tokenizer = False
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> MultiModalInput:
-        """Nothing to warm up."""
+        """Return no input: there is nothing to warm up."""
         del mm_counts
         return mm_input([], MultiModalKwargsItems({}), {}, {})
 

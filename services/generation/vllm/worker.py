@@ -1,11 +1,9 @@
-"""Takes weight versions into the model, inside vLLM's worker process; from a file here, from a learner's GPU beside it.
+"""Loads weight versions inside vLLM's worker process: from a file, or from a learner's GPU (`gpu_transfer`).
 
-Invariant: an update that does not raise has loaded every parameter of the model. What came from a file was compared with it.
+Invariant: success means that every parameter of the model was loaded. Versions from a file are compared with it.
 """
 
 # pyright: basic
-import ctypes
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,7 @@ from offbeat.services.generation.vllm.lora import (
 )
 from offbeat.services.generation.vllm.staging import Staging, can_stage
 from offbeat.services.generation.vllm.tensor_file import TensorFile
-
-PR_SET_PDEATHSIG = 1
+from offbeat.services.process import die_with_parent
 
 
 @dataclass
@@ -74,7 +71,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
                 pass
 
     def finish_weight_update(self) -> None:
-        """All is done in `receive_weights`, while the file is open."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
         """Nothing to let go of."""
@@ -126,8 +123,7 @@ class WorkerExtension:
 
     def die_with_parent(self) -> None:
         """Have the kernel end this process when the replica that started it dies, however it dies."""
-        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        die_with_parent()
 
 
 # vLLM's attention in bfloat16 uses AMX where the CPU has it, and does not ask Linux for it, which kills who uses it unasked

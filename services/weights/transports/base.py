@@ -28,19 +28,19 @@ WHOLE, DIFFERENCE, ADAPTER = ".safetensors", ".difference", ".adapter"
 Write = Callable[[Path], tuple[str, int]]
 """Writes a file whole or not at all; returns digest and size."""
 AdapterSettings = Mapping[str, object]
-"""What PEFT writes into `adapter_config.json`."""
+"""Contents of PEFT's `adapter_config.json`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a version's bytes lie and what they are."""
+    """Location and digest of a version's bytes."""
 
     location: str
     digest: str
     """`blake2b:` and the hex digest of the file."""
     num_bytes: int
     anchor: BaseVersion | None = None
-    """What the bytes are a difference to; None: they are the whole version."""
+    """Version to which the bytes are a delta; None: they are a complete version."""
 
 
 class Transport(Protocol):
@@ -58,12 +58,12 @@ class Transport(Protocol):
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        """Until the context ends a local file: the bytes as safetensors, digest checked, or for a GPU's memory the ticket
-        that the engine loads them with; for an adapter the folder that it lies in. Raises `WeightsError`."""
+        """Context with a local file: the bytes as safetensors with verified digest, or for GPU memory the pull
+        description that the engine loads them with; for an adapter, its folder. Raises `WeightsError`."""
         ...
 
     def readable(self, manifest: Manifest) -> bool:
-        """Whether the bytes are (still) there, by existence and size."""
+        """Return True if the bytes exist, by existence and size."""
         ...
 
     def delete(self, location: str) -> None:
@@ -71,16 +71,16 @@ class Transport(Protocol):
         ...
 
     def stored(self) -> list["StoredFile"]:
-        """Everything of the run that lies there, half-written files too."""
+        """Return every file of the run, including incomplete ones."""
         ...
 
     def close(self) -> None:
-        """Let go of threads and connections."""
+        """Release threads and connections."""
         ...
 
 
 class FileTransport(Transport, Protocol):
-    """A transport that stores files, whatever they hold."""
+    """A transport that stores files of any content."""
 
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
         """Store what `write` puts into the file that it is given. Raises `WeightsError`."""
@@ -112,7 +112,7 @@ def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
 
 
 def belongs_to(owner: str, name: str) -> bool:
-    """Whether a file of this name holds weights of the run (of this one, not of one whose name starts alike)."""
+    """Return True if a file of this name belongs to the run, and not to one with a similar name."""
     return bool(
         re.fullmatch(
             rf"offbeat-{re.escape(owner)}-v\d+-e\d+-[0-9a-f]{{8}}\.(safetensors|difference|adapter)(\.part)?", name
@@ -122,7 +122,7 @@ def belongs_to(owner: str, name: str) -> bool:
 
 @contextmanager
 def verified(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """Open a version's file, check its digest, and give a path to those very bytes, whatever becomes of the name."""
+    """Open a version's file, verify its digest, and yield a path to the opened file, whatever happens to its name."""
     try:
         stream = path.open("rb")
     except OSError as error:

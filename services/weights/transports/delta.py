@@ -1,11 +1,10 @@
-"""Versions that hold only what changed: between two whole versions (anchors), the elements that differ from the anchor.
+"""Delta versions: between two complete versions (anchors), only the elements that differ from the anchor.
 
-Reinforcement learning moves few bfloat16 weights far enough in a step to change their bits. A difference stands against its
-anchor, not against the version before, so any replica, a late one too, needs two files: the anchor, which it keeps, and one
-difference.
+Reinforcement learning changes the bits of few bfloat16 weights per step. A delta is relative to its anchor, not to the
+previous version, so any replica, however late, needs two files: the anchor, which it keeps, and one delta.
 
-Invariants: what a replica loads is the file that a whole version would have been, byte for byte, or nothing: digests of the
-difference, of the anchor and of the result are all checked. An anchor stays while a version that is kept needs it.
+Invariants: a replica loads exactly the file that a complete version would have been, or nothing: digests of the delta,
+of the anchor and of the result are verified. An anchor is kept while a kept version needs it.
 """
 
 # pyright: basic
@@ -51,18 +50,18 @@ class Difference:
     width: int
     """Bytes of an element."""
     num_bytes: int
-    """Of the file."""
+    """Size of the file."""
     positions: npt.NDArray[np.int64]
-    """In elements, ascending."""
+    """Positions in elements, ascending."""
     flips: npt.NDArray[Any]
     """Old bits xor new bits."""
 
 
 def difference(old: Bytes, new: Bytes, width: int) -> Difference:
-    """What changed from `old` to `new`, two files of one layout.
+    """Return the difference between two files of equal layout.
 
     Raises:
-        ValueError: they are not of one length, or not made of elements of that width.
+        ValueError: their lengths differ, or are not multiples of the width.
     """
     if len(old) != len(new) or len(old) % width:
         raise ValueError(f"{len(old)} and {len(new)} bytes are no two versions of elements of {width} bytes")
@@ -88,7 +87,7 @@ def applied(old: Bytes, change: Difference) -> Bytes:
 
 
 def pack(change: Difference, result_digest: str) -> bytes:
-    """Compress: gaps between positions and flipped bits, each byte plane by itself, most of which are zeros."""
+    """Compress: gaps between positions and flipped bits, each byte plane separately, most of which are zeros."""
     gaps = np.diff(change.positions, prepend=-1).astype("<u4")
     body = [FORMAT, change.width, change.num_bytes, len(gaps), _squeezed(gaps), _squeezed(change.flips), result_digest]
     return cast(bytes, msgpack.packb(body))
@@ -111,7 +110,7 @@ def unpack(blob: bytes) -> tuple[Difference, str]:
 
 
 def digest_of_bytes(content: Bytes) -> str:
-    """As `transports.digest_of` of a file with this content."""
+    """Return what `digest_of` returns for a file with this content."""
     return f"blake2b:{hashlib.blake2b(content.data, digest_size=32).hexdigest()}"
 
 
@@ -147,7 +146,7 @@ class DeltaTransport:
     """`Transport` around one that stores files: whole versions, and differences between them."""
 
     def __init__(self, inner: FileTransport, anchor_every: int) -> None:
-        """anchor_every: every so many versions, one is whole."""
+        """anchor_every: interval of complete versions."""
         self.name = inner.name
         self._inner = inner
         self._anchor_every = anchor_every
@@ -160,7 +159,7 @@ class DeltaTransport:
         return self._inner.copies(tensors)
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """See `Transport.stage`. Whole where there is no anchor, where it is time for one, and where too much changed."""
+        """Store a complete version if there is no anchor, at the interval, or if too much changed."""
         from safetensors.torch import save
 
         content = np.frombuffer(save(tensors), dtype=np.uint8)
@@ -222,7 +221,7 @@ class DeltaTransport:
         return content
 
     def _anchor(self, manifest: Manifest, anchor: BaseVersion) -> Bytes:
-        """Its content; the newest one stays in memory."""
+        """Return the anchor's content; the newest one is cached."""
         if self._cached is None or self._cached[0] != anchor:
             with self._inner.fetch(_anchor_manifest(manifest, anchor)) as path:
                 self._cached = (anchor, np.fromfile(path, dtype=np.uint8))
@@ -234,7 +233,7 @@ class DeltaTransport:
         return there and self._inner.readable(manifest)
 
     def delete(self, location: str) -> None:
-        """See `Transport.delete`. An anchor that kept versions need goes with the last of them."""
+        """An anchor that kept versions need is removed with the last of them."""
         for dependents in self._needed_by.values():
             dependents.discard(location)
         if location in self._needed_by:

@@ -1,7 +1,7 @@
-"""Weight versions in the learner's GPU memory (`ipc`, `nccl`): replicas pull them through vLLM's own transfer engines.
+"""Weight versions in the learner's GPU memory (`ipc`, `nccl`): replicas pull them through vLLM's transfer engines.
 
-The bytes live as long as the learner: a version is readable while the learner that holds it is at its desk. Each pull opens
-its own connection between the two, so a replica may come and go, and a transfer that failed leaves nothing behind.
+The bytes live as long as the learner: a version is readable while the learner that holds it serves pulls. Each pull
+opens its own connection, so replicas may come and go, and a failed transfer leaves nothing behind.
 """
 
 import importlib
@@ -41,7 +41,7 @@ SENDERS = "offbeat.services.weights.transports.vllm_senders"
 TRANSFER_TIMEOUT_S = 300.0
 DESK_WAIT_S = 1.0
 CLOSE_S = 20.0
-"""What the thread that serves replicas gets to see that the transport is closed; it uses a connection that goes after it."""
+"""Time that the serving thread has to notice the close; its connection is closed afterwards."""
 
 
 def checksum(tensors: "Iterable[tuple[str, Tensor]]") -> str:
@@ -130,7 +130,7 @@ class DeviceTransport:
         self._held.pop(location, None)
 
     def stored(self) -> list[StoredFile]:
-        """Nothing outlives the learner."""
+        """Return []: nothing outlives the learner."""
         return []
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class FilesystemTransport:
         ]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _own(self, location: str) -> str:
         folder, _, name = location.rpartition("/")

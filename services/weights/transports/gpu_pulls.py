@@ -1,7 +1,7 @@
-"""How a replica asks the learner for weights that lie in GPU memory: requests and answers over Redis, as JSON.
+"""Protocol by which a replica requests weights in GPU memory from the learner: requests and answers over Redis, as JSON.
 
-The learner waits at a desk. A replica leaves a request, gets a ticket (what vLLM's own transfer engine on its side needs to
-know), loads, and says how it went; only then is the next request served, since the bytes must stay where they are.
+A replica sends a request, receives the parameters of its side of vLLM's transfer engine, loads, and reports the result;
+the learner serves the next request only then, because the bytes must stay in place.
 """
 
 import json
@@ -23,9 +23,9 @@ PullId = dict[str, Any]
 """`init` and `update` for vLLM's engine, or `error`."""
 
 FORGOTTEN_AFTER_S = 600
-"""Answers that nobody fetched are dropped by then."""
+"""Time after which unread answers expire."""
 HOLDER_TTL_S = 15
-"""A learner that has not been at its desk for so long has died, and its weights with it."""
+"""Time without a heartbeat after which the learner, and its weights, are considered gone."""
 LOOK_S = 5.0
 """Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`, however long a replica loads."""
 
@@ -37,7 +37,7 @@ class TensorPull:
     pull_id: str
     version: int
     workers: int
-    """GPUs that hold the replica's model."""
+    """GPUs of the replica's model."""
     expires_at: float
     """Unix time, s: by then the replica has given up."""
 
@@ -51,7 +51,7 @@ class PullServer:
         self._token = token
 
     def take(self, timeout_s: float) -> TensorPull | None:
-        """The next request that somebody still waits for; says that the desk is manned, too."""
+        """Return the next request whose replica still waits; also renews the heartbeat."""
         self._stay()
         heard = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if heard is None:
@@ -78,7 +78,7 @@ class PullServer:
         self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
 
     def leave(self) -> None:
-        """Nobody is at the desk any more."""
+        """Stop serving pulls."""
         self._redis.delete(self._keys.key("pulls", "holder"))
 
 
@@ -91,7 +91,7 @@ def _asking() -> Iterator[None]:
 
 
 def holder(redis: Redis, run_id: str) -> str:
-    """Token of whoever is at the desk now, or an empty string. Raises `RetryableError`: Redis does not answer."""
+    """Return the token of the serving learner, or an empty string. Raises `RetryableError` if Redis does not answer."""
     with _asking():
         token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
     return token.decode() if token else ""
@@ -99,7 +99,7 @@ def holder(redis: Redis, run_id: str) -> str:
 
 @contextmanager
 def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[PullId]:
-    """A replica's side: the ticket; leaving the context says whether loading went well.
+    """Replica side: yield the pull's parameters; leaving the context reports success or failure.
 
     Raises:
         WeightsError: the learner refused, or did not answer in time.

@@ -1,10 +1,10 @@
-"""Versions that hold an adapter alone: low-rank tensors beside a base that was published once.
+"""Adapter versions: low-rank tensors on top of a base that was published once.
 
-A manifest names the base as the anchor of its bytes, so every replica, a late one too, needs two files: the base, unless it
-holds it, and one adapter.
+A manifest names the base as the anchor of its bytes, so every replica, however late, needs two files: the base, unless
+it holds it, and one adapter.
 
-Invariants: what a replica gets is an adapter and the base that it was trained on, digests checked; a base stays while a
-version that is kept names it.
+Invariants: a replica gets an adapter and the base that it was trained on, digests verified; a base is kept while a kept
+version names it.
 """
 
 import json
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "base_model.model."
-"""What PEFT puts in front of the names of an adapter's tensors."""
+"""Prefix that PEFT adds to the names of an adapter's tensors."""
 SETTINGS = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "model.safetensors")
 """PEFT's names of an adapter and its base."""
@@ -40,7 +40,7 @@ class AdapterTransport:
     """`Transport` around one that stores files: each base once, and adapters."""
 
     def __init__(self, inner: FileTransport, settings: AdapterSettings) -> None:
-        """settings: of what is published here; empty where nothing is."""
+        """settings: of the published adapter; empty on the fetching side."""
         self.name = inner.name
         self._inner = inner
         self._settings = settings
@@ -48,7 +48,7 @@ class AdapterTransport:
         self._held = ""
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """See `Transport.copies`. The base is passed over while its bytes lie there."""
+        """The base is skipped while its bytes exist."""
         there = self._base is not None and self._base.location in {file.location for file in self._inner.stored()}
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
 
@@ -66,8 +66,7 @@ class AdapterTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """See `Transport.fetch`: a folder as PEFT writes it, with the base in it unless a fetch before this one had it and
-        went well."""
+        """Yield a folder as PEFT writes it, containing the base unless an earlier fetch of it succeeded."""
         base = manifest.anchor
         if base is None:
             raise WeightsError(f"version {manifest.version} is no adapter: its learner publishes merged weights")

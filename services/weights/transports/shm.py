@@ -76,7 +76,7 @@ class SharedMemoryTransport:
         return found
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _own(self, location: str) -> Path:
         path = Path(location)

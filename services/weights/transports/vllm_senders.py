@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from offbeat.services.errors import WeightsError
+from offbeat.services.process import free_port
 from offbeat.services.weights.transports.gpu_pulls import PullServer, TensorPull
 
 
@@ -111,7 +112,7 @@ def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer)
     """Broadcast the weights to a replica's workers."""
     source = HeldSource(held)
     address = socket.gethostbyname(socket.gethostname())
-    info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=_free_port(), world_size=1 + pull.workers)
+    info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=free_port(""), world_size=1 + pull.workers)
     client = PullServerClient(pull, desk, source, rendezvous=True)
     with torch.cuda.device(next(iter(held.values())).device):
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
@@ -119,9 +120,3 @@ def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer)
             engine.send_weights()
         finally:
             engine.shutdown()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
