@@ -7,10 +7,7 @@ Invariant: bytes of a connection arrive in order and unchanged, or the connectio
 """
 
 import asyncio
-import ctypes
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,11 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from offbeat.services.process import die_with_parent, free_port
+
 CUT, TORN, DELAYED, SILENT = "cut", "torn", "delayed", "silent"
 LOOK_S = 0.02
 BIND_S = 5.0
 CHUNK = 1 << 16
-PR_SET_PDEATHSIG = 1
 
 
 def script(path: Path, server: Path, orders: Path) -> Path:
@@ -43,9 +41,7 @@ def become_server(server: str, orders: str) -> None:
     """Read a configuration from stdin, start the proxy on its port, and become the server on another."""
     lines = sys.stdin.read().splitlines()
     public = next(line.split()[1] for line in lines if line.startswith("port "))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        private = str(probe.getsockname()[1])
+    private = str(free_port())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
     subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.chaos.proxy", public, private, orders, str(os.getpid())],
@@ -160,9 +156,8 @@ class Proxy:
 def main() -> None:
     """`python -m offbeat.benchmarks.chaos.proxy PUBLIC PRIVATE ORDERS PARENT`."""
     public, private, orders, parent = sys.argv[1:]
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == int(parent):
-        asyncio.run(Proxy(int(private), Path(orders)).run(int(public)))
+    die_with_parent(int(parent))
+    asyncio.run(Proxy(int(private), Path(orders)).run(int(public)))
 
 
 if __name__ == "__main__":

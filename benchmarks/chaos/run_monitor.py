@@ -20,8 +20,9 @@ from redis.exceptions import RedisError
 
 from offbeat.deploy import run_folder
 from offbeat.deploy.components.learner_host import learner_key
-from offbeat.deploy.local.processes import SHARED_MEMORY, dying_with_this_thread, shared_memory_of_nobody
+from offbeat.deploy.local.processes import SHARED_MEMORY, shared_memory_of_nobody
 from offbeat.services.keys import RunKeys
+from offbeat.services.process import die_with_this_thread
 
 STOP_S = 30.0
 FOLDER_S = 60.0
@@ -48,7 +49,7 @@ class RunUnderChaos:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                dying_with_this_thread([*command, f"exp_name={run_id}", *overrides], by=signal.SIGTERM),
+                die_with_this_thread([*command, f"exp_name={run_id}", *overrides], by=signal.SIGTERM),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

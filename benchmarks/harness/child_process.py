@@ -4,10 +4,8 @@ Invariants: it ends with its parent, however that ends; what it raises is raised
 is missed by the next call, or at the end, which says how it ended and what it wrote last.
 """
 
-import ctypes
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,8 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from offbeat.benchmarks.harness import event_loop
+from offbeat.services.process import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 END_S = 20.0
 TAIL = 3
 """Lines of the log that tell why a process ended."""
@@ -102,7 +100,8 @@ class Child:
 
 
 def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...]) -> None:
-    _end_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(parent.pid if parent is not None else None)
     _quiet(log)
     try:
         event_loop.run(serve(pipe, *arguments))
@@ -111,14 +110,6 @@ def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...])
     except Exception as error:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
         raise
-
-
-def _end_with_parent() -> None:
-    """Its Redis is gone with the parent, and so is who could end this process."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it ended while this process started
-        os._exit(1)
 
 
 def _quiet(log: Path) -> None:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -57,6 +56,7 @@ from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
+from offbeat.services.process import free_port
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import place, refusal
@@ -135,7 +135,7 @@ class LocalMesh:
         """
         adopt_orphans()
         control = self._config.control
-        port = control.port or _free_port()
+        port = control.port or free_port()
         self._start_ray(port)
         await self._start_redis()
         await self._give_the_learner_a_head_start()
@@ -376,12 +376,6 @@ def _remove_orphaned_temp() -> None:
         pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _reachable(host: str) -> str:

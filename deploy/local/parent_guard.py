@@ -4,7 +4,6 @@ Invariants: when the parent ends, however that comes about, every descendant of 
 parent has died before it could be told of anything; while the parent lives, ending them is the parent's to do.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,8 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from offbeat.deploy.local.processes import adopt_orphans, end_descendants
-
-PR_SET_PDEATHSIG = 1
+from offbeat.services.process import die_with_parent
 
 
 class _ParentEndedError(Exception):
@@ -35,7 +33,7 @@ def guard(parent: int, command: Sequence[str]) -> int:
     adopt_orphans()
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(by=signal.SIGTERM)
     try:
         on_signal()  # it may have ended before it could be watched
         child = subprocess.Popen(command)

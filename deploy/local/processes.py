@@ -6,9 +6,6 @@ orphans come to this process and not to init.
 
 import ctypes
 import logging
-import os
-import signal
-import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -19,24 +16,11 @@ import psutil
 logger = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
-DIE_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, int(sys.argv[2]))
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[3], sys.argv[3:])
-"""
-"""Asks the kernel (PR_SET_PDEATHSIG) for a signal when the thread that started this process ends, then becomes another one.
-A program of its own and not a `preexec_fn`, which must not run where threads do."""
 SHARED_MEMORY = Path("/dev/shm")
 MULTIPROCESSING = ("sem.mp-*", "psm_*")
 """Semaphores and blocks of memory."""
 TRACKER_S = 2.0
 """What resource trackers get to tidy up once their processes are gone."""
-
-
-def dying_with_this_thread(command: Sequence[str], by: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command line of a child that gets a signal when the thread that started it ends, however that comes about."""
-    return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
 
 
 def adopt_orphans() -> None:

