@@ -28,7 +28,7 @@ from offbeat.services.weights.transports.base import Transport
 from offbeat.services.weights.transports.factory import make_transport, remove_all
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import weights_apart
+from offbeat.trainer.models.lora import unmerged_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from tests.integration.policy_weights import write_policy
@@ -86,7 +86,8 @@ class Served:
     def publish(self, index: int) -> Manifest:
         learner = self.learners[index // 2]
         parts = (
-            (part.name.removeprefix("model."), part.tensor()) for part in weights_apart(self.policies[index], "model.")
+            (part.name.removeprefix("model."), part.tensor())
+            for part in unmerged_weights(self.policies[index], "model.")
         )
         s = learner.stage(self.version + 1, 1, learner.copies(parts))
         return Manifest("adapting", self.version + 1, 0, 1, "shm", s.location, s.digest, s.num_bytes, (), 0.0, s.anchor)

@@ -19,7 +19,7 @@ from offbeat.trainer.config.learner import (
     TrainingArgs,
 )
 from offbeat.trainer.engines.base import Hyperparameters
-from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, merged
+from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, merge_settings
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedCritic
@@ -227,7 +227,7 @@ def test_the_critic_trains_on_the_same_engine(folder: Path, ranks: Ranks) -> Non
 
 def test_settings_of_the_run_lie_over_ours() -> None:
     ours = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "steps_per_print": 5}
-    assert merged(ours, {"zero_optimization": {"overlap_comm": True}}) == {
+    assert merge_settings(ours, {"zero_optimization": {"overlap_comm": True}}) == {
         "zero_optimization": {"stage": 2, "overlap_comm": True},
         "steps_per_print": 5,
     }

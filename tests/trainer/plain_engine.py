@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offbeat.trainer.engines.base import Hyperparameters, LossFunction, StepOutcome
 from offbeat.trainer.engines.param_groups import adopt, forget, parameter_groups
-from offbeat.trainer.models.lora import weights_apart, whole_weights
+from offbeat.trainer.models.lora import merged_weights, unmerged_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
@@ -54,7 +54,7 @@ class PlainEngine:
         return [output[0] if isinstance(output, tuple) else output for output in outputs]
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        for whole in whole_weights(self.module) if merged else weights_apart(self.module, "model."):
+        for whole in merged_weights(self.module) if merged else unmerged_weights(self.module, "model."):
             if not whole.name.startswith(HEAD):
                 yield whole.name.removeprefix("model."), whole.tensor()
 

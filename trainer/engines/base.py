@@ -1,7 +1,7 @@
-"""What the learner asks of a training engine.
+"""Interface of training engines.
 
 Invariants: every method but the properties is collective (each rank calls it, in the same order, with the same
-arguments); the gradient of a batch does not depend on how it is cut into micro-batches or spread over ranks.
+arguments); the gradient of a batch does not depend on how it is split into micro-batches or sharded over ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,33 +18,33 @@ Output = TypeVar("Output")
 Output_co = TypeVar("Output_co", covariant=True)
 
 LossFunction = Callable[[int, Output], Tensor]
-"""(index of the micro-batch, what the model said of it) -> its share of the batch's loss: the shares add up to the loss."""
+"""(index of the micro-batch, model output) -> its part of the batch's loss. The parts sum to the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What may change from one optimizer step to the next."""
+    """Settings of one optimizer step."""
 
     learning_rate: float
     weight_decay: float
     head_learning_rate: float | None = None
-    """Of a policy's value head; None for the same."""
+    """Learning rate of a policy's value head; None is `learning_rate`."""
     head_alone: bool = False
-    """The value head learns; the other weights and their moments stay as they are."""
+    """True to train only the value head; other weights and their moments do not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What an optimizer step did."""
+    """Result of an optimizer step."""
 
     applied: bool
-    """False when a gradient was not finite: nothing changed."""
+    """False if a gradient was not finite and the step was skipped."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
 
 
 class TrainEngine(Protocol[Output_co]):
-    """A model with its optimizer, on one process or many."""
+    """A model and its optimizer, on one or more processes."""
 
     @property
     def rank(self) -> int: ...
@@ -58,32 +58,36 @@ class TrainEngine(Protocol[Output_co]):
     def train(
         self, batch: Sequence[PackedInput], loss: LossFunction[Output_co], hyperparameters: Hyperparameters
     ) -> StepOutcome:
-        """One optimizer step; `loss` is called for the micro-batches that fall to this rank."""
+        """Run one optimizer step; `loss` is called for this rank's micro-batches."""
         ...
 
     def infer(self, batch: Sequence[PackedInput], read: Callable[[Output_co], Tensor] | None = None) -> list[Tensor]:
-        """What `read` takes of the model's output for every micro-batch, without gradients: [..., M] float32 each.
+        """Run the model without gradients and return `read(output)` per micro-batch: [..., M] float32 each.
 
-        read: None for the first tensor of the output.
+        read: None returns the first tensor of the output.
         """
         ...
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the Hugging Face model once, whole, by its name; use each before asking for the next. A value
-        head is none of them.
+        """Yield the full parameters of the Hugging Face model, by name, without a value head. A tensor is valid until
+        the next.
 
-        merged: with adapters in the weights that they change; otherwise they come apart, by the names of PEFT's files.
+        merged: merge adapters into the weights; otherwise yield base weights and adapters, under PEFT's file names.
         """
         ...
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments."""
+        """Reset the optimizer's moments."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `load` needs to go on exactly here."""
+        """Write a checkpoint that `load` resumes from exactly."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on where `save` was called."""
+        """Restore the state written by `save`.
+
+        Raises:
+            RuntimeError: the folder has no complete checkpoint of this module and engine.
+        """
         ...

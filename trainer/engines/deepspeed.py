@@ -1,8 +1,8 @@
 # pyright: basic
-"""A training engine on DeepSpeed: ZeRO 0 to 3, on CPUs over gloo or on GPUs over nccl.
+"""Training engine on DeepSpeed: ZeRO 0 to 3, on CPUs with gloo or on GPUs with NCCL.
 
-Invariants: the loss arrives globally normalised, so gradients are summed over micro-batches and ranks, never averaged; a
-step whose gradient is not finite changes neither weights nor moments, on any rank; every rank runs equally many passes.
+Invariants: the loss is already normalized globally, so gradients are summed over micro-batches and ranks, never averaged; a
+step with a non-finite gradient changes neither weights nor moments, on any rank; every rank runs equally many passes.
 """
 
 import json
@@ -28,23 +28,23 @@ from offbeat.trainer.engines.param_groups import (
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.engines.rank_passes import OnRanks
-from offbeat.trainer.models.lora import weights_apart, whole_weights
+from offbeat.trainer.models.lora import merged_weights, unmerged_weights
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""What the packed models put in front of the Hugging Face names."""
+"""Prefix of the packed models before the Hugging Face names."""
 TAG = "state"
-STAGE = "zero_stage.json"
-"""What the state in a folder was written by."""
-BUCKET = 500_000_000
-"""Elements of the largest bucket of gradients that are reduced at once: DeepSpeed's default."""
+STAGE_FILE = "zero_stage.json"
+"""File with the ZeRO stage that wrote the checkpoint."""
+MAX_BUCKET_ELEMENTS = 500_000_000
+"""Maximum size of a gradient bucket, DeepSpeed's default."""
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """AdamW that clips by the global norm first, and leaves everything as it is when that is not finite.
+    """AdamW that clips by the global norm and skips the step if the norm is not finite.
 
-    ZeRO's optimizers do both by themselves; DeepSpeed reads the two attributes from whichever it has.
+    ZeRO's optimizers do both themselves; DeepSpeed reads the two attributes from either.
     """
 
     overflow = False
@@ -66,19 +66,19 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 class DeepSpeedEngine(OnRanks):
-    """`TrainEngine` for one module whose forward takes a `PackedInput`."""
+    """`TrainEngine` for a module whose forward takes a `PackedInput`."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, strategy: StrategyArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
         self._training = training
         module.to(ranks.device)
         bf16 = next(module.parameters()).dtype == torch.bfloat16
-        # bf16 keeps its float32 masters in ZeRO's sharded optimizer, on one process as on many
+        # bf16 needs ZeRO's sharded optimizer for its float32 master weights, even on one process
         stage = max(strategy.zero_stage, 1) if bf16 else strategy.zero_stage
         self._moments = _adamw(module, training, clips=stage == 0)
         config = engine_config(module, stage, bf16, 0.0 if stage == 0 else training.max_grad_norm)
         self._engine = _deepspeed().initialize(
-            model=module, optimizer=self._moments, config=merged(config, strategy.strategy_config)
+            model=module, optimizer=self._moments, config=merge_settings(config, strategy.strategy_config)
         )[0]
 
     def train(
@@ -90,7 +90,7 @@ class DeepSpeedEngine(OnRanks):
             self._engine.backward(share, scale_wrt_gas=False)
         self._engine.step()
         if hyperparameters.head_alone:
-            forget(self._states_beside_the_head())
+            forget(self._states_without_head())
         applied = bool(self._engine.was_step_applied())
         return StepOutcome(applied, float(self._engine.get_global_grad_norm()) if applied else math.nan)
 
@@ -100,14 +100,14 @@ class DeepSpeedEngine(OnRanks):
         return self.outputs(self._engine, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.tensors`. Under ZeRO-3 one weight, with its adapter, is gathered at a time."""
+        """Yield the full parameters; ZeRO-3 gathers one weight, with its adapter, at a time."""
         module = self._engine.module
         gathered = _deepspeed().zero.GatheredParameters if self._stage == 3 else None
-        for whole in whole_weights(module) if merged else weights_apart(module, WRAPPER):
-            if whole.name.startswith(HEAD):
+        for weight in merged_weights(module) if merged else unmerged_weights(module, WRAPPER):
+            if weight.name.startswith(HEAD):
                 continue
-            with gathered(whole.parts) if gathered else nullcontext():
-                yield whole.name.removeprefix(WRAPPER), whole.tensor()
+            with gathered(weight.parts) if gathered else nullcontext():
+                yield weight.name.removeprefix(WRAPPER), weight.tensor()
 
     def reset_optimizer(self) -> None:
         forget(self._moments.state.values())
@@ -116,32 +116,30 @@ class DeepSpeedEngine(OnRanks):
     def _stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
-    def _states_beside_the_head(self) -> list[dict[str, Any]]:
-        """Of the first group of parameters; ZeRO-3 shows its shards to AdamW for the time of a step alone."""
+    def _states_without_head(self) -> list[dict[str, Any]]:
+        """Return the optimizer states of the first parameter group. ZeRO-3 exposes shards to AdamW only during a step."""
         optimizer = self._engine.optimizer
-        held = self._moments.param_groups[0]["params"]
+        parameters = self._moments.param_groups[0]["params"]
         if self._stage == 3:
             shards, group_of = optimizer.fp32_partitioned_groups_flat, optimizer.sub_group_to_group_id
-            held = [shard for number, shard in enumerate(shards) if group_of[number] == 0]
-        return [self._moments.state[parameter] for parameter in held]
+            parameters = [shard for number, shard in enumerate(shards) if group_of[number] == 0]
+        return [self._moments.state[parameter] for parameter in parameters]
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
         if self.rank == 0:
-            (folder / STAGE).write_text(json.dumps(self._stage))
+            (folder / STAGE_FILE).write_text(json.dumps(self._stage))
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`. Raises RuntimeError if the folder is not a whole checkpoint of this module, or of another
-        ZeRO stage, whose optimizer lies there in another form."""
-        written_by = json.loads((folder / STAGE).read_text()) if (folder / STAGE).is_file() else self._stage
+        written_by = json.loads((folder / STAGE_FILE).read_text()) if (folder / STAGE_FILE).is_file() else self._stage
         if written_by != self._stage:
             raise RuntimeError(
-                f"{folder} was written at ZeRO stage {written_by}, and this engine is at {self._stage}: set "
+                f"{folder} was written at ZeRO stage {written_by}, but this engine is at {self._stage}: set "
                 f"actor_train.strategy_args.zero_stage={written_by}"
             )
         path, _ = self._engine.load_checkpoint(str(folder), tag=TAG)
         if path is None:
-            raise RuntimeError(f"{folder} holds no state of this engine")
+            raise RuntimeError(f"{folder} has no state of this engine")
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             group.update(adam_settings(self._training))
@@ -150,7 +148,7 @@ class DeepSpeedEngine(OnRanks):
 
 
 class DeepSpeedLogprobModel(OnRanks):
-    """`deepspeed_infer`: a frozen model whose weights are dealt out to ranks (ZeRO-3) and made whole layer by layer."""
+    """`deepspeed_infer`: a frozen model with weights sharded over ranks (ZeRO-3) and gathered layer by layer."""
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -177,11 +175,11 @@ def _adamw(module: nn.Module, training: TrainingArgs, *, clips: bool) -> torch.o
 
 
 def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm: float) -> dict[str, Any]:
-    """DeepSpeed's configuration of a run: the caller decides when a batch is complete, and sets the learning rate.
+    """Return DeepSpeed's configuration; the caller decides when a batch is complete and sets the learning rate.
 
-    ZeRO allocates a bucket whole, however small the model: no larger than all weights, then.
+    The bucket is at most the number of weights, because ZeRO allocates it in full even for a small model.
     """
-    num_weights = sum(getattr(each, "ds_numel", each.numel()) for each in module.parameters())
+    num_weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -190,7 +188,7 @@ def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm:
         "zero_optimization": {
             "stage": zero_stage,
             "overlap_comm": False,
-            "reduce_bucket_size": min(BUCKET, max(1, num_weights)),
+            "reduce_bucket_size": min(MAX_BUCKET_ELEMENTS, max(1, num_weights)),
         },
         "steps_per_print": 1_000_000_000,
     }
@@ -199,18 +197,21 @@ def engine_config(module: nn.Module, zero_stage: int, bf16: bool, max_grad_norm:
     return config
 
 
-def merged(ours: Mapping[str, Any], theirs: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """`theirs` over `ours`, nested tables too."""
-    out = dict(ours)
-    for key, value in theirs.items():
-        below = out.get(key)
-        out[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+def merge_settings(defaults: Mapping[str, Any], overrides: Mapping[str, JsonValue]) -> dict[str, Any]:
+    """Merge `overrides` over `defaults`, recursively."""
+    out = dict(defaults)
+    for key, value in overrides.items():
+        default = out.get(key)
+        out[key] = merge_settings(default, value) if isinstance(default, dict) and isinstance(value, dict) else value
     return out
 
 
 def _deepspeed() -> Any:
-    """Import DeepSpeed quietly, and tell it of no operator to compile: the one it wants on a CPU (all-reduce through shared
-    memory) takes 20 s to build, does what gloo does, and leaves files in /dev/shm when the learner is killed."""
+    """Import DeepSpeed with reduced logging and, on a CPU, without compiled operators.
+
+    Its CPU operator (all-reduce through shared memory) takes 20 s to build, replaces gloo, and leaves files in /dev/shm when
+    the learner is killed.
+    """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415

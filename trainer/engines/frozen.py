@@ -1,6 +1,6 @@
-"""Models that are asked and never trained: the reference, teachers.
+"""Frozen models: the reference and teachers.
 
-Invariant: every rank makes the same calls and gets the same answers.
+Invariant: every rank makes the same calls and gets the same results.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,24 +19,24 @@ from offbeat.trainer.models.policy import PackedPolicy, Sampled
 
 
 class LogprobModel(Protocol):
-    """Says how likely it finds what was sampled."""
+    """A model that scores sampled tokens."""
 
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
-        """Log-probabilities of the sampled tokens of every micro-batch: [M] float32 each."""
+        """Return the logprobs of sampled tokens, per micro-batch: [M] float32 each."""
         ...
 
 
 @runtime_checkable
 class Reference(LogprobModel, Protocol):
-    """What the policy may be kept close to over the whole vocabulary."""
+    """A reference for a KL over the whole vocabulary."""
 
     def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """Its distributions over the whole vocabulary, for every micro-batch."""
+        """Return the distributions over the vocabulary, per micro-batch."""
         ...
 
 
 class FrozenModel(OnRanks):
-    """`hf_infer`: a plain transformers model that lies whole on every rank, each of which computes a share of a batch."""
+    """`hf_infer`: a transformers model replicated on every rank; each rank computes a shard of a batch."""
 
     def __init__(self, model: PackedPolicy, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -47,23 +47,23 @@ class FrozenModel(OnRanks):
         return self.outputs(self._model, batch)
 
     def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """See `Reference.anchors`; each rank computes all of them."""
+        """Return the distributions over the vocabulary; every rank computes all micro-batches."""
         return [self._model.anchor(x.to(self.device)) for x in batch]
 
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Move towards other weights by a share of the way; they are used up."""
+        """Interpolate towards `tensors` by the fraction `share`; consumes the iterator."""
         own = dict(self._model.model.named_parameters())
         for name, tensor in tensors:
             own[name].lerp_(tensor.to(own[name]), share)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its Hugging Face name."""
+        """Return the weights by their Hugging Face names."""
         return ((name, parameter.detach()) for name, parameter in self._model.model.named_parameters())
 
 
 class AdapterFreeReference:
-    """The policy as it was before its adapters learnt anything: a reference that takes no memory."""
+    """Reference that is the policy with its adapters disabled; needs no additional memory."""
 
     def __init__(self, engine: TrainEngine[Sampled], policy: PackedPolicy) -> None:
         self._engine = engine
@@ -74,6 +74,6 @@ class AdapterFreeReference:
             return self._engine.infer(batch)
 
     def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
-        """See `Reference.anchors`. The weights must lie whole on every rank, as below ZeRO-3."""
+        """Return the distributions over the vocabulary. Requires unsharded weights (below ZeRO-3)."""
         with without_adapters(self._policy):
             return [self._policy.eval().anchor(x.to(self._engine.device)) for x in batch]

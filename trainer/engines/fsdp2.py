@@ -1,9 +1,9 @@
 # pyright: basic
-"""A training engine on PyTorch's own sharding (`fully_shard`, FSDP2): on CPUs over gloo or on GPUs over nccl.
+"""Training engine on PyTorch's `fully_shard` (FSDP2), on CPUs with gloo or on GPUs with NCCL.
 
-Every rank holds its share of weights, gradients and moments, as ZeRO-3 does; layer by layer, weights are made whole where
-they are needed. Invariants: the loss arrives globally normalised, so gradients are summed over micro-batches and ranks; a
-step whose gradient is not finite changes nothing, on any rank; every rank runs equally many passes.
+Weights, gradients and moments are sharded over ranks as in ZeRO-3; weights are gathered layer by layer. Invariants: the loss
+is already normalized globally, so gradients are summed over micro-batches and ranks; a
+step with a non-finite gradient changes nothing, on any rank; every rank runs equally many passes.
 """
 
 import math
@@ -35,18 +35,18 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.value_head import HEAD
 
 WRAPPER = "model."
-"""What the packed models put in front of the Hugging Face names."""
+"""Prefix of the packed models before the Hugging Face names."""
 
 
 class FSDP2Engine(OnRanks):
-    """`TrainEngine` for one module whose forward takes a `PackedInput`; checkpoints may be loaded by any number of ranks."""
+    """`TrainEngine` for a module whose forward takes a `PackedInput`. Checkpoints can be loaded with any number of ranks."""
 
     def __init__(self, module: nn.Module, training: TrainingArgs, ranks: Ranks) -> None:
         super().__init__(ranks)
         self._dtype = next(module.parameters()).dtype
         self._max_grad_norm = training.max_grad_norm
         self._adam = adam_settings(training)
-        self._module = self._sharded(module.float().to(ranks.device))
+        self._module = self._shard(module.float().to(ranks.device))
         self._optimizer = torch.optim.AdamW(
             parameter_groups(self._module),
             lr=training.learning_rate,
@@ -54,12 +54,12 @@ class FSDP2Engine(OnRanks):
             **self._adam,
         )
 
-    def _sharded(self, module: nn.Module) -> nn.Module:
-        """Weights are kept in float32, and computed with in the model's own type."""
-        kind = None if self._dtype == torch.float32 else self._dtype
+    def _shard(self, module: nn.Module) -> nn.Module:
+        """Shard the module: weights are stored in float32 and computed in the model's dtype."""
+        dtype = None if self._dtype == torch.float32 else self._dtype
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(self._ranks.device.type, (self._ranks.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         }
         for layer in _layers(module):
             fully_shard(layer, **settings)
@@ -95,14 +95,14 @@ class FSDP2Engine(OnRanks):
         return self.outputs(self._module, batch, read)
 
     def tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainEngine.tensors`; one weight is gathered at a time. There are no adapters."""
+        """Yield the full parameters, gathered one at a time. There are no adapters."""
         del merged
         for name, parameter in self._module.named_parameters():
             if name.startswith(HEAD):
                 continue
             weight = parameter.detach()
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            yield name.removeprefix(WRAPPER), whole.to(self._dtype)
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            yield name.removeprefix(WRAPPER), full.to(self._dtype)
 
     def reset_optimizer(self) -> None:
         forget(self._optimizer.state.values())
@@ -112,13 +112,12 @@ class FSDP2Engine(OnRanks):
         saving.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`. Raises RuntimeError if the folder is not a whole checkpoint of this module."""
         model, optimizer = get_state_dict(self._module, self._optimizer)
         state = {"model": model, "optimizer": optimizer}
         try:
             loading.load(state, checkpoint_id=folder)
         except (CheckpointException, KeyError, ValueError) as error:
-            raise RuntimeError(f"{folder} holds no state of this engine: {error}") from error
+            raise RuntimeError(f"{folder} has no state of this engine: {error}") from error
         set_state_dict(
             self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -127,6 +126,6 @@ class FSDP2Engine(OnRanks):
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The blocks that a transformer repeats: each is made whole by itself."""
-    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each)]
+    """Return the transformer's repeated blocks, which are sharded one by one."""
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList) and len(child)]
     return list(max(lists, key=len)) if lists else []

@@ -1,4 +1,4 @@
-"""What an optimizer trains at rates of their own: a model's weights, and after them its value head's, if it has one."""
+"""Optimizer parameter groups: the model's weights, then its value head's, if any."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from offbeat.trainer.models.value_head import HEAD
 
 
 def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """For a torch optimizer."""
+    """Return the parameter groups for a torch optimizer."""
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     head = [parameter for name, parameter in trained if name.startswith(HEAD)]
     rest = [parameter for name, parameter in trained if not name.startswith(HEAD)]
@@ -19,20 +19,20 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def adam_settings(training: TrainingArgs) -> dict[str, Any]:
-    """What AdamW is told for a whole run; a state that it loads holds those of whoever wrote it."""
+    """Return AdamW's constant settings. Reapply them after loading a state, which overwrites them."""
     return {"betas": (training.adam_beta1, training.adam_beta2), "eps": training.adam_epsilon}
 
 
 def adopt(groups: Sequence[dict[str, Any]], hyperparameters: Hyperparameters) -> None:
-    """Set rates and weight decay for the next step."""
-    own, of_head = hyperparameters.learning_rate, hyperparameters.head_learning_rate
-    rates = [0.0 if hyperparameters.head_alone else own, own if of_head is None else of_head]
+    """Set learning rates and weight decay for the next step."""
+    model_rate, head_rate = hyperparameters.learning_rate, hyperparameters.head_learning_rate
+    rates = [0.0 if hyperparameters.head_alone else model_rate, model_rate if head_rate is None else head_rate]
     for group, rate in zip(groups, rates, strict=False):
         group["lr"], group["weight_decay"] = rate, hyperparameters.weight_decay
 
 
 def forget(states: Iterable[Mapping[str, Any]]) -> None:
-    """Adam's moments and its count of steps, as before the first."""
+    """Reset Adam's moments and step counts to zero."""
     for state in states:
         for value in state.values():
             if isinstance(value, Tensor):

@@ -1,6 +1,6 @@
-"""The learner's data-parallel processes: who is who, and what they tell each other.
+"""The learner's data-parallel process group.
 
-Invariants: one process alone opens no port; what processes send each other is bytes, never pickles.
+Invariants: a single process opens no port; messages between ranks are bytes, never pickles.
 """
 
 import os
@@ -14,24 +14,24 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(days=7)
-"""Ranks wait for rank 0's word as long as that one waits for trajectories; one that dies breaks the connection."""
+COMMAND_TIMEOUT = timedelta(days=7)
+"""Long timeout for rank 0's commands, because rank 0 waits for trajectories; a rank that dies breaks the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among its peers."""
+    """Rank of this process, and the size of the group."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     word: dist.ProcessGroup | None = None
-    """The group in which rank 0 tells the others what comes; they may wait long for it, and for nothing else."""
+    """Group in which rank 0 broadcasts commands, with a long timeout."""
 
 
 def ranks_of_environment(device: str) -> Ranks:
-    """Read what torchrun, or this project's own launcher, has set; a process that nobody launched is alone."""
+    """Read the ranks that torchrun or Offbeat's launcher set; without them the world size is 1."""
     rank, local, world = (int(os.environ.get(name, default)) for name, default in _ENVIRONMENT.items())
     return Ranks(rank, local, world, torch.device("cuda", local) if device == "cuda" else torch.device("cpu"))
 
@@ -40,7 +40,11 @@ _ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
-    """Rank 0's message, on every rank. Raises RuntimeError if these ranks joined no `process_group`."""
+    """Send rank 0's message to every rank and return it.
+
+    Raises:
+        RuntimeError: the ranks have not joined a `process_group`.
+    """
     if ranks.world_size == 1:
         return message
     if ranks.word is None:
@@ -55,13 +59,13 @@ def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
 
 
 def gather(ranks: Ranks, message: bytes) -> list[bytes]:
-    """Every rank's message, on every rank, in rank order."""
+    """Return every rank's message, on every rank, in rank order."""
     if ranks.world_size == 1:
         return [message]
     lengths = [torch.zeros(1, dtype=torch.int64, device=ranks.device) for _ in range(ranks.world_size)]
     dist.all_gather(lengths, torch.tensor([len(message)], device=ranks.device))
-    longest = max(1, *(int(length) for length in lengths))
-    mine = torch.zeros(longest, dtype=torch.uint8, device=ranks.device)
+    max_length = max(1, *(int(length) for length in lengths))
+    mine = torch.zeros(max_length, dtype=torch.uint8, device=ranks.device)
     mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else mine[:0]
     bodies = [torch.zeros_like(mine) for _ in range(ranks.world_size)]
     dist.all_gather(bodies, mine)
@@ -70,9 +74,9 @@ def gather(ranks: Ranks, message: bytes) -> list[bytes]:
 
 @contextmanager
 def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
-    """Join the peers for the time of the context; what this process starts afterwards finds the environment as it was.
+    """Join the process group inside the context, and restore the environment variables afterwards.
 
-    timeout_min: see `ActorTrainConfig.backend_timeout`. Gives the ranks as those that can hear each other.
+    timeout_min: `ActorTrainConfig.backend_timeout`. Yields the ranks with their command group.
     """
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(ranks.local_rank), WORLD_SIZE=str(ranks.world_size))
@@ -82,9 +86,9 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
     else:
-        patience = timedelta(minutes=timeout_min)
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=patience)
-        ranks = replace(ranks, word=cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE)))
+        timeout = timedelta(minutes=timeout_min)
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        ranks = replace(ranks, word=cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)))
     try:
         yield ranks
     finally:
@@ -97,9 +101,9 @@ def process_group(ranks: Ranks, timeout_min: float = 30.0) -> Iterator[Ranks]:
 
 
 def _leave() -> None:
-    """DeepSpeed, where it was used, keeps groups of its own, and must let go of them itself."""
-    used = cast(Any, sys.modules.get("deepspeed"))
-    if used is not None and used.comm.is_initialized():
-        used.comm.destroy_process_group()
+    """Destroy the process group, through DeepSpeed if it is in use, because it holds groups of its own."""
+    deepspeed = cast(Any, sys.modules.get("deepspeed"))
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
     else:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How a batch's passes are dealt out to ranks, for engines in which every rank must run equally many."""
+"""Distribution of a batch's forward passes over ranks, for engines in which all ranks must run equally many."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from offbeat.trainer.models.policy import Sampled
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass of this rank; `index` is None where it only keeps step with the others."""
+    """One forward pass of this rank; `index` is None for a padding pass."""
 
     index: int | None
     x: PackedInput
 
 
 def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
-    """This rank's, in order."""
+    """Yield this rank's passes, in order."""
     for first in range(0, len(batch), ranks.world_size):
         index = first + ranks.rank
         mine = index < len(batch)
@@ -31,12 +31,12 @@ def passes(batch: Sequence[PackedInput], ranks: Ranks) -> Iterator[Pass]:
 
 
 def _first_of(output: Any) -> Tensor:
-    """What `TrainEngine.infer` returns of a model's output unless told otherwise."""
+    """Return the first tensor of a model's output."""
     return output[0] if isinstance(output, tuple) else output
 
 
-def _nothing(output: Any) -> Tensor:
-    """A loss of zero that reaches every weight."""
+def _zero_loss(output: Any) -> Tensor:
+    """Return a zero loss that depends on every weight."""
     zero = _first_of(output).sum() * 0.0
     return zero + output.values.sum() * 0.0 if _has_values(output) else zero
 
@@ -46,7 +46,7 @@ def _has_values(output: Any) -> bool:
 
 
 class OnRanks:
-    """What engines of several ranks have alike: their place among them, and passes without a gradient."""
+    """Base of engines with several ranks: the rank's properties and its passes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -66,16 +66,16 @@ class OnRanks:
     def shares(
         self, model: Callable[[PackedInput], Any], batch: Sequence[PackedInput], loss: LossFunction[Any]
     ) -> Iterator[Tensor]:
-        """The loss of each pass of this rank, times `world_size` for libraries that average gradients over ranks.
+        """Yield the loss of each pass of this rank, times `world_size` because libraries average gradients over ranks.
 
-        Libraries want gradients of the same weights on all ranks: a loss of the policy alone, or of its value head alone, is
-        one of both.
+        Libraries need gradients of the same weights on all ranks, so a loss of the policy or of its value head alone gets a
+        zero loss of both added.
         """
-        for each in passes(batch, self._ranks):
-            output = model(each.x)
-            share = _nothing(output) if each.index is None else loss(each.index, output)
-            if each.index is not None and _has_values(output):
-                share = share + _nothing(output)
+        for forward in passes(batch, self._ranks):
+            output = model(forward.x)
+            share = _zero_loss(output) if forward.index is None else loss(forward.index, output)
+            if forward.index is not None and _has_values(output):
+                share = share + _zero_loss(output)
             yield share * self.world_size
 
     def outputs(
@@ -84,23 +84,25 @@ class OnRanks:
         batch: Sequence[PackedInput],
         read: Callable[[Any], Tensor] | None = None,
     ) -> list[Tensor]:
-        """What `TrainEngine.infer` returns, on all ranks."""
-        found: dict[int, Tensor] = {}
+        """Run the passes and return the results of all micro-batches on all ranks, as `TrainEngine.infer` does."""
+        results: dict[int, Tensor] = {}
         rows = torch.Size()
-        for each in passes(batch, self._ranks):
-            output = (read or _first_of)(model(each.x))
+        for forward in passes(batch, self._ranks):
+            output = (read or _first_of)(model(forward.x))
             rows = output.shape[:-1]
-            if each.index is not None:
-                found[each.index] = output
-        return _everybodys(found, rows, batch, self._ranks)
+            if forward.index is not None:
+                results[forward.index] = output
+        return _all_gather(results, rows, batch, self._ranks)
 
 
-def _everybodys(found: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks) -> list[Tensor]:
-    """What each of the ranks has found of its micro-batches, on all of them: [*rows, M] each."""
+def _all_gather(
+    results: dict[int, Tensor], rows: torch.Size, batch: Sequence[PackedInput], ranks: Ranks
+) -> list[Tensor]:
+    """Return the results of all ranks' micro-batches on all ranks: [*rows, M] each."""
     lengths = [len(x.positions) for x in batch]
-    if ranks.world_size == 1 or not batch:  # a teacher may find nothing of its tags in a batch
-        return [found[i] for i in range(len(batch))]
-    parts = [found.get(i, torch.zeros(*rows, n, device=ranks.device)) for i, n in enumerate(lengths)]
-    everything = torch.cat(parts, -1)
-    dist.all_reduce(everything)
-    return list(everything.split(lengths, -1))
+    if ranks.world_size == 1 or not batch:  # a batch may have none of a teacher's tags
+        return [results[i] for i in range(len(batch))]
+    parts = [results.get(i, torch.zeros(*rows, n, device=ranks.device)) for i, n in enumerate(lengths)]
+    results_of_all = torch.cat(parts, -1)
+    dist.all_reduce(results_of_all)
+    return list(results_of_all.split(lengths, -1))

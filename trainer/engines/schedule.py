@@ -22,31 +22,31 @@ def scheduled_rate(
     total_steps: int,
     settings: Mapping[str, JsonValue] | None = None,
 ) -> float:
-    """The rate of optimizer batch `step` (0-based): linear warm-up, then as transformers' schedule of that name.
+    """Return the rate of step `step` (0-based): linear warm-up, then transformers' schedule of that name.
 
-    settings: the schedule's own (`offbeat.trainer.config.schedule.KWARGS`).
+    settings: arguments of the schedule (`offbeat.trainer.config.schedule.KWARGS`).
 
     Raises:
-        ValueError: the schedule takes no such value.
+        ValueError: the schedule rejects a setting.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if scheduler.startswith("constant") or not peak:
         return peak
-    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if scheduler == "linear":
-        return peak * (1 - done)
+        return peak * (1 - progress)
     if scheduler == "cosine" and not settings:
-        return peak * 0.5 * (1 + math.cos(math.pi * done))
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
     return peak * _factor(scheduler, json.dumps(dict(settings or {})), peak, warmup_steps, total_steps)(step)
 
 
 @lru_cache(maxsize=8)
 def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """transformers' own, of a rate that begins at `peak`."""
+    """Return transformers' factor of the peak rate, by step."""
     from transformers import get_scheduler  # noqa: PLC0415
 
-    schedule = get_scheduler(  # a LambdaLR for all that KWARGS names
+    schedule = get_scheduler(  # a LambdaLR for every schedule in KWARGS
         name,
         torch.optim.SGD([torch.zeros(1)], lr=peak),
         num_warmup_steps=warmup_steps,
@@ -57,8 +57,8 @@ def _factor(name: str, settings: str, peak: float, warmup_steps: int, total_step
 
 
 def plateau_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int, final_ratio: float) -> float:
-    """Linear warm-up, constant until half of `total_steps`, then linear to `final_ratio` of the peak."""
+    """Return the rate: linear warm-up, constant until half of `total_steps`, then linear to `final_ratio` of the peak."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    fall = max(0.0, (step + 1) / total_steps - 0.5) * 2
-    return peak * (1 - (1 - final_ratio) * min(1.0, fall))
+    decay = max(0.0, (step + 1) / total_steps - 0.5) * 2
+    return peak * (1 - (1 - final_ratio) * min(1.0, decay))

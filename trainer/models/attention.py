@@ -1,8 +1,7 @@
 """Causal attention over packed tokens, registered with transformers under `PACKED_ATTENTION`.
 
-Invariant: a token attends to earlier tokens of its own sequence and to nothing else. On a CPU the sequences are padded on
-the right for the kernel alone (no token ever looks to its right, so no token sees a pad); on CUDA a varlen kernel pads
-nothing.
+Invariant: a token attends to earlier tokens of its own sequence and to nothing else. On a CPU sequences are
+right-padded for the kernel only (causal attention never sees the padding); on CUDA a varlen kernel needs no padding.
 """
 
 from typing import Any
@@ -31,12 +30,12 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside each sequence of `packing`.
+    """Compute causal attention within each sequence of `packing`.
 
     query: [1, H, N, D], key and value: [1, K, N, D] -> [1, N, H, D].
 
     Raises:
-        NotImplementedError: the model's attention needs what these kernels lack (soft caps, sinks, a mask of its own).
+        NotImplementedError: the model's attention needs an unsupported feature (soft caps, sinks, a custom mask).
     """
     unknown = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
@@ -96,7 +95,7 @@ def _padded(
 
 
 def _pad(states: Tensor, packing: Packing) -> Tensor:
-    """[1, H, N, D] -> [B, H, L, D], zeros on the right."""
+    """Right-pad with zeros: [1, H, N, D] -> [B, H, L, D]."""
     rows = states[0].transpose(0, 1)
     if packing.num_sequences == 1:
         return states
@@ -106,7 +105,7 @@ def _pad(states: Tensor, packing: Packing) -> Tensor:
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] bool: a token sees itself and the `window - 1` tokens before it."""
+    """Return the sliding-window mask, [L, L] bool: a token attends to itself and the `window - 1` tokens before it."""
     offset = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (offset >= 0) & (offset < window)
 

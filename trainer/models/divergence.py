@@ -1,7 +1,7 @@
-"""KL from the policy's distribution over the whole vocabulary to a reference's, in float32, a few rows at a time.
+"""KL from the policy's distribution over the whole vocabulary to a reference's, in float32, in chunks of rows.
 
-Invariant: neither distribution is ever held for all tokens in float32; of the reference, its last hidden states are kept,
-and its logits are made again wherever they are needed.
+Invariant: neither distribution is materialized for all tokens in float32. The reference's last hidden states are stored, and
+its logits recomputed.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from offbeat.trainer.models.logprobs import rows_at_once
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStates:
-    """What a reference says of tokens: logits = hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
+    """A reference's logits in factored form, hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
 
     hidden: Tensor
     head: Tensor
@@ -46,20 +46,20 @@ class _FullKL(torch.autograd.Function):
 def _distributions(
     logits: Tensor, hidden: Tensor, head: Tensor, temperature: float | Tensor
 ) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
-    """Log-probabilities of policy and reference of some rows, which rows, and their temperature."""
-    kind = torch.promote_types(logits.dtype, torch.float32)
+    """Yield chunks: logprobs of policy and reference, their rows, and the rows' temperature."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     step = rows_at_once(logits)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
         heat = temperature[rows, None] if isinstance(temperature, Tensor) else temperature
-        reference = (hidden[rows] @ head.T).to(kind)
-        yield (logits[rows].to(kind) / heat).log_softmax(1), (reference / heat).log_softmax(1), rows, heat
+        reference = (hidden[rows] @ head.T).to(dtype)
+        yield (logits[rows].to(dtype) / heat).log_softmax(1), (reference / heat).log_softmax(1), rows, heat
 
 
 def full_kl(logits: Tensor, anchor: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:
-    """Sum over the vocabulary of p (log p - log q), p of the policy and q of the reference, both at `temperature`.
+    """Return the sum over the vocabulary of p (log p - log q), with p the policy and q the reference at `temperature`.
 
-    logits: [M, V]; temperature: one for all, or [M] -> [M] in nats, float32 or wider, differentiable once by `logits`.
+    logits: [M, V]; temperature: scalar or [M] -> [M] in nats, float32 or wider, differentiable once by `logits`.
     """
     if not len(logits):
         return logits.sum(1).float()

@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face folder, written shard by shard so that no more than one shard is in memory."""
+"""Export of weights as a Hugging Face folder, with at most one shard in memory."""
 
 import json
 import shutil
@@ -8,14 +8,14 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-SHARD_BYTES = 4 << 30
+MAX_SHARD_BYTES = 4 << 30
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
 
 
-def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `tensors` as safetensors; each is copied before the next is asked for."""
+def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write `tensors` as safetensors; each is copied before the next is requested."""
     shards: list[tuple[Path, list[str]]] = []
     held: dict[str, Tensor] = {}
     size = total = 0
@@ -52,7 +52,7 @@ def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int)
 
 
 def copy_model_files(source: Path, folder: Path) -> None:
-    """Copy what is no weights: configuration, tokenizer, chat template."""
+    """Copy the configuration, tokenizer and chat template, without weights."""
     for path in source.iterdir():
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(NOT_COPIED):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of sampled tokens from logits, in float32, without float32 copies of all logits."""
+"""Logprobs and entropies of sampled tokens, computed in float32 without a float32 copy of all logits."""
 
 from typing import Any
 
@@ -6,45 +6,45 @@ import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that are held in float32 at a time, on a GPU."""
+"""Logits per float32 chunk on a GPU."""
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""On a CPU: a megabyte, which stays in its cache from one pass to the next."""
-NOTHING = -1e4
-"""A log-probability whose exponential is 0 in every type, so that a logit of -inf has no gradient instead of 0 times inf."""
+"""Logits per float32 chunk on a CPU: 1 MB, which stays in cache between passes."""
+MIN_LOGPROB = -1e4
+"""Logprob whose exponential is 0 in every dtype, so that a logit of -inf has gradient 0 instead of 0 * inf."""
 
 
 def rows_at_once(logits: Tensor) -> int:
-    """Rows of [M, V] that make a chunk."""
+    """Return the number of rows of [M, V] per chunk."""
     elements = CHUNK_ELEMENTS if logits.is_cuda else CPU_CHUNK_ELEMENTS
     return max(1, elements // logits.shape[1])
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits as they came and one normaliser a row; the backward pass makes probabilities again by chunks."""
+    """Stores the original logits and one normalizer per row; the backward pass recomputes probabilities in chunks."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # entropies are often looked at only
+        ctx.set_materialize_grads(False)  # entropies often need no gradient
         parts = [_forward(chunk, t, heat) for chunk, t, heat in _chunks(logits, targets, temperature)]
-        logprobs, entropies, normalisers = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(logits, targets, entropies, normalisers)
+        logprobs, entropies, normalizers = (torch.cat(part) for part in zip(*parts, strict=True))
+        ctx.save_for_backward(logits, targets, entropies, normalizers)
         ctx.temperature = temperature
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         of_logprob, of_entropy = grads
-        logits, targets, entropies, normalisers = ctx.saved_tensors
+        logits, targets, entropies, normalizers = ctx.saved_tensors
         out = torch.empty_like(logits)
         start = 0
         for chunk, target, temperature in _chunks(logits, targets, ctx.temperature):
             rows = slice(start, start := start + len(chunk))
-            logp = _scaled(chunk, temperature).sub_(normalisers[rows, None])
+            logp = _scaled(chunk, temperature).sub_(normalizers[rows, None])
             probs = logp.exp()
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
             grad = torch.zeros_like(logp[:, :1])
             if of_entropy is not None:
-                grad = logp.clamp_(min=NOTHING).add_(entropies[rows, None]).mul_(-of_entropy[rows, None])
+                grad = logp.clamp_(min=MIN_LOGPROB).add_(entropies[rows, None]).mul_(-of_entropy[rows, None])
             if of_logprob is not None:
                 grad = grad.sub_(of_logprob[rows, None])
             grad = probs.mul_(grad)
@@ -55,7 +55,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any:
-    """Rows of logits, their targets, and their temperature: one for all, or [rows, 1]."""
+    """Return chunks of logits, targets and temperature (scalar or [rows, 1])."""
     rows = rows_at_once(logits)
     pieces, chosen = logits.split(rows), targets.split(rows)
     heats = temperature[:, None].split(rows) if isinstance(temperature, Tensor) else [temperature] * len(pieces)
@@ -63,13 +63,13 @@ def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any
 
 
 def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """A new tensor of at least float32."""
+    """Return the logits divided by the temperature, as a new tensor of at least float32."""
     kind = torch.promote_types(logits.dtype, torch.float32)
     return _over(logits.to(kind, copy=True), temperature)
 
 
 def _over(values: Tensor, temperature: float | Tensor) -> Tensor:
-    """In place."""
+    """Divide in place."""
     return values if isinstance(temperature, float) and temperature == 1.0 else values.div_(temperature)
 
 
@@ -78,18 +78,18 @@ def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tu
     highest = scaled.amax(1, keepdim=True)
     shares = (scaled - highest).exp_()
     total = shares.sum(1)
-    normaliser = total.log() + highest[:, 0]
-    chosen = scaled.gather(1, targets[:, None])[:, 0] - normaliser
+    normalizer = total.log() + highest[:, 0]
+    chosen = scaled.gather(1, targets[:, None])[:, 0] - normalizer
     # A logit of -inf has probability zero and adds nothing to the mean
     scaled.clamp_(min=torch.finfo(scaled.dtype).min)
     expected = torch.linalg.vecdot(shares, scaled) / total
-    return chosen, normaliser - expected, normaliser
+    return chosen, normalizer - expected, normalizer
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
-    """What the sampling distribution softmax(logits / temperature) says of each target.
+    """Return logprobs and entropies of the targets under softmax(logits / temperature).
 
-    logits: [M, V]; targets: [M] int64; temperature: one for all, or [M] -> log-probabilities [M] and entropies [M] in nats,
+    logits: [M, V]; targets: [M] int64; temperature: scalar or [M] -> logprobs [M] and entropies [M] in nats,
     float32 or wider, both differentiable once.
     """
     return _TokenLogprobs.apply(logits, targets, temperature)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, through PEFT, and the weights that come of them.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers, through PEFT, and their export.
 
-Invariants: a fresh adapter changes nothing; only adapters are trained; checkpoints hold W + alpha/rank B A under the layer's
-Hugging Face name, and engines get the same, or the base once and adapters from then on.
+Invariants: a new adapter changes no output; only adapters are trained; checkpoints contain W + alpha/rank B A under the
+layer's Hugging Face name, and engines receive the same, or the base once and then adapters.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from offbeat.trainer.config.learner import ModelArgs
 
 ADAPTER = "default"
 BASE = ".base_layer."
-"""What PEFT puts into the names of a layer's own weights."""
+"""PEFT's infix in the names of a layer's base weights."""
 FACTORS = (".lora_A.", ".lora_B.")
 PREFIX = "base_model.model."
-"""What it puts in front of the names of an adapter's tensors in a file."""
+"""PEFT's prefix of adapter tensors in a file."""
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
-    """Freeze the model and put adapters, drawn from `seed`, beside the layers that `lora_target` names.
+    """Freeze the model and add adapters, initialized from `seed`, to the layers that `lora_target` names.
 
     Raises:
         ValueError: no layer has such a name, one of them is not linear, or it shares its weight with another layer.
@@ -36,7 +36,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, ADAPTER)
-    shared = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, layer in _layers(model).items():
         if not isinstance(layer, Linear) or id(layer.base_layer.weight) in shared:
             raise ValueError(
@@ -47,7 +47,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it had adapters."""
+    """Disable the model's adapters inside the context."""
     layers = _layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -60,16 +60,19 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeight:
-    """One weight as the world outside knows it. name: Hugging Face's, with the wrapper's prefix; parts: the parameters it is
-    made of; tensor: makes it, once they are all here."""
+    """A weight to export.
+
+    name: Hugging Face's, with the wrapper's prefix; parts: parameters that it is computed from; tensor: computes it,
+    once the parts are gathered.
+    """
 
     name: str
     parts: list[nn.Parameter]
     tensor: Callable[[], Tensor]
 
 
-def whole_weights(module: nn.Module) -> Iterator[ExportedWeight]:
-    """Every weight of a module, with its adapter merged in where it has one."""
+def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
+    """Yield every weight of a module, with its adapter merged."""
     layers = _layers(module)
     for name, parameter in module.named_parameters():
         owner, base, rest = name.rpartition(BASE)
@@ -81,17 +84,17 @@ def whole_weights(module: nn.Module) -> Iterator[ExportedWeight]:
             yield ExportedWeight(name, [parameter], parameter.detach)
 
 
-def weights_apart(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
-    """The base's weights as they were before there were adapters, and each adapter's factors under PEFT's names in a file.
+def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
+    """Yield the base weights, and each adapter's factors under PEFT's names in a file.
 
-    wrapper: what the module puts in front of Hugging Face's names.
+    wrapper: prefix of the module before Hugging Face's names.
     """
     for name, parameter in module.named_parameters():
         if any(factor in name for factor in FACTORS):
-            outside = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
+            exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
         else:
-            outside = name.replace(BASE, ".")
-        yield ExportedWeight(outside, [parameter], parameter.detach)
+            exported_name = name.replace(BASE, ".")
+        yield ExportedWeight(exported_name, [parameter], parameter.detach)
 
 
 def _merged(name: str, layer: Any) -> ExportedWeight:
@@ -105,5 +108,5 @@ def _merged(name: str, layer: Any) -> ExportedWeight:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name. PEFT itself is imported by `add_adapters` alone: it takes long."""
+    """Return the layers with an adapter, by name. Detected by attribute, because importing PEFT is slow."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

@@ -1,6 +1,6 @@
-"""Where sequences lie in one packed row of tokens, and what a model reads of them.
+"""Layout of sequences packed into one row of tokens, and the model's input.
 
-Linear layers see no padding; attention alone may pad.
+Linear layers see no padding; only attention may pad.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from offbeat.trainer.models.prefix_attention import SharedPrefixLayout, position
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """B sequences laid end to end in N tokens.
+    """B sequences concatenated into N tokens.
 
     cu_seqlens: [B + 1] int32, first 0, last N; position_ids: [1, N] int64, from 0 in each sequence;
-    slots: [N] int64, each token's place in a right-padded [B, max_len]; branches: where some of the sequences go on from a
-    common beginning, in blocks of which the other fields tell, or None.
+    slots: [N] int64, index of each token in a right-padded [B, max_len]; branches: layout of shared prefixes, or None;
+    with it, the other fields describe blocks instead of sequences.
     """
 
     cu_seqlens: Tensor
@@ -34,10 +34,10 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
-        """Lay out sequences by their borders: [B + 1] int, on any device. parents: as in `SharedPrefixLayout.of`.
+        """Build the layout from the sequences' borders: [B + 1] int, on any device. parents: as in `SharedPrefixLayout.of`.
 
         Raises:
-            ValueError: the borders do not start at 0 or do not grow.
+            ValueError: the borders do not start at 0 or do not increase.
         """
         starts = cu_seqlens.to(torch.int64)
         lengths = starts.diff()
@@ -60,12 +60,12 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class PackedInput:
-    """What one forward pass reads, and which tokens it is asked about.
+    """Input of one forward pass.
 
-    tokens: [N] int64; positions: [M] int64, indexes into tokens, none of them a sequence's first; temperatures: [M] float32
-    that the tokens at `positions` were sampled at, NaN where the model's own was, or None where it was for all; anchor: what
-    a reference says at `positions`, where the KL to it over the whole vocabulary is wanted; pictures: by their places in
-    tokens, in order; head_alone: whether values owe nothing to the policy that they are read off.
+    tokens: [N] int64; positions: [M] int64, indices of the tokens to score, never a sequence's first; temperatures: [M]
+    float32, sampling temperatures at `positions`, NaN for the model's default, None if all are; anchor: the reference for a
+    full KL at `positions`; pictures: in order of their position in tokens; head_alone: True to detach values from the
+    policy.
     """
 
     tokens: Tensor
@@ -86,17 +86,21 @@ class PackedInput:
         pictures: tuple[Picture, ...] = (),
         parents: Tensor | None = None,
     ) -> "PackedInput":
-        """Raises ValueError as `Packing.of`, or when a sequence's first token is asked about."""
+        """Build the input from borders and positions.
+
+        Raises:
+            ValueError: the borders are invalid, or a position is a sequence's first token.
+        """
         packing = Packing.of(cu_seqlens, parents)
         if len(tokens) != packing.position_ids.shape[1]:
-            raise ValueError(f"{len(tokens)} tokens, {packing.position_ids.shape[1]} announced")
+            raise ValueError(f"{len(tokens)} tokens, but the borders cover {packing.position_ids.shape[1]}")
         if bool((packing.position_ids[0, positions] == 0).any()):
             raise ValueError("no logit predicts a sequence's first token")
         return cls(tokens, packing, positions, temperatures, pictures=pictures)
 
     @property
     def predictors(self) -> Tensor:
-        """[M] int64: the places whose logits are of the tokens at `positions`."""
+        """Indices of the tokens whose logits predict those at `positions`: [M] int64."""
         branches = self.packing.branches
         return self.positions - 1 if branches is None else branches.before[self.positions]
 

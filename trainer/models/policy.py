@@ -1,7 +1,7 @@
-"""A causal language model, and a critic over its backbone, that read packed tokens.
+"""Causal language model, and critic on its backbone, over packed tokens.
 
-Invariants: no layer but attention sees padding; logits exist only where a sampled token is predicted; parameter names,
-less the wrapper's own prefix, are Hugging Face's.
+Invariants: only attention sees padding; logits are computed only for sampled tokens; parameter names, without the wrapper's
+prefix, are Hugging Face's.
 """
 
 from dataclasses import replace
@@ -18,9 +18,8 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """What the policy says of sampled tokens: log-probability, entropy, and KL of all that it could have said there to what
-    the input's anchor says, if it has one, in nats; and what it expects before each, if it has a value head. [M] float32
-    each."""
+    """Policy outputs for sampled tokens: logprobs, entropies, full KL to the input's anchor (if any), all in nats, and
+    values (with a value head). [M] float32 each."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -29,7 +28,7 @@ class Sampled(NamedTuple):
 
 
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
-    """How each of the attention implementations learns of the sequences' borders."""
+    """Return the model arguments with the sequences' borders, for every attention implementation."""
     return {
         "position_ids": packing.position_ids,
         "use_cache": False,
@@ -42,9 +41,9 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
 
 
 class PackedPolicy(nn.Module):
-    """Tokens in, log-probabilities of the sampled ones out, and with a value head what is expected before each of them.
+    """Policy over packed tokens; with a value head it also returns values.
 
-    temperature: that tokens were sampled at where the input does not say otherwise; logits are divided by it.
+    temperature: default sampling temperature, which logits are divided by.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -54,20 +53,20 @@ class PackedPolicy(nn.Module):
         self.value_head: ValueHead | None = None
 
     def add_value_head(self) -> None:
-        """From now on, values come with the log-probabilities, of the same forward pass."""
+        """Add a value head, which shares the policy's forward pass."""
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Sampled:
-        """Of the tokens at `x.positions`, each given all tokens of its sequence before it."""
+        """Score the tokens at `x.positions`, each given the preceding tokens of its sequence."""
         if self.value_head is None:
-            return self._sampled(x, self.logits(x))
-        with last_hidden_states(self.model) as kept:
+            return self._score(x, self.logits(x))
+        with last_hidden_states(self.model) as states:
             logits = self.logits(x)
-        hidden = kept[0][0].index_select(0, x.predictors)
+        hidden = states[0][0].index_select(0, x.predictors)
         values = self.value_head(hidden.detach() if x.head_alone else hidden)
-        return self._sampled(x, logits)._replace(values=values)
+        return self._score(x, logits)._replace(values=values)
 
-    def _sampled(self, x: PackedInput, logits: Tensor) -> Sampled:
+    def _score(self, x: PackedInput, logits: Tensor) -> Sampled:
         temperature: float | Tensor = self.temperature
         if x.temperatures is not None:
             temperature = x.temperatures.nan_to_num(nan=self.temperature)
@@ -75,32 +74,36 @@ class PackedPolicy(nn.Module):
         return Sampled(*token_logprobs(logits, x.tokens[x.positions], temperature), divergences)
 
     def logits(self, x: PackedInput) -> Tensor:
-        """[M, V]: what is said before each of the tokens at `x.positions`."""
+        """Return the logits that predict the tokens at `x.positions`: [M, V].
+
+        Raises:
+            ValueError: the input has images, but the policy has no image input.
+        """
         if x.pictures:
-            raise ValueError("the trajectory holds pictures, and this policy reads none")
+            raise ValueError("the trajectory has images, but this policy has no image input")
         return self.model(x.tokens[None], logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()
     def anchor(self, x: PackedInput) -> ReferenceStates:
-        """What another policy is held against: this one's distributions over the whole vocabulary.
+        """Return the distributions over the vocabulary, as the anchor of another policy's KL.
 
         Raises:
-            ValueError: the model's logits are more than its last hidden states times its output embedding.
+            ValueError: the logits are not the product of the last hidden states and the output embedding.
         """
-        with last_hidden_states(self.model) as kept:
-            logits = self.logits(replace(x, positions=x.positions[:1]))  # of one token, to see what they are made of
-        rows = kept[0][0].index_select(0, x.predictors)
+        with last_hidden_states(self.model) as states:
+            logits = self.logits(replace(x, positions=x.positions[:1]))  # one token, to verify the product
+        rows = states[0][0].index_select(0, x.predictors)
         head = cast(nn.Linear, self.model.get_output_embeddings())
         if not torch.allclose(rows[:1] @ head.weight.T, logits, rtol=1e-2, atol=1e-2):
             raise ValueError(
-                f"a full KL can't read the logits of {type(self.model).__name__}, which are more than its last "
-                "hidden states times its output embedding: take k3"
+                f"full KL is not supported for {type(self.model).__name__}: its logits are not the product of its last "
+                "hidden states and its output embedding; take k3"
             )
         return ReferenceStates(rows, head.weight.detach())
 
 
 class PackedCritic(nn.Module):
-    """The policy's architecture with a scalar head, which says zero before it has learned."""
+    """The policy's architecture with a value head, initialized to zero."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -108,6 +111,6 @@ class PackedCritic(nn.Module):
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Tensor:
-        """The value of what stands before each of the tokens at `x.positions`: [M] float32."""
+        """Return the value before each of the tokens at `x.positions`: [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         return self.value_head(hidden.index_select(0, x.predictors))

@@ -1,8 +1,7 @@
-"""Sequences that go on from a common beginning, which is computed once: where they lie, and attention over them.
+"""Layout of and attention over sequences with a shared prefix, which is computed once.
 
-A row of tokens is cut into blocks. A root is read from its first token; a branch goes on from the end of its root, whose
-tokens it sees before its own. Invariant: a token of a branch gets what it would get in [root | branch]; what it owes to
-the root flows back into the root's one computation.
+A row of tokens is divided into blocks. A root is a prefix; a branch continues its root and attends to it. Invariant: a
+branch's token has the same result as in [root | branch], and its gradient reaches the root's single computation.
 """
 
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 class SharedPrefixLayout:
     """G roots and B branches in a row of N tokens.
 
-    root_rows, branch_rows: [Nr], [Nb] int64, the tokens' places in the row; root_slots, branch_slots: the same tokens'
-    places in right-padded [G, root_len] and [B, branch_len]; owner: [B] int64, each branch's root; prefix_len: [B] int64,
-    that root's length; before: [N] int64, the place of the token before each (0 for that of the row's first).
+    root_rows, branch_rows: [Nr], [Nb] int64, indices of the tokens in the row; root_slots, branch_slots: their indices in
+    right-padded [G, root_len] and [B, branch_len]; owner: [B] int64, each branch's root; prefix_len: [B] int64,
+    that root's length; before: [N] int64, index of each token's predecessor (0 for the row's first).
     """
 
     root_rows: Tensor
@@ -36,15 +35,15 @@ class SharedPrefixLayout:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence at most."""
+        """Upper bound of the longest sequence, in tokens."""
         return max(self.root_len, self.longest_prefix + self.branch_len)
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "SharedPrefixLayout":
-        """From the blocks' borders [K + 1] and parents [K]: the number of a branch's root, or -1 for a root.
+        """Build the layout from the blocks' borders [K + 1] and parents [K]: the index of a branch's root, or -1 for a root.
 
         Raises:
-            ValueError: there is no branch, or a block's parent is none of the roots.
+            ValueError: there is no branch, or a block's parent is not a root.
         """
         starts = cu_seqlens.to(torch.int64)
         lengths = starts.diff()
@@ -54,10 +53,10 @@ class SharedPrefixLayout:
             raise ValueError(f"not branches of roots: parents {parents.tolist()}")
         block = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
         inside = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1][block]
-        rank = torch.where(is_root, is_root.cumsum(0), (~is_root).cumsum(0)) - 1  # among its kind
+        index = torch.where(is_root, is_root.cumsum(0), (~is_root).cumsum(0)) - 1  # among roots or branches
         root_len, branch_len = int(lengths[is_root].max()), int(lengths[~is_root].max())
         width = torch.where(is_root, root_len, branch_len)
-        slots = rank[block] * width[block] + inside
+        slots = index[block] * width[block] + inside
         of_root = is_root[block]
         before = torch.arange(len(block), device=starts.device) - 1
         first = (inside == 0) & ~of_root
@@ -67,7 +66,7 @@ class SharedPrefixLayout:
             root_slots=slots[of_root],
             branch_rows=(~of_root).nonzero()[:, 0],
             branch_slots=slots[~of_root],
-            owner=rank[branches],
+            owner=index[branches],
             prefix_len=lengths[branches],
             before=before.clamp(min=0),
             num_roots=int(is_root.sum()),
@@ -90,8 +89,8 @@ class SharedPrefixLayout:
         )
 
     def mask(self) -> Tensor:
-        """[B or 1, 1, branch_len, longest_prefix + branch_len] bool: what a branch's token sees of its root, laid out on the
-        left, and of its branch."""
+        """Return the attention mask of branches, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len]
+        bool."""
         steps = torch.arange(self.branch_len, device=self.owner.device)
         own = steps[:, None] >= steps[None]
         lengths = self.prefix_len.unique()
@@ -103,7 +102,7 @@ class SharedPrefixLayout:
 
 
 def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
-    """[1, N] int64: from 0 in each root, from the root's length in each branch."""
+    """Return positions, from 0 in each root and from the root's length in each branch: [1, N] int64."""
     starts = cu_seqlens.to(torch.int64)
     lengths = starts.diff()
     first = torch.where(parents < 0, 0, lengths[parents.clamp(min=0)])
@@ -114,15 +113,15 @@ def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
 def shared_prefix_attention(
     query: Tensor, key: Tensor, value: Tensor, branches: SharedPrefixLayout, scale: float | None, dropout: float
 ) -> Tensor:
-    """query: [1, H, N, D], key and value: [1, K, N, D] -> [1, N, H, D]."""
+    """Compute attention: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
     gqa = query.shape[1] != key.shape[1]
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]
     roots = [
-        _padded(each, branches.root_rows, branches.root_slots, branches.num_roots, branches.root_len) for each in rows
+        _pad(states, branches.root_rows, branches.root_slots, branches.num_roots, branches.root_len) for states in rows
     ]
     of_roots = scaled_dot_product_attention(*roots, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
     count = len(branches.owner)
-    own = [_padded(each, branches.branch_rows, branches.branch_slots, count, branches.branch_len) for each in rows]
+    own = [_pad(states, branches.branch_rows, branches.branch_slots, count, branches.branch_len) for states in rows]
     seen = [
         torch.cat([root[:, :, : branches.longest_prefix].index_select(0, branches.owner), branch], 2)
         for root, branch in zip(roots[1:], own[1:], strict=True)
@@ -135,8 +134,8 @@ def shared_prefix_attention(
     return out.index_copy(0, branches.branch_rows, _rows(of_branches, branches.branch_slots))[None]
 
 
-def _padded(rows: Tensor, chosen: Tensor, slots: Tensor, count: int, length: int) -> Tensor:
-    """[N, H, D] -> [count, H, length, D], zeros on the right."""
+def _pad(rows: Tensor, chosen: Tensor, slots: Tensor, count: int, length: int) -> Tensor:
+    """Right-pad with zeros: [N, H, D] -> [count, H, length, D]."""
     out = rows.new_zeros(count * length, *rows.shape[1:]).index_copy(0, slots, rows.index_select(0, chosen))
     return out.view(count, length, *rows.shape[1:]).transpose(1, 2)
 

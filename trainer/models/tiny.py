@@ -19,16 +19,16 @@ TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<pad>", "<un
 SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
-"""Qwen2-VL's; a policy that sees has them behind the other special tokens."""
+"""Qwen2-VL's tokens, after the other special tokens if the policy has image input."""
 MERGE = 2
-"""Patches along one side that make a token."""
-LARGEST_SIDE = 1024
-"""Pixels of the side of a square that is not made smaller."""
+"""Patches per side of an image token."""
+MAX_SIDE_PIXELS = 1024
+"""Side of the largest square image that is not downscaled."""
 ROLES = ("system", "user", "assistant")
 
 _READ_TOKENIZER_JSON_AS_IT_IS = {"AutoTokenizer": [None, None]}
-"""transformers 5 gives each Qwen2 folder Qwen2's byte-level tokenizer, whatever its files say, unless an `auto_map` is
-there; an empty one runs no code, and then `tokenizer_class` counts."""
+"""Workaround: transformers 5 loads Qwen2's byte-level tokenizer for every Qwen2 folder without an `auto_map`. An empty one
+runs no code and makes `tokenizer_class` effective."""
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -49,11 +49,11 @@ VISION_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The same for contents in parts, as Qwen2-VL's template has them."""
+"""ChatML for messages with content parts, as in Qwen2-VL's template."""
 
 
 def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> dict[str, int]:
-    """Token -> id: special tokens, roles, then `words` in their order, each once.
+    """Return token -> id: special tokens, roles, then the distinct `words` in order.
 
     Raises:
         ValueError: a word is empty, holds whitespace, or is a special token.
@@ -67,7 +67,7 @@ def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) ->
 
 
 def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
-    """Split at whitespace, one token per word; line ends cost nothing, unknown words are `<unk>`."""
+    """Build a tokenizer with one token per whitespace-separated word; unknown words are `<unk>`."""
     tokenizer = Tokenizer(WordLevel(vocab=vocabulary(words, special), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -76,14 +76,14 @@ def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKEN
 
 def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[str]) -> None:
     """Write `config.json`, `generation_config.json`, `tokenizer.json` and `tokenizer_config.json` into `folder`, and
-    `preprocessor_config.json` for a policy that sees.
+    `preprocessor_config.json` for image input.
 
-    The same arguments write the same bytes, each file atomically, so a folder that is in use may be written again.
+    Files are deterministic and written atomically, so a folder in use can be rewritten.
 
-    words: every word that the envs' texts hold, in a stable order.
+    words: every word of the envs' texts, in a stable order.
 
     Raises:
-        ValueError: see `vocabulary`.
+        ValueError: a word is empty, has whitespace, or is a special token.
     """
     special = SPECIAL_TOKENS if config.vision is None else (*SPECIAL_TOKENS, *VISION_TOKENS)
     tokenizer = build_tokenizer(words, special)
@@ -97,7 +97,7 @@ def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[st
     model = _model_config(config, len(ids)) | ends | {"pad_token_id": None}
     if config.vision is not None:
         model = _vision_model_config(model, config.vision, config, ids)
-        _write_json(folder / "preprocessor_config.json", _picture_config(config.vision))
+        _write_json(folder / "preprocessor_config.json", _image_config(config.vision))
     _write_json(folder / "config.json", model)
 
 
@@ -127,7 +127,7 @@ def _model_config(config: TinyPolicyConfig, vocab_size: int) -> dict[str, object
 def _vision_model_config(
     text: dict[str, object], vision: TinyVisionConfig, config: TinyPolicyConfig, ids: dict[str, int]
 ) -> dict[str, object]:
-    """A Qwen2-VL around the Qwen2 of `text`."""
+    """Return the configuration of a Qwen2-VL around the Qwen2 of `text`."""
     half = config.hidden_size // config.num_attention_heads // 2
     sections = [
         half - 2 * (3 * half // 8),
@@ -162,15 +162,15 @@ def _vision_model_config(
     }
 
 
-def _picture_config(vision: TinyVisionConfig) -> dict[str, object]:
+def _image_config(vision: TinyVisionConfig) -> dict[str, object]:
     side = vision.patch_size * MERGE
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": vision.patch_size,
         "merge_size": MERGE,
         "temporal_patch_size": 2,
-        "size": {"shortest_edge": side**2, "longest_edge": LARGEST_SIDE**2},
-        # White is nothing: envs draw on light ground, which would otherwise be most of what each patch says
+        "size": {"shortest_edge": side**2, "longest_edge": MAX_SIDE_PIXELS**2},
+        # White maps to zero: envs render on a light background, which would dominate every patch
         "image_mean": [1.0, 1.0, 1.0],
         "image_std": [0.5, 0.5, 0.5],
     }
@@ -195,6 +195,6 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

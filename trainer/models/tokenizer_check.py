@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id."""
+"""Comparison of two models' tokenizers."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from tokenizers import Tokenizer
 
 
 def check_same_tokens(policy: Path, other: Path, path: str) -> None:
-    """Hold the tokenizers of two model folders against each other. path: the configuration key that named `other`.
+    """Check that two model folders have the same token ids. path: configuration key of `other`.
 
     Raises:
-        ValueError: a token has another id, or one of them has no tokenizer.json.
+        ValueError: a token's id differs, or a folder has no tokenizer.json.
     """
     ours, theirs = (_vocabulary(folder, path) for folder in (policy, other))
     if ours != theirs:

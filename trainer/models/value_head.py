@@ -1,4 +1,4 @@
-"""A scalar read off last hidden states, and how they are had beside the logits of one forward pass."""
+"""Value head on the last hidden states, captured in the forward pass of the logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 HEAD = "value_head."
-"""What the names of its parameters begin with in a packed model."""
+"""Prefix of its parameter names in a packed model."""
 
 
 class ValueHead(nn.Linear):
-    """One linear layer that says zero before it has learned, and computes in float32 whatever its weights are kept in."""
+    """Linear layer, initialized to zero, that computes in float32 regardless of its weights' dtype."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, dtype=torch.float32)
@@ -22,22 +22,22 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """hidden: [M, H] -> [M], float32 or wider."""
-        kind = torch.promote_types(hidden.dtype, torch.float32)
-        said = linear(hidden.to(kind), self.weight.to(kind), self.bias.to(kind))
-        return said[:, 0].clone()  # no view: FSDP2 hooks into it
+        """Return values: hidden [M, H] -> [M], float32 or wider."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        values = linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        return values[:, 0].clone()  # not a view, because FSDP2 hooks into it
 
 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Fills the list, with [1, N, H] for each forward pass of the model inside the context."""
-    kept: list[Tensor] = []
+    """Yield a list that receives [1, N, H] per forward pass of the model inside the context."""
+    states: list[Tensor] = []
 
-    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        kept.append(output.last_hidden_state)
+    def capture(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        states.append(output.last_hidden_state)
 
-    handle = model.base_model.register_forward_hook(keep)
+    handle = model.base_model.register_forward_hook(capture)
     try:
-        yield kept
+        yield states
     finally:
         handle.remove()

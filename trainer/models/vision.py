@@ -1,7 +1,7 @@
-"""A causal language model that also reads pictures, over packed tokens (Qwen2-VL, Qwen2.5-VL).
+"""Vision-language policy over packed tokens (Qwen2-VL, Qwen2.5-VL).
 
-Invariants: a picture is what the trajectory says stands on its tokens, never what a token id looks like (a policy may
-sample a placeholder's id); positions are those of M-RoPE (arXiv:2409.12191), from 0 in each sequence.
+Invariants: images are located by the trajectory, never by token ids (a policy may sample a placeholder's id); positions
+are those of M-RoPE (arXiv:2409.12191), from 0 in each sequence.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
 
 Grid = tuple[int, int, int]
-"""Frames, and patches down and across."""
+"""Frames, patch rows and patch columns."""
 
 
 class PackedVisionPolicy(PackedPolicy):
-    """Tokens and pictures in, log-probabilities of the sampled tokens out."""
+    """Policy over packed tokens and images."""
 
     def __init__(self, model: PreTrainedModel, temperature: float, reader: PictureReader) -> None:
         super().__init__(model, temperature)
@@ -34,21 +34,21 @@ class PackedVisionPolicy(PackedPolicy):
         if pixels:
             patches, grids = (torch.from_numpy(part).to(x.tokens.device) for part in stacked(pixels))
             model: Any = self.model.model
-            seen = torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
-            places = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures]).to(x.tokens.device)
-            if len(places) != len(seen):
-                raise ValueError(f"{len(seen)} tokens of pictures for {len(places)} places")
-            embedded = embedded.index_copy(1, places, seen[None].to(embedded.dtype))
-        positions = rope_positions(x.packing, x.pictures, [each.grid for each in pixels], self._reader.merge)
+            features = torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
+            slots = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures]).to(x.tokens.device)
+            if len(slots) != len(features):
+                raise ValueError(f"{len(features)} image features for {len(slots)} image tokens")
+            embedded = embedded.index_copy(1, slots, features[None].to(embedded.dtype))
+        positions = rope_positions(x.packing, x.pictures, [image.grid for image in pixels], self._reader.merge)
         kwargs = {**packed_kwargs(x.packing), "position_ids": positions}
         return self.model(inputs_embeds=embedded, logits_to_keep=x.predictors, **kwargs).logits[0]
 
 
 def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequence[Grid], merge: int) -> Tensor:
-    """[4, 1, N] int64: places in their sequence, then M-RoPE's time, row and column of each of the packed tokens.
+    """Return positions in the sequence, then M-RoPE's time, row and column: [4, 1, N] int64.
 
-    Text counts on by one in all three; a picture's tokens share one time and have its rows and columns; what follows counts
-    on from the larger side of the picture. merge: patches along one side that make a token.
+    Text advances all three by one. An image's tokens share one time and have their rows and columns; text after it continues
+    from its larger side. merge: patches per side of a token.
     """
     plain = packing.position_ids[0].cpu().numpy()
     axes = np.stack([plain, plain, plain, plain])

@@ -27,7 +27,7 @@ def check_lora(config: RunConfig) -> Iterator[ConfigIssue]:
     if layers := [part for part in VOCABULARY_LAYERS if part in args.lora_targets]:
         yield ConfigIssue(
             "actor_train.model_args.lora_target",
-            f"engines do not support adapters of {', '.join(layers)}: leave it out, or publish merged weights (without {KEY})",
+            f"engines can't serve adapters of {', '.join(layers)}: leave it out, or unset {KEY}",
         )
     if config.weights.transport not in ("shm", "fs"):
         yield ConfigIssue(

@@ -75,7 +75,7 @@ def _check_batch(config: RunConfig) -> Iterator[ConfigIssue]:
     if rollout.max_env_num_per_worker * rollout.num_workers < num_episodes:
         yield ConfigIssue(
             "rollout.max_env_num_per_worker",
-            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes are too few for a group of {num_episodes} "
+            f"{rollout.num_workers} worker(s) of {rollout.max_env_num_per_worker} episodes can't run {num_episodes} at once "
             f"(group_size + group_size_redundancy, and {config.num_baselines} greedy): take at least "
             f"{-(-num_episodes // rollout.num_workers)}",
         )

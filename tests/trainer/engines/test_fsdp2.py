@@ -104,7 +104,7 @@ def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(folder: Path,
 
 
 def test_a_folder_without_a_state_is_refused(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="holds no state"):
+    with pytest.raises(RuntimeError, match="has no state"):
         engine(folder, ranks).load(tmp_path)
 
 

@@ -12,7 +12,7 @@ from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
-from offbeat.trainer.models.lora import whole_weights, without_adapters
+from offbeat.trainer.models.lora import merged_weights, without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
@@ -50,7 +50,7 @@ def said(policy: PackedPolicy) -> Tensor:
 
 
 def published(policy: PackedPolicy) -> dict[str, Tensor]:
-    return {whole.name.removeprefix("model."): whole.tensor().clone() for whole in whole_weights(policy)}
+    return {whole.name.removeprefix("model."): whole.tensor().clone() for whole in merged_weights(policy)}
 
 
 def test_a_fresh_adapter_changes_nothing(folder: Path) -> None:

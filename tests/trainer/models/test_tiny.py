@@ -102,5 +102,5 @@ def test_what_is_not_one_word_is_refused(tmp_path: Path, word: str) -> None:
 
 
 def test_heads_too_small_for_the_engine_are_refused() -> None:
-    with pytest.raises(ValidationError, match="32 or more"):
+    with pytest.raises(ValidationError, match="at least 32"):
         TinyPolicyConfig(hidden_size=64, num_attention_heads=4)
