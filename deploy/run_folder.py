@@ -1,15 +1,16 @@
-"""A run's folder: who uses it now, and what becomes of an earlier run in it.
+"""A run's folder: its lock, its endpoints, moving an earlier run aside, removing a run's files.
 
 Layout: `config.yaml`, `report.json`, `checkpoints/`, `ledger/`, `batches/`, `evaluations/`, `metrics.jsonl`, `tensorboard/`,
 `trackers/`, `logs/`, `redis/` (the embedded server's AOF), `policy/` (the tiny policy's files), `start/` (the weights after
 the warm start), `episodes.gif` and `.html`, `learning_curve.png`, `endpoints.json` while it runs.
 
-Invariant: at most one command runs a run in a folder.
+Invariants: at most one command runs a run in a folder; only files that a run writes are removed, and none while it runs.
 """
 
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -20,15 +21,35 @@ ENDPOINTS = "endpoints.json"
 CONFIG = "config.yaml"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
 """A folder that holds one of these holds a run."""
+WRITTEN = (
+    "batches",
+    "checkpoints",
+    "config.yaml",
+    "episodes.gif",
+    "episodes.html",
+    "evaluations",
+    "learning_curve.png",
+    "ledger",
+    "logs",
+    "metrics.jsonl",
+    "policy",
+    "report.json",
+    "start",
+    "tensorboard",
+    "trackers",
+    "weights",
+    ".claim",
+)
+"""Files and folders that runs, their learners and their reports write; `LOCK` is removed last."""
 
 
 class FolderInUseError(Exception):
-    """Another command runs a run in the folder."""
+    """The folder is locked by another command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the services of a running run listen."""
+    """Addresses of a running run's services."""
 
     pid: int
     redis_url: str
@@ -36,19 +57,19 @@ class Endpoints:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether an earlier run left something there."""
+    """True if the folder holds files of an earlier run."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
 def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Step and place of the checkpoint that was written last; None before the first one."""
+    """Return step and folder of the checkpoint that was written last; None before the first one."""
     written = (path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal())
     newest = max(written, key=lambda path: path.stat().st_mtime, default=None)
     return (int(newest.name[5:]), newest) if newest else None
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename the folder to the first free one of `<folder>.1`, `<folder>.2`, ...; returns where it lies now."""
+    """Rename the folder to the first free one of `<folder>.1`, `<folder>.2`, ...; return its new path."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
@@ -58,10 +79,10 @@ def move_aside(folder: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the lock goes with the process, however it ends.
+    """Lock the folder for this process; the kernel releases the lock when the process ends.
 
     Raises:
-        FolderInUseError: another process holds it.
+        FolderInUseError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -81,10 +102,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path, *, resume: bool) -> Path | None:
-    """Make room for a run: an earlier one that is not resumed is moved aside; returns where it lies now.
+    """Move an earlier run that is not resumed aside; return its new path, or None if there is none.
 
     Raises:
-        FolderInUseError: it is being run.
+        FolderInUseError: the earlier run is still running.
     """
     if resume or not holds_run(folder):
         return None
@@ -94,7 +115,7 @@ def claim(folder: Path, *, resume: bool) -> Path | None:
 
 
 def write_config(folder: Path, text: str) -> None:
-    """Keep a run's whole configuration, for its owner alone: a Redis' password and the API's tokens may stand in it."""
+    """Write a run's configuration, readable by its owner alone: it may contain the Redis password and API tokens."""
     path = folder / CONFIG
     path.touch(mode=0o600)
     path.chmod(0o600)
@@ -102,23 +123,50 @@ def write_config(folder: Path, text: str) -> None:
 
 
 def write_endpoints(folder: Path, endpoints: Endpoints) -> None:
-    """Tell other terminals where the services listen."""
+    """Write the services' addresses for other processes of this host."""
     path = folder / ENDPOINTS
     path.touch(mode=0o600)  # the URL holds the password of Redis
     path.write_text(json.dumps(asdict(endpoints), indent=2) + "\n")
 
 
 def read_endpoints(folder: Path) -> Endpoints | None:
-    """Where the services of the folder's run listen; None when it does not run."""
+    """Return the addresses of the folder's run; None if it does not run."""
     try:
-        found = Endpoints(**json.loads((folder / ENDPOINTS).read_text()))
-        os.kill(found.pid, 0)
+        endpoints = Endpoints(**json.loads((folder / ENDPOINTS).read_text()))
+        os.kill(endpoints.pid, 0)
     except (OSError, ValueError, TypeError):
         return None
-    return found
+    return endpoints
 
 
 def remove_endpoints(folder: Path) -> None:
-    """The services listen no more."""
+    """Remove the file that `write_endpoints` wrote."""
     with suppress(FileNotFoundError):
         (folder / ENDPOINTS).unlink()
+
+
+def remove_run_files(folder: Path) -> list[str]:
+    """Remove a run's files, and the folder if it is empty then; return the removed paths.
+
+    Files that no run writes are kept, wherever `output_dir` points.
+
+    Raises:
+        FolderInUseError: the folder's run is running.
+    """
+    if not holds_run(folder):
+        return []
+    removed: list[str] = []
+    with locked(folder):
+        for path in (folder / name for name in WRITTEN):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.exists():
+                path.unlink()
+            else:
+                continue
+            removed.append(str(path))
+        (folder / LOCK).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+        removed.append(str(folder))
+    return removed

@@ -24,8 +24,7 @@ from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import dump_yaml, load_document
 from offbeat.deploy.config.run import SETTING_PATHS, RunConfig
-from offbeat.deploy.run_folder import FolderInUseError
-from offbeat.deploy.run_removal import remove_run_files
+from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
 from offbeat.deploy.run_setup import (
     generation_app,
     model_folder,

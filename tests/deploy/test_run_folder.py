@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.run_folder import Endpoints, FolderInUseError
+from offbeat.deploy.run_folder import Endpoints, FolderInUseError, locked, remove_run_files
+from offbeat.services.buffer.group_ledger import LEDGER_FILE
+from offbeat.trainer.learner.step_ledger import STEPS_FILE
+from offbeat.trainer.training.batch_log import FOLDER as BATCHES
 
 
 def earlier_run(folder: Path, text: str = "old") -> None:
@@ -14,7 +17,7 @@ def earlier_run(folder: Path, text: str = "old") -> None:
     (folder / "config.yaml").write_text(text)
 
 
-def test_an_earlier_run_is_moved_aside_to_the_first_free_name(tmp_path: Path):
+def test_claim_moves_an_earlier_run_to_the_first_free_name(tmp_path: Path):
     folder = tmp_path / "quickstart"
     for text in ("first", "second"):
         earlier_run(folder, text)
@@ -24,19 +27,19 @@ def test_an_earlier_run_is_moved_aside_to_the_first_free_name(tmp_path: Path):
     assert (tmp_path / "quickstart.2" / "config.yaml").read_text() == "second"
 
 
-def test_a_resumed_run_stays_where_it_is(tmp_path: Path):
+def test_claim_keeps_a_resumed_run(tmp_path: Path):
     earlier_run(tmp_path / "q")
     assert run_folder.claim(tmp_path / "q", resume=True) is None
     assert (tmp_path / "q" / "config.yaml").exists()
 
 
-def test_a_folder_without_a_run_is_used_as_it_is(tmp_path: Path):
+def test_claim_keeps_a_folder_without_a_run(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
     assert run_folder.claim(tmp_path, resume=False) is None
     assert (tmp_path / "notes.txt").exists()
 
 
-def test_a_folder_in_use_is_neither_taken_nor_moved(tmp_path: Path):
+def test_claim_refuses_a_locked_folder(tmp_path: Path):
     folder = tmp_path / "q"
     earlier_run(folder)
     code = f"""
@@ -59,7 +62,7 @@ with locked(Path({str(folder)!r})):
         assert (folder / "config.yaml").exists()
 
 
-def test_endpoints_are_told_only_while_their_process_lives(tmp_path: Path):
+def test_read_endpoints_returns_none_when_the_process_has_ended(tmp_path: Path):
     assert run_folder.read_endpoints(tmp_path) is None
     here = Endpoints(os.getpid(), "redis://x", "http://y")
     run_folder.write_endpoints(tmp_path, here)
@@ -70,3 +73,46 @@ def test_endpoints_are_told_only_while_their_process_lives(tmp_path: Path):
     assert run_folder.read_endpoints(tmp_path) is None
     run_folder.remove_endpoints(tmp_path)
     run_folder.remove_endpoints(tmp_path)
+
+
+def run_in(folder: Path) -> Path:
+    for name in ("checkpoints/step-000001", "logs", "tensorboard", "trackers/wandb", BATCHES, LEDGER_FILE.parent):
+        (folder / name).mkdir(parents=True)
+    for name in ("config.yaml", "report.json", "checkpoints/step-000001/learner.json", LEDGER_FILE, STEPS_FILE):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_remove_run_files_removes_the_run_and_its_folder(tmp_path: Path):
+    folder = run_in(tmp_path / "run")
+    removed = remove_run_files(folder)
+    assert not folder.exists()
+    assert str(folder / "checkpoints") in removed
+    assert str(folder) in removed
+
+
+def test_remove_run_files_keeps_files_that_no_run_writes(tmp_path: Path):
+    folder = run_in(tmp_path / "home")
+    (folder / "thesis.tex").write_text("years of work")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    (folder / "logs").rmdir()
+    (folder / "logs").symlink_to(elsewhere)
+    remove_run_files(folder)
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+    assert (elsewhere / "precious").exists()
+
+
+def test_remove_run_files_keeps_a_folder_without_a_run(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    assert remove_run_files(tmp_path) == []
+    assert remove_run_files(tmp_path / "nowhere") == []
+    assert (tmp_path / "logs").exists()
+
+
+def test_remove_run_files_keeps_a_locked_folder(tmp_path: Path):
+    folder = run_in(tmp_path / "run")
+    with locked(folder), pytest.raises(FolderInUseError):
+        remove_run_files(folder)
+    assert (folder / "config.yaml").exists()
