@@ -1,13 +1,12 @@
 # pyright: basic
-"""Env workers as Ray actors: wiring only.
+"""Env workers as Ray actors.
 
-Invariant: an actor works from the moment that it exists, also after Ray restarted it; a loop that ends by itself ends the
-process, so that Ray starts a fresh one.
+Invariant: an actor works from its creation, also after a restart by Ray; if its loop ends, the process exits, so that
+Ray starts a fresh one.
 
-Python's garbage collector in a process that holds thousands of living episodes.
-
-What imports, envs and episodes allocate lives long, and little of it is cyclic garbage; the collector would walk all
-of it again and again, at a cost per trajectory that grows with the number of episodes in hand.
+Garbage collection is tuned for thousands of live episodes: imports, envs and episodes are long-lived and rarely cyclic
+garbage, and the collector would traverse all of them again and again, at a cost per trajectory that grows with the
+number of episodes.
 """
 
 import asyncio
@@ -37,15 +36,15 @@ from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configur
 LEAST_YOUNG_OBJECTS = 20_000
 """New objects until the youngest generation is collected; Python's own 700 is a few turns of a busy worker."""
 OBJECTS_PER_EPISODE = 100
-"""About what an episode holds. Many that are played together make and drop so many together: only where more are new is some
-of it likely to be garbage."""
+"""Approximate number of objects per episode. Concurrent episodes create and release that many together, so only beyond
+this number some are likely to be garbage."""
 YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
 def calm_collector(episodes: int) -> None:
-    """Leave what exists now to itself, and look for garbage among the rest more rarely.
+    """Freeze existing objects and raise the GC thresholds.
 
-    episodes: that are played at a time at most.
+    episodes: maximum number of concurrent episodes.
     """
     gc.collect()
     gc.freeze()
@@ -57,11 +56,11 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
 """Between two looks for the generation service, which may start later than the workers."""
 RESTARTS = -1
-"""Ray replaces a dead worker for as long as the run wants it; what it was playing goes to others meanwhile."""
+"""Maximum restarts: Ray replaces a dead worker while the run needs it; its episodes are reassigned meanwhile."""
 
 
 def worker_name(run_id: str, index: int) -> str:
-    """Name of the actor, and the id under which the buffer knows it."""
+    """Return the name of the actor, which is also its id in the buffer."""
     return f"env-worker-{run_id}-{index}"
 
 
@@ -79,9 +78,9 @@ class EnvWorkerActor:
         self._working = asyncio.get_running_loop().create_task(self._work())
 
     async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
-        """Answers while the loop runs: name, process id, whether it works already, and episodes in hand.
+        """Return name, process id, readiness, and the number of episodes, while the loop is running.
 
-        num_workers: that the run has now, among whom some things are shared out.
+        num_workers: current number of workers of the run, who share some limits.
         """
         worker = self._worker
         if worker and num_workers:
@@ -90,7 +89,7 @@ class EnvWorkerActor:
         return {"name": self._name, "pid": os.getpid(), "ready": worker is not None, "playing": playing}
 
     async def drain(self) -> None:
-        """Claim nothing more until the process is replaced."""
+        """Claim no more episodes until the process is replaced."""
         if self._worker:
             self._worker.drain()
 
@@ -165,9 +164,9 @@ class _PatientMetrics:
 
 
 def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
-    """Start env worker `index` of a run as a detached actor, or find the one that is there; returns its handle.
+    """Start env worker `index` of a run as a detached actor, or find the existing one; return its handle.
 
-    It starts working by itself, waiting for the generation application if need be.
+    It starts by itself, waiting for the generation application if necessary.
     """
     return (
         ray.remote(EnvWorkerActor)
@@ -185,7 +184,7 @@ def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
 
 
 async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float = 5.0) -> None:
-    """Let a worker give back its episodes, then end it for good; one that does not answer in `grace_s` is ended at once."""
+    """Let a worker return its episodes, then end it; one that does not answer within `grace_s` is killed."""
     try:
         actor = await asyncio.to_thread(ray.get_actor, worker_name(run_id, index), namespace=namespace)
     except ValueError:

@@ -1,8 +1,8 @@
-"""The child's end of `child_process`: reads commands from stdin, answers on stdout. Knows the standard library and
-msgpack alone, so that a child starts fast.
+"""Child side of `child_process`: reads commands from stdin, answers on stdout. Imports the standard library and msgpack
+only, so that a child starts fast.
 
-Invariant: it never outlives its worker, not even hung: the end of its stdin kills its process group, and the kernel kills it
-when its parent dies.
+Invariant: it never outlives its worker, not even when hung: the end of its stdin kills its process group, and the
+kernel kills it when its parent dies.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A child process that answers commands over its pipes, killed with everything that it started.
+"""A child process that answers commands over its pipes, killed with all its descendants.
 
-Invariants: the child leads a process group, which is killed whole; when the worker dies, by whatever means, its children see
-their pipe end and kill their groups; only msgpack crosses the pipe.
+Invariants: the child leads a process group, which is killed as a whole; when the worker dies, its children see the end
+of their pipe and kill their groups; only msgpack crosses the pipe.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MOST_PRINTED = 1024 * 1024
 """Bytes that a child may print in its life: they end up in a log file."""
 CHUNK = 64 * 1024
 SLOW_S = 0.01
-"""Between two chunks of a child that has printed too much: 6 MB/s, so that it can't keep its worker busy."""
+"""Pause between chunks of a child that has printed too much: 6 MB/s, so that it can't keep its worker busy."""
 
 
 class ChildProcess:
@@ -42,7 +42,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, which is also its process group's id."""
+        """Process id of the child, which is also its process group's id."""
         return self._child.pid if self._child else None
 
     async def start(self) -> None:

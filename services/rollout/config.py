@@ -1,4 +1,4 @@
-"""What the env-worker pool can be told (`custom_envs`, `train_env_manager`, `val_env_manager`, `rollout`)."""
+"""Configuration of the env-worker pool (`custom_envs`, `train_env_manager`, `val_env_manager`, `rollout`)."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,7 @@ from offbeat.services.generation.config import GeneratingArgs
 
 
 class AgentRunner(Config):
-    """An agent of one's own that plays a tag: it is given an endpoint for the policy and the task (docs/agents.md)."""
+    """External agent of a tag; it gets an endpoint for the policy and the task (docs/agents.md)."""
 
     path: str = ""
     """`module:function`, called with an `AgentTask` in a process that is used again."""
@@ -19,14 +19,14 @@ class AgentRunner(Config):
     """Program and arguments, a process for each episode; finds `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
     `ANTHROPIC_API_KEY` and `OFFBEAT_TASK` in its environment."""
     num_agents: int = Field(default=8, ge=1)
-    """Of the tag at a time in each worker; other episodes wait."""
+    """Concurrent agents of the tag in each worker; other episodes wait."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """An agent that plays longer is killed with all that it started, and its episode fails."""
+    """Timeout of an episode; the agent is killed with all its children, and the episode fails."""
     max_calls: int = Field(default=1024, ge=1)
     """Answers that one episode may ask the policy for."""
     tool_call_parser: str | None = None
-    """vLLM's parser of the form in which the model calls tools (`llama4_pythonic`, `mistral`, ...); None reads the JSON that
-    the chat template is found to write, else takes the parser that reads what it writes."""
+    """vLLM's parser for the model's tool calls (`llama4_pythonic`, `mistral`, ...); None uses the JSON format detected
+    in the chat template, otherwise the parser that reads the template's output."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "AgentRunner":
@@ -38,7 +38,7 @@ class AgentRunner(Config):
 
 
 class CustomEnv(Config):
-    """One tag: an env and how its turns are played."""
+    """One tag: an env and the rules of its turns."""
 
     env_type: str
     """A name from `offbeat.envs.registry`, an entry point of group `offbeat.envs`, or `module:Class`."""
@@ -52,26 +52,27 @@ class CustomEnv(Config):
     """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`; `{image}` shows what the env renders as
     `rgb_array`, `{history}` the turns that `history_length` counts."""
     env_manager_cls: Literal["TrajEnvManager", "StepEnvManager", "StepConcatEnvManager"] = "TrajEnvManager"
-    """What the policy has before it: the whole conversation; with the two others each turn is a prompt of its own, which
-    tells of earlier turns by `{history}`, or shows all observations and answers so far as one `{observation}`."""
+    """Context of the policy: the whole conversation; with the other two, each turn is a prompt of its own, which
+    contains earlier turns as `{history}`, or all observations and answers so far as one `{observation}`."""
     history_length: int = Field(default=0, ge=0)
-    """Turns that `{history}` tells, of `StepEnvManager`."""
+    """Turns in `{history}` of `StepEnvManager`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the env's constructor."""
     tool_call_parser: str | None = None
     """vLLM's parser of the form in which the chat template writes calls, for an env that offers `functions`; None finds it
     by what the template writes. (Calls of an agent's own tools are read by `agent_runner.tool_call_parser`.)"""
     agent_runner: AgentRunner | None = None
-    """Who plays; None lets the policy answer each observation itself. `max_steps` then bounds the env's steps, and
-    `max_tokens_per_step` each answer of the policy."""
+    """External agent; None lets the policy answer each observation itself. `max_steps` then limits the env's steps, and
+    `max_tokens_per_step` each completion."""
     execution: Literal["inline", "thread", "process"] = "thread"
-    """Where reset and step run. `inline`: on the worker's loop, for envs that answer in microseconds; `thread`: for envs
-    that wait; `process`: a child of its own, killed when it hangs."""
+    """Where reset and step run. `inline`: on the worker's event loop, for envs that answer in microseconds; `thread`:
+    for envs that wait; `process`: in a child process, which is killed when it hangs."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
     """Calls of reset and step that are under way at a time in the whole run, shared out evenly to the workers that the run
     has, also when their number changes (one each at least); None: no bound."""
     memory_gib: float = Field(default=4.0, gt=0)
-    """Of an env with `execution: process`: one that asks for more gets a MemoryError, and its episode fails."""
+    """Memory limit of an env with `execution: process`, GiB; beyond it, allocation raises MemoryError and the episode
+    fails."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
@@ -89,12 +90,12 @@ class CustomEnv(Config):
 
     @property
     def shows_pictures(self) -> bool:
-        """Whether the policy sees the env."""
+        """True if the policy is shown images of the env."""
         return IMAGE in self.agent_template
 
 
 class TaskSamplerConfig(Config):
-    """Who draws the tasks of training: a class as `offbeat.envs.task_samplers.TaskSampler` (docs/environments.md)."""
+    """Sampler of training tasks: a class like `offbeat.TaskSampler` (docs/environments.md)."""
 
     path: str
     """`module:Class`, made as `Class(tags, **args)`."""
@@ -110,7 +111,7 @@ class TaskSamplerConfig(Config):
 
 
 class EnvManagerConfig(Config):
-    """Which tags are played and in what groups; ROLL's `train_env_manager` and `val_env_manager`."""
+    """Tags and groups of rollouts; ROLL's `train_env_manager` and `val_env_manager`."""
 
     num_env_groups: int = Field(default=8, ge=1)
     """Groups in flight at most."""
@@ -123,7 +124,7 @@ class EnvManagerConfig(Config):
     num_groups_partition: tuple[int, ...] = ()
     """Groups of each tag; sums to `num_env_groups`. Empty shares evenly."""
     task_sampler: TaskSamplerConfig | None = None
-    """Of training: draws tag and seed of each group instead of taking the tags in turn."""
+    """Sampler that draws tag and seed of each training group; None cycles through the tags."""
 
     @model_validator(mode="after")
     def _partition_fits(self) -> "EnvManagerConfig":
@@ -145,7 +146,7 @@ class RolloutConfig(Config):
     num_workers: int = Field(default=1, ge=1)
     """Worker processes."""
     max_env_num_per_worker: int = Field(default=128, ge=1)
-    """Episodes that one worker plays at a time."""
+    """Maximum number of concurrent episodes of one worker."""
     cpus_per_worker: float = Field(default=0.5, gt=0)
     """Logical CPUs that Ray reserves for one worker."""
     num_threads: int = Field(default=8, ge=1)
@@ -155,17 +156,17 @@ class RolloutConfig(Config):
     max_generation_retry_s: float = Field(default=180.0, gt=0)
     """Time for which a turn is sent again while no replica answers, before its episode counts as failed."""
     coalesce_s: float = Field(default=0.01, ge=0)
-    """Time between two calls to generation while many turns become ready: they travel together. A turn that comes alone
-    does not wait."""
+    """Time in which turns that become ready are collected into one generation call, s. A turn that is alone does not
+    wait."""
 
 
 class WorkerSettings(Config):
-    """All that an env worker is told; plain values, so that it can be sent to another host."""
+    """Settings of an env worker; plain values, so that they can be sent to another host."""
 
     run_id: str
     seed: int
     model_folder: Path
-    """Where the tokenizer and its chat template lie."""
+    """Folder with the tokenizer and its chat template."""
     output_dir: Path
     """The run's folder; logs go to `logs/` in it."""
     redis_url: str
@@ -178,6 +179,6 @@ class WorkerSettings(Config):
     generation_app: str
     """Serve application that samples."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """Of one turn; `actor_infer.request_timeout_s`."""
+    """Timeout of one turn; `actor_infer.request_timeout_s`."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
-    """`buffer.worker_timeout_s`; heartbeats come often enough for it."""
+    """`buffer.worker_timeout_s`, from which the interval of heartbeats follows."""

@@ -1,4 +1,4 @@
-"""What a worker saw, as metric records: sums and means that merge with those of other workers."""
+"""A worker's metric records: sums and means that merge with those of other workers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ OWN = frozenset(
     )
 )
 OWN_FOLDERS = ("stop/", "failed/", "submitted/")
-"""What is counted here goes by these names; an env's metric of such a name goes by `env/<name>`."""
+"""Reserved prefixes; an env's metric of such a name is recorded as `env/<name>`."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Of env and policy; plain numbers, because every turn of every episode adds to them."""
+    """Counters of env and model calls; plain numbers, because every turn of every episode updates them."""
 
     turns: int = 0
     tokens: int = 0
@@ -30,7 +30,7 @@ class _Calls:
     env_max_s: float = 0.0
 
     def parts(self) -> dict[str, Partial]:
-        """What there was."""
+        """Return the counters as partials."""
         of_policy = {
             "turns": Partial("sum", float(self.turns), float(self.turns)),
             "tokens_sampled": Partial("sum", float(self.tokens), float(self.turns)),
@@ -53,7 +53,7 @@ class Reporter:
         self._calls: defaultdict[tuple[str, str], _Calls] = defaultdict(_Calls)
 
     def finished(self, kind: EpisodeKind, trajectory: Trajectory) -> None:
-        """An episode was played to its end."""
+        """Count a finished episode."""
         add = self._adder(kind, trajectory.tag)
         add("episodes", Partial("sum", 1.0))
         add("episode_s", Partial("mean", trajectory.duration_s))
@@ -68,21 +68,21 @@ class Reporter:
             add(f"env/{name}" if taken else name, Partial("mean", value))
 
     def failed(self, kind: EpisodeKind, tag: str, reason: str) -> None:
-        """An episode could not be played."""
+        """Count a failed episode."""
         add = self._adder(kind, tag)
         add("failures", Partial("sum", 1.0))
         add(f"failed/{reason}", Partial("sum", 1.0))
 
     def submitted(self, kind: EpisodeKind, tag: str, result: str) -> None:
-        """What the buffer said to a trajectory."""
+        """Count the buffer's response to a trajectory."""
         self._adder(kind, tag)(f"submitted/{result}", Partial("sum", 1.0))
 
     def cancelled(self, kind: EpisodeKind, tag: str) -> None:
-        """An episode was stopped because nobody needs it any more."""
+        """Count an episode that was cancelled because it was no longer needed."""
         self._adder(kind, tag)("cancelled", Partial("sum", 1.0))
 
     def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
-        """The policy answered, `generation_s` after it was asked."""
+        """Count a completion that took `generation_s`."""
         calls = self._calls[kind.value, tag]
         calls.turns += 1
         calls.tokens += len(completion.token_ids)

@@ -1,17 +1,17 @@
-"""The places in which a worker plays, and when what was finished in them leaves for the buffer.
+"""Concurrency slots for a worker's episodes; finished episodes are submitted in batches.
 
-Invariants: an episode holds its place until it leaves, and no longer; those that finish soon after each other leave
-together, and with them goes the claim for their places: it is trips to the buffer that cost.
+Invariants: an episode holds its slot exactly until it is submitted; episodes that finish within a short time are
+submitted together, along with the claim for new ones, because round trips to the buffer are the cost.
 """
 
 import asyncio
 
 GATHER_S = 0.01
-"""From one departure to the next, at least, while anybody is still playing."""
+"""Minimum interval of submissions while other episodes are running, s."""
 
 
 class SlotPool:
-    """As many as episodes are played at a time."""
+    """The slots of a worker."""
 
     def __init__(self, count: int, gather_s: float = GATHER_S) -> None:
         self._count = count
@@ -29,17 +29,17 @@ class SlotPool:
         return max(0, self._count - self._num_playing - len(self._finished))
 
     def take(self) -> "Slot":
-        """For an episode that begins."""
+        """Return a slot for a new episode."""
         self._num_playing += 1
         return Slot(self)
 
     async def freed(self) -> None:
-        """Return once places were freed since the last time, after those who left them had their turn."""
+        """Return once slots were freed since the last call, after their former holders ran."""
         await self._freed.wait()
         self._freed.clear()
 
     def finish(self, place: "Slot") -> None:
-        """Its episode leaves at the next departure."""
+        """Mark the slot's episode for the next submission."""
         self._num_playing -= 1
         self._finished.append(place)
         self._call()
@@ -50,7 +50,7 @@ class SlotPool:
         self._call()
 
     def _call(self) -> None:
-        """There will be a departure; at once, when there is nobody to wait for."""
+        """Schedule a submission; at once if no other episode is running."""
         loop = asyncio.get_running_loop()
         if self._departure:
             if self._num_playing:
@@ -70,7 +70,7 @@ class SlotPool:
 
 
 class Slot:
-    """Of one episode."""
+    """The slot of one episode."""
 
     __slots__ = ("_gate", "_is_playing", "_places")
 
@@ -92,6 +92,6 @@ class Slot:
             self._places.vacate()
 
     def flush(self) -> None:
-        """Its episode leaves now, if it has not been cancelled meanwhile."""
+        """Submit the episode now, unless it was cancelled."""
         if not self._gate.done():
             self._gate.set_result(None)

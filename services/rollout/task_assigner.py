@@ -1,4 +1,4 @@
-"""What training groups play, where a task sampler draws it: settled once for all workers, and remembered for siblings."""
+"""Tasks of training groups that a task sampler draws: fixed once for all workers, and cached for the group's members."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
 
 MOST_KNOWN = 4096
-"""Groups that are remembered; an older one is asked for again."""
+"""Maximum number of cached groups; older ones are read again."""
 
 
 class TaskAssigner:
-    """Asks the buffer, and draws where nobody has drawn yet."""
+    """Reads a group's task from the buffer, or draws it if it is not fixed yet."""
 
     def __init__(self, config: TaskConfig, seed: int, buffer: RolloutBuffer) -> None:
         self._config = config

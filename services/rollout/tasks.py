@@ -1,9 +1,8 @@
-"""Which task an episode plays: tag and env seed from configuration, run seed and number alone, or drawn by a task sampler.
+"""Task of an episode: tag and env seed, computed from configuration, run seed and number, or drawn by a task sampler.
 
-Invariants: every worker comes to the same answer, so Redis holds numbers only; what a sampler draws depends on its state
-too, so the first answer for a group is kept there while it is played. Seeds of training lie below 2**31, those of evaluation
-above, and evaluation's envs take their held-out split where they have one: an evaluation never plays a training
-task.
+Invariants: every worker computes the same task, so Redis stores numbers only; a sampler's draw also depends on its
+state, so the first draw for a group is stored while the group is active. Training seeds are below 2**31, evaluation
+seeds above, and evaluation uses the held-out split if the env has one: an evaluation never uses a training task.
 """
 
 import json
@@ -35,11 +34,11 @@ class TaskConfig(Protocol):
 
 
 class Task(NamedTuple):
-    """What is played."""
+    """Tag and seed of an episode."""
 
     tag: str
     seed: int
-    """For the env's `reset`."""
+    """Seed of the env's `reset`."""
 
 
 def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> Task:
@@ -57,10 +56,10 @@ def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> T
 
 
 def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> TaskSampler | None:
-    """The task sampler of training, if there is one.
+    """Return the task sampler of training, or None.
 
     Raises:
-        ValueError: it can't be imported or made; the message says why.
+        ValueError: it can't be imported or constructed; the message says why.
     """
     told = manager.task_sampler
     if told is None:
@@ -102,7 +101,7 @@ def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
 
 
 class EvalTasks:
-    """The evaluation tasks of a run: the same in each of its evaluations, all different where the env has so many."""
+    """Evaluation tasks of a run: the same in each evaluation, all different if the env has enough."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         self._envs = config.custom_envs

@@ -1,6 +1,6 @@
-"""What the episodes of a worker wait for at this moment, for whoever asks why a run does not get further.
+"""What the episodes of a worker currently wait for, for `offbeat runs why`.
 
-Invariant: an episode waits for exactly one thing; what the worker says is a count of them, never the episodes themselves.
+Invariant: an episode waits for exactly one thing; the report holds counts, not episodes.
 """
 
 import time
@@ -13,21 +13,21 @@ from offbeat.services.messages.types import EpisodeKind, EpisodeTask
 
 
 class Wait(StrEnum):
-    """What an episode waits for."""
+    """Things that an episode waits for."""
 
     PLACE = "place"
     """An env of the pool."""
     ENV = "env"
     AGENT = "agent"
-    """The agent that plays it thinks, or is busy elsewhere."""
+    """The agent is computing."""
     GENERATION = "generation"
     BUFFER = "buffer"
-    """Its trajectory is handed in."""
+    """Submission of the trajectory."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """What one episode waits for."""
+    """Wait status of one episode."""
 
     wait: Wait
     since: float
@@ -41,13 +41,13 @@ class Waiting:
 
 @dataclass
 class Waits:
-    """Kept up to date by the worker."""
+    """Wait status of a worker's episodes."""
 
     clock: Callable[[], float] = time.time
     _of: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
     def begin(self, task: EpisodeTask) -> Waiting:
-        """The episode waits for its place; the rest is told to what comes back."""
+        """Add an episode that waits for its slot; the returned object receives later changes."""
         self._of[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
         return self._of[task]
 

@@ -1,7 +1,7 @@
-"""An env worker: claims episodes, plays many of them on one loop, and hands in what became of each.
+"""Env worker: claims episodes, runs many of them on one event loop, and submits the results.
 
-Invariants: each claimed episode is submitted, failed by name, given back, or taken away by the buffer; no episode's trouble
-reaches another or the worker; while Redis or generation do not answer, the worker waits and tries again.
+Invariants: each claimed episode is submitted, failed with a reason, returned, or revoked by the buffer; a failing
+episode affects neither others nor the worker; while Redis or generation do not answer, the worker retries.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ LONGEST_IDLE_S = 1.0
 LONGEST_HEARTBEAT_S = 0.5
 REPORT_S = 1.0
 SHOW_S = 0.5
-"""What episodes wait for is at most so old."""
+"""Maximum age of the reported wait status."""
 WIND_UP_S = 2.0
 
 
 class WorkerEnd(StrEnum):
-    """Why a worker's loop ended."""
+    """Reason why a worker's loop ended."""
 
     STOPPED = "stopped"
     WORN_OUT = "worn_out"
@@ -50,19 +50,19 @@ class WorkerEnd(StrEnum):
 
 
 class WaitsWriter(Protocol):
-    """Where a worker shows what its episodes wait for."""
+    """Destination of the wait status."""
 
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
 
 
 class MetricsSink(Protocol):
-    """Where metric records go."""
+    """Destination of metric records."""
 
     async def append(self, record: MetricRecord) -> None: ...
 
 
 class EnvWorker:
-    """Plays up to `max_env_num_per_worker` episodes at a time until it is stopped."""
+    """Runs up to `max_env_num_per_worker` concurrent episodes until it is stopped."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EnvWorker:
         chat: ChatFormat,
         board: WaitsWriter | None = None,
     ) -> None:
-        """board: None shows nobody what the episodes wait for."""
+        """board: None publishes no wait status."""
         self._settings = settings
         self._worker_id = worker_id
         self._buffer = buffer
@@ -103,7 +103,7 @@ class EnvWorker:
 
     @property
     def num_playing(self) -> int:
-        """Episodes in hand."""
+        """Number of current episodes."""
         return len(self._playing)
 
     @property
@@ -112,10 +112,10 @@ class EnvWorker:
         return self._batcher.num_calls
 
     async def run(self) -> WorkerEnd:
-        """Work until `stop()`, or until the worker is worn out; gives back what it was playing.
+        """Work until `stop()`, or until the worker is worn out; unfinished episodes are returned.
 
         Raises:
-            MeshError: the buffer refuses what it is told; a fresh process should take over.
+            MeshError: the buffer refuses a request; a fresh process should take over.
         """
         work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
         chores = [asyncio.create_task(chore) for chore in work]
@@ -130,16 +130,16 @@ class EnvWorker:
             await self._wind_up(chores)
 
     def share_with(self, num_workers: int) -> None:
-        """The run has so many workers now, this one among them."""
+        """Set the current number of workers of the run, this one included."""
         self._envs.share_with(num_workers)
 
     def drain(self) -> None:
-        """Claim nothing more; what is being played is finished."""
+        """Claim no more episodes and finish the current ones."""
         self._drained = True
         self._may_claim.clear()
 
     def stop(self) -> None:
-        """End `run`: episodes in hand are given back to the buffer."""
+        """End `run`; current episodes are returned to the buffer."""
         self._finish(WorkerEnd.STOPPED)
 
     def _finish(self, reason: WorkerEnd) -> None:
@@ -239,7 +239,7 @@ class EnvWorker:
             self._ended.set()
 
     async def _see_through(self, task: EpisodeTask, place: Slot) -> None:
-        """Play an episode and hand in what became of it."""
+        """Run an episode and submit the result."""
         tag = ""
         try:
             what = await self._task_of(task)
@@ -264,10 +264,10 @@ class EnvWorker:
             self._reporter.submitted(task.kind, tag, result.value)
 
     async def _play(self, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
-        """Play an episode in an env of the pool.
+        """Run an episode in an env of the pool.
 
         Raises:
-            EpisodeError: it could not be played.
+            EpisodeError: it failed.
         """
         rules = self._settings.custom_envs[what.tag]
         limit = asyncio.timeout(rules.episode_timeout_s)

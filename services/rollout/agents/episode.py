@@ -1,7 +1,7 @@
-"""One episode that a foreign agent plays: its calls of the policy are captured by the gateway, its env is the tag's own.
+"""One episode of an external agent: its model calls are captured by the gateway, its env is the tag's own.
 
-Invariants: what the learner gets is what the gateway recorded, whatever the agent did with it; an episode whose sampling or
-env failed is no trajectory; the episode's key is closed before its trajectory is made.
+Invariants: the learner gets what the gateway recorded, whatever the agent did with it; an episode whose sampling or env
+failed yields no trajectory; the episode's key is revoked before its trajectory is built.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from offbeat.services.rollout.episodes.episode import (
 
 
 class AgentRuntime:
-    """What the agents of one process share: the policy's template, the gateway, and their processes."""
+    """Shared resources of a process' agents: the policy's template, the gateway, and their processes."""
 
     def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
         """parsers: every `tool_call_parser` that a tag names.
@@ -46,7 +46,7 @@ class AgentRuntime:
         self.pool = AgentPool()
 
     async def close(self) -> None:
-        """Let go of all processes and of the port."""
+        """Stop all processes and close the port."""
         await self.pool.close()
         await self.gateway.close()
 
@@ -68,7 +68,7 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
 
 
 def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
-    """A desk, where a tag has an agent of its own."""
+    """Return the runtime, or None if no tag has an agent."""
     parsers = {env.agent_runner.tool_call_parser for env in custom_envs.values() if env.agent_runner}
     return AgentRuntime(model_folder, parsers) if parsers else None
 
@@ -85,7 +85,7 @@ class HttpEnvSession:
         self._results: list[StepResult] = []
         self._first = self._message(observation)
         self.session: EpisodeSession | None = None
-        """Hears of rewards; set before the agent starts."""
+        """Receives rewards; set before the agent starts."""
         self.task: dict[str, Any] = {}
         """See `EpisodeEnv.task`."""
         self.texts = [self._system]
@@ -93,7 +93,7 @@ class HttpEnvSession:
         self._seen = self._first
 
     def agent_task(self, origin: str, plan: EpisodePlan, session: EpisodeSession) -> AgentTask:
-        """What the agent is given."""
+        """Return the task for the agent."""
         self.session = session
         task = AgentTask(
             base_url=f"{origin}/v1",
@@ -112,7 +112,7 @@ class HttpEnvSession:
 
     @property
     def over(self) -> StopReason | None:
-        """Why no more steps can be made."""
+        """Reason why the episode is over, or None."""
         if not self._results:
             return None
         last = self._results[-1]
@@ -165,10 +165,10 @@ class HttpEnvSession:
 async def play_with_agent(
     plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, desk: AgentRuntime
 ) -> Trajectory:
-    """Let the tag's agent play an episode to its end.
+    """Run one episode with the tag's agent.
 
     Raises:
-        EpisodeError: env, generation or agent failed; the episode should be tried again.
+        EpisodeError: env, generation or agent failed; the episode should be retried.
     """
     began = time.monotonic()
     async with desk.pool.place(plan.tag, runner):

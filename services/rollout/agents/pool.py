@@ -21,7 +21,7 @@ MODULE = "offbeat.services.rollout.agents.process_main"
 
 @dataclass(frozen=True, slots=True)
 class AgentOutcome:
-    """What an agent returned."""
+    """Parsed return value of an agent."""
 
     reward: float | None = None
     answer: str | None = None
@@ -40,7 +40,7 @@ class AgentPool:
         return self._places.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
     async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:
-        """Let the agent play one episode.
+        """Run one episode.
 
         Raises:
             EpisodeError: `agent_error`, `agent_timeout`, `agent_crashed` or `agent_result`.
@@ -73,10 +73,10 @@ class AgentPool:
 
 
 def outcome_of(returned: Any) -> AgentOutcome:
-    """What a number, a text, an object or None means.
+    """Parse an agent's return value: a number, a string, an object or None.
 
     Raises:
-        EpisodeError: it is nothing of that.
+        EpisodeError: it is none of these.
     """
     if returned is None:
         return AgentOutcome()

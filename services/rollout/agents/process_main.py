@@ -14,9 +14,9 @@ from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
 TOLD = 2_000
-"""Characters of a failed command's output that are told."""
+"""Characters of a failed command's output in the error."""
 TAIL, PIECE = 1 << 20, 1 << 16
-"""Bytes of a command's output that are kept, and read at a time; what it returns is among the former."""
+"""Bytes of a command's output that are kept, and that are read at a time; the result is in the former."""
 
 
 def find_agent(path: str) -> Callable[[AgentTask], Any]:
@@ -74,7 +74,7 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
 
 
 def _tail(stream: IO[bytes]) -> str:
-    """The end of what a stream says: an agent may say much in an episode."""
+    """Return the end of a stream, which may be long."""
     kept = bytearray()
     while chunk := os.read(stream.fileno(), PIECE):
         kept += chunk

@@ -1,9 +1,9 @@
-"""What a foreign agent is given: an endpoint under the policy's chat template, and the task. Standard library alone.
+"""Task of an external agent: an endpoint for the policy, and the env. Imports the standard library only.
 
     def play(task: AgentTask) -> float | str | dict | None
 
-It returns the episode's reward, or `{"reward": ..., "metrics": {...}}`; or a text, the answer that the env then scores; or
-None, where it has played the env by `task.step`.
+Return value: the episode's reward, or `{"reward": ..., "metrics": {...}}`; or a string, the answer that the env scores;
+or None after stepping the env by `task.step`.
 """
 
 import json
@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class EnvReply:
-    """What the env says to an action."""
+    """The env's response to an action."""
 
     observation: str
     reward: float
     done: bool
-    """Whether the episode is over: by the env, or because `max_steps` are made."""
+    """True if the episode is over: ended by the env, or after `max_steps`."""
     metrics: dict[str, float]
 
 
@@ -31,7 +31,7 @@ class AgentTask:
     """One episode."""
 
     base_url: str
-    """Of OpenAI's API."""
+    """Base URL of OpenAI's API."""
     api_key: str
     """Opens this episode alone, while it lasts; of every API, and of `env_url`."""
     anthropic_base_url: str
@@ -77,7 +77,7 @@ class AgentTask:
         }
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the task as JSON values."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_connection"}
 
     @classmethod

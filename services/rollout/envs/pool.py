@@ -1,6 +1,6 @@
-"""Envs that are made once and played many times.
+"""Pool of envs that are created once and reused.
 
-Invariant: an env is lent to one episode at a time, and comes back only if it is healthy.
+Invariant: an env is leased to one episode at a time, and returns only if it is healthy.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from offbeat.services.threads import DaemonThreads
 Key = tuple[str, EpisodeKind]
 
 _OPEN = nullcontext()
-"""A turnstile that lets everything through."""
+"""Turnstile without a limit."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class EnvPool:
         self.share_with(num_workers)
 
     def share_with(self, num_workers: int) -> None:
-        """So many workers share what a tag may have under way, from the next call on."""
+        """Set the number of workers among which a tag's concurrency limit is divided, from the next call on."""
         for tag, bound in self._bounds.items():
             self._limiters[tag].total_tokens = max(1, bound // num_workers)
 
@@ -66,18 +66,18 @@ class EnvPool:
 
     @property
     def is_worn_out(self) -> bool:
-        """Whether so many threads hang that the process should be replaced."""
+        """True if so many threads hang that the process should be replaced."""
         return self._threads.num_hung >= self._num_threads
 
     def turnstile(self, tag: str) -> AbstractAsyncContextManager[Any]:
-        """Entered for each call of reset and step: lets this worker's share of `max_env_step_concurrent` through."""
+        """Return the turnstile of each reset and step: it admits this worker's share of `max_env_step_concurrent`."""
         return self._limiters.get(tag) or _OPEN
 
     async def take(self, tag: str, kind: EpisodeKind) -> LeasedEnv:
-        """An env to play; evaluation's is on its held-out split.
+        """Lease an env; evaluation uses the held-out split.
 
         Raises:
-            EpisodeError: it can't be made.
+            EpisodeError: it can't be created.
         """
         key = (tag, kind)
         if self._idle[key]:
@@ -90,7 +90,7 @@ class EnvPool:
             raise
 
     def keep(self, lent: LeasedEnv) -> bool:
-        """Take back an env whose episode is finished; False where it may not be played again."""
+        """Return an env after its episode; False if it must not be reused."""
         if lent.runner.healthy:
             self._idle[lent.key].append(lent)
         return lent.runner.healthy

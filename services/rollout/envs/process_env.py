@@ -1,4 +1,4 @@
-"""An env in a process of its own (`services.rollout.child_process`), killed when it hangs or is not needed any more."""
+"""An env in a child process (`services.rollout.child_process`), killed when it hangs or is no longer needed."""
 
 from contextlib import suppress
 
@@ -23,7 +23,7 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, which is also its process group's id."""
+        """Process id of the child, which is also its process group's id."""
         return self._child.pid
 
     async def start(self) -> EnvTraits:

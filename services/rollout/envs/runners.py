@@ -1,7 +1,7 @@
-"""Running an env's reset and step where it can do no harm: on the loop, in a thread, or in a process of its own.
+"""Runners of an env's reset and step: inline, in a thread, or in a process.
 
-Invariants: whatever an env does, its caller gets a result or an `EpisodeError` within the time limit (inline envs excepted,
-which are trusted to answer at once); an env that failed or hung is never played again; a process env leaves no child behind.
+Invariants: every call returns a result or raises `EpisodeError` within the time limit (except inline envs, which are
+trusted to answer at once); an env that failed or hung is never reused; a process env leaves no child behind.
 """
 
 import logging
@@ -25,29 +25,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUMBERS = (int, float, np.bool_, np.integer, np.floating)
-"""What of an env's info becomes a metric."""
+"""Types in an env's info that become metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """What is run, and how long a call may take."""
+    """An env and the time limits of its calls."""
 
     env_type: str
     env_config: Mapping[str, JsonValue]
     reset_timeout_s: float
-    """Also of making the env."""
+    """Includes creation of the env."""
     step_timeout_s: float
     memory_gib: float = 4.0
-    """Of a process."""
+    """Memory limit of a process env, GiB."""
 
 
 class EnvTraits(NamedTuple):
-    """What an env says about itself."""
+    """Attributes of an env."""
 
     system_prompt: str
     metrics_agg_mode: dict[str, str]
     functions: Sequence[Mapping[str, Any]] = ()
-    """That the policy may call (`offbeat.envs.tools.functions`), in OpenAI's form."""
+    """Functions that the policy may call (`offbeat.envs.tools.functions`), in OpenAI's form."""
 
 
 class StepResult(NamedTuple):
@@ -65,7 +65,7 @@ class EnvRunner(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """Whether it may be played again."""
+        """True if the env may be reused."""
         ...
 
     async def start(self) -> EnvTraits:
@@ -81,16 +81,16 @@ class EnvRunner(Protocol):
         ...
 
     async def picture(self) -> bytes:
-        """What the env looks like now, as PNG."""
+        """Render the env as PNG."""
         ...
 
     async def close(self) -> None:
-        """Let go of the env, whatever it is doing; never raises EpisodeError."""
+        """Close the env, whatever it is doing; never raises EpisodeError."""
         ...
 
 
 def traits_of(env: TextEnv) -> EnvTraits:
-    """What the env's attributes say; an env without `system_prompt` has an empty one."""
+    """Return the env's attributes; `system_prompt` defaults to an empty string."""
     inner = env.unwrapped
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
     functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
@@ -123,10 +123,10 @@ def do_step(env: TextEnv, action: str) -> StepResult:
 
 
 def do_picture(env: TextEnv) -> bytes:
-    """What the env renders, as PNG.
+    """Render the env as PNG.
 
     Raises:
-        ValueError: it renders no `rgb_array`, or a picture that is too large.
+        ValueError: it renders no `rgb_array`, or an image that is too large.
     """
     frame = env.render()
     if not isinstance(frame, np.ndarray):
@@ -143,7 +143,8 @@ def _text(observation: object) -> str:
 
 
 def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
-    """Whatever the env raises becomes data; SystemExit too, which libraries raise on a bad argument."""
+    """Translate every exception of the env into EpisodeError; SystemExit, too, which some libraries raise on bad
+    arguments."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -152,7 +153,7 @@ def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
 
 
 class InlineEnv:
-    """On the worker's loop: for envs that answer in microseconds."""
+    """Runs on the worker's event loop, for envs that answer in microseconds."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
@@ -186,7 +187,7 @@ class InlineEnv:
 
 
 class ThreadEnv:
-    """In one of the worker's threads, a call at a time, not always the same thread; a hung call is left behind."""
+    """Runs in the worker's threads, one call at a time, not always in the same thread; a hung call is abandoned."""
 
     def __init__(self, spec: EnvSpec, threads: DaemonThreads) -> None:
         self._spec = spec

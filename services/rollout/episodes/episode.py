@@ -1,7 +1,7 @@
-"""One episode: the env and the policy in turn, until one of them has had enough.
+"""One episode: env and policy in turn, until the episode is over.
 
-Trajectory-wise (ROLL's semantics) the whole history stays in context, as the tokens that were sampled, or as the chat
-template rewrites it; step-wise each prompt stands for itself. `conversation` records it. Pure of Ray and Redis.
+Trajectory-wise (ROLL's semantics) the whole history stays in context, as sampled tokens or as the chat template
+rewrites it; step-wise each prompt is independent. `recorder` records it. Independent of Ray and Redis.
 """
 
 import operator
@@ -34,7 +34,7 @@ Retries and timeouts are its business."""
 
 
 class PlayableEnv(Protocol):
-    """What an episode asks of its env."""
+    """Interface of an episode to its env."""
 
     async def reset(self, seed: int) -> str: ...
 
@@ -45,7 +45,7 @@ class PlayableEnv(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """What is played and by which rules."""
+    """Task and rules of an episode."""
 
     task: EpisodeTask
     tag: str
@@ -58,10 +58,10 @@ class EpisodePlan:
 
 
 async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: Sample, chat: ChatFormat) -> Trajectory:
-    """Play an episode to its end.
+    """Run an episode.
 
     Raises:
-        EpisodeError: env or generation failed; the episode should be tried again.
+        EpisodeError: env or generation failed; the episode should be retried.
     """
     began, rules = time.monotonic(), plan.env
     system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
@@ -92,8 +92,8 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
 
 @dataclass(slots=True)
 class _Episode:
-    """What lasts from turn to turn. All else is let go when its turn is over, while it is in the caches: thousands of other
-    episodes have theirs before the next."""
+    """State that outlives a turn. Everything else is released at the end of the turn, while it is in the CPU caches:
+    thousands of other episodes run before the next turn."""
 
     plan: EpisodePlan
     env: PlayableEnv
@@ -124,7 +124,7 @@ class _Episode:
         return result.observation, _stop_reason(result, step, plan.env.max_steps)
 
     async def _message(self, observation: str, step: int) -> Message:
-        """What the policy is told in a turn."""
+        """Render the policy's message of a turn."""
         rules = self.plan.env
         words = fill_template(
             rules.agent_template,
@@ -161,7 +161,7 @@ MERGED: Mapping[str, Callable[[float, float], float]] = {
     "min": min,
     "max": max,
 }
-"""By `metrics_agg_mode`: what was seen so far and a new value make one."""
+"""By `metrics_agg_mode`: combines the value so far with a new one."""
 
 
 class EpisodeMetrics:

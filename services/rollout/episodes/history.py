@@ -1,4 +1,4 @@
-"""What a step-wise policy is told of earlier turns, in words."""
+"""Renders earlier turns as text for step-wise prompts."""
 
 from offbeat.services.rollout.config import CustomEnv
 
@@ -19,9 +19,10 @@ class TurnHistory:
             self._turns.append(f"{observation}\n{answer}")
 
     def window(self) -> str:
-        """What `{history}` stands for: the last `history_length` observations, each with its answer below it."""
+        """Return the text of `{history}`: the last `history_length` observations, each followed by its answer."""
         return "\n".join(self._turns[-self._window :]) if self._window else ""
 
     def shown(self, observation: str) -> str:
-        """What `{observation}` stands for: with `StepConcatEnvManager` after all that was seen and answered before it."""
+        """Return the text of `{observation}`: with `StepConcatEnvManager`, preceded by all earlier observations and
+        answers."""
         return "\n".join([*self._turns, observation]) if self._shows_all else observation

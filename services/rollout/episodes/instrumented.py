@@ -1,4 +1,4 @@
-"""An episode's calls to its env and to the policy: counted, timed, and shown to whoever asks what it waits for."""
+"""Wraps an episode's env and model calls with timing, counters and wait status."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
 class InstrumentedEpisode:
-    """Stands between an episode and what it calls; a `PlayableEnv`, and its `sample` is a `Sample`."""
+    """Instrumented calls of an episode; a `PlayableEnv`, and its `sample` is a `Sample`."""
 
     __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_tag", "_turnstile", "_waiting")
 
@@ -29,8 +29,8 @@ class InstrumentedEpisode:
         reporter: Reporter,
         between: Wait | None = None,
     ) -> None:
-        """turnstile: lets as many calls of the env through as the tag may have under way. between: what the episode waits
-        for when a call has ended; None where the next one follows at once."""
+        """turnstile: limits concurrent calls of the tag's envs. between: wait status after a call; None if the next
+        call follows at once."""
         self._kind = kind
         self._tag = tag
         self._env = env

@@ -1,6 +1,6 @@
-"""What an episode has said so far, as the tokens that the engine saw: in one sequence, or in one for each stretch of it.
+"""Records an episode as the tokens that the engine saw: one sequence, or several segments.
 
-Invariants: what is recorded is what was sent and sampled, token by token; each sampled token is recorded once.
+Invariants: exactly what was sent and sampled is recorded, token by token; each sampled token is recorded once.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class Message(NamedTuple):
-    """What the policy is told in a turn: words, and the picture that stands `num_pictures` times among them."""
+    """Message of a turn: text, with `num_pictures` placeholders for its image."""
 
     words: str
     png: bytes = b""
     num_pictures: int = 0
     observation: str = ""
-    """What the env said, without what the tag's template puts around it."""
+    """Observation without the tag's template."""
 
 
 Sent = tuple[Sequence[int], tuple[Picture, ...]]
@@ -45,33 +45,33 @@ Sent = tuple[Sequence[int], tuple[Picture, ...]]
 
 
 class Record(NamedTuple):
-    """What an episode leaves: its turns, and the token sequences they are in, each up to its last answer."""
+    """Recorded turns of an episode, and their token sequences, each up to its last completion."""
 
     turns: tuple[Turn, ...]
     segments: tuple[Segment, ...]
 
 
 class EpisodeRecorder(Protocol):
-    """Takes the turns of one episode in their order: asked, heard, rated."""
+    """Records the turns of one episode in order: `ask`, `hear`, `rate`."""
 
     def ask(self, message: Message) -> Sent:
-        """What to send when this is the next message.
+        """Return the prompt for the next message.
 
         Raises:
-            EpisodeError: it can't be told to the policy.
+            EpisodeError: the message can't be rendered for the policy.
         """
         ...
 
     def hear(self, completion: Completion) -> str:
-        """The policy's answer; what the env is told of it.
+        """Record a completion and return its text for the env.
 
         Raises:
-            EpisodeError: logprobs or versions do not belong to its tokens one by one.
+            EpisodeError: logprobs or versions do not match its tokens one by one.
         """
         ...
 
     def rate(self, reward: float, state_hash: str) -> None:
-        """What the env said to the last answer."""
+        """Record the env's response to the last completion."""
         ...
 
     def record(self) -> Record:
@@ -80,9 +80,9 @@ class EpisodeRecorder(Protocol):
 
 
 class AppendOnlyRecorder:
-    """Each prompt is all that came before, and the new message's tokens.
+    """Each prompt is the recorded sequence plus the new message's tokens.
 
-    Kept as numbers, not as objects: a prompt of thousands of tokens is copied and sent as its bytes are.
+    Tokens are kept in arrays: prompts of thousands of tokens are copied and sent as bytes.
     """
 
     __slots__ = ("_chat", "_logprobs", "_pictures", "_spans", "_system", "_tokens", "_turns")
@@ -94,7 +94,7 @@ class AppendOnlyRecorder:
         self._tokens = array("i")
         self._pictures: list[Picture] = []
         self._logprobs = array("d")
-        """Of the sampled tokens alone."""
+        """Logprobs of sampled tokens only."""
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: Message) -> Sent:
@@ -143,7 +143,7 @@ class AppendOnlyRecorder:
 
 
 class PerStepRecorder:
-    """Each prompt stands for itself: a message that tells all that the policy may know."""
+    """Each prompt is independent: one message with everything that the policy may know."""
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
@@ -170,9 +170,9 @@ class PerStepRecorder:
 
 @dataclass
 class RerenderedRecorder:
-    """Prompts as the template writes the whole conversation each time; what it leaves as it was goes on as one sequence.
+    """Prompts are the template's rendering of the whole conversation; unchanged prefixes continue a sequence.
 
-    functions: that the template offers, in OpenAI's form. An answer that calls some is followed by what came of each.
+    functions: offered by the template, in OpenAI's form. An answer that calls some is followed by their results.
     """
 
     template: ChatTemplate
@@ -207,7 +207,7 @@ class RerenderedRecorder:
         return self._prompt.tokens, ()
 
     def hear(self, completion: Completion) -> str:
-        """See `EpisodeRecorder.hear`: its words, and its calls in one form for all templates."""
+        """Return its text with tool calls in one form for all templates."""
         assert self._prompt is not None, "ask() comes first"
         check_completion(completion)
         said = self._said(self.template.text_of(completion.token_ids))
@@ -239,11 +239,11 @@ class RerenderedRecorder:
 
 
 async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
-    """How the episodes of a tag are recorded, by its manager, by what the chat template does with history, and by whether
-    the env offers functions.
+    """Return the recorder for a tag, by its manager, the chat template's treatment of history, and whether the env
+    offers functions.
 
     Raises:
-        EpisodeError: the template can't offer them.
+        EpisodeError: the template can't offer functions.
     """
     if functions:
         try:

@@ -57,10 +57,10 @@ class EpisodeSampler:
     async def __call__(
         self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
     ) -> Completion:
-        """The policy's answer to `prompt`, which holds these pictures.
+        """Return the policy's completion of `prompt`, which contains these images.
 
-        A replica itself refuses a turn that takes it too long; one that is not answered at all within the batcher's time
-        limit (no replica is there, or it hangs) is sent again.
+        A replica refuses a turn that takes too long; one that is not answered within the batcher's time limit (no
+        replica, or a hung one) is sent again.
 
         Raises:
             EpisodeError: `generation_refused`; or `generation_unavailable` or `generation_timeout` after `retry_s`.

@@ -1,8 +1,7 @@
-"""Turns that become ready together travel in one call to generation.
+"""Batches turns that become ready together into one generation call.
 
-Invariants: a turn that comes alone is sent at once; no turn waits for the answer to another; a turn that nobody waits for
-any more is taken back, or aborted if it was sent. The time limit is a call's, and one timer: thousands of turns with timers
-of their own cost more at a time than apart.
+Invariants: a single turn is sent at once; no turn waits for the completion of another; a turn whose caller is gone is
+removed, or aborted if it was sent. The time limit is per call, with one timer: thousands of timers would cost more.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class TurnBatcher:
         Raises:
             RetryableError: it can't be answered now, and may be sent again under another request id.
             GenerationError: it was refused.
-            TimeoutError: nobody answered; it may be sent again.
+            TimeoutError: it was not answered; it may be sent again.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Completion] = loop.create_future()
