@@ -1,7 +1,10 @@
-"""The chat template as token pieces: what stands before the first answer, and what stands between two answers.
+"""Chat template as token pieces (`ChatFormat`): the tokens before the first answer, and those between two answers.
 
-Invariant: first prompt + answer + piece + answer + ... are exactly the tokens that the template gives for the whole
-conversation. That holds for append-only templates; whether one is, and keeps thoughts too, is found out when it is loaded.
+Used where the policy itself answers an env: system prompt, observations and answers, without rendering per turn.
+External agents send arbitrary conversations, which `template.ChatTemplate` renders call by call.
+
+Invariant: first prompt + answer + piece + answer + ... equals the template's tokens of the whole conversation. This
+holds for append-only templates; whether a template is append-only, and keeps thoughts, is determined when it is loaded.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +29,10 @@ FunctionTemplate = Callable[[str | None], ChatTemplate]
 """tool_call_parser -> what renders conversations with calls of functions and reads them back."""
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
-"""Stand for contents while the template is taken apart; no template and no text holds them."""
+"""Markers for contents during the analysis; they occur in no template and no text."""
 CACHED_TEXTS = 2_048
 LONGEST_CACHED = 512
-"""Characters; longer texts hardly come twice."""
+"""Maximum length of cached texts, characters; longer texts rarely repeat."""
 
 
 class _Pieces(NamedTuple):
@@ -52,14 +55,14 @@ class ChatFormat:
         template: Callable[[], ChatTemplate] | None = None,
         calling: FunctionTemplate | None = None,
     ) -> None:
-        """Take the template apart and check it.
+        """Analyze and check the template.
 
-        extra_stop_ids: tokens that end an answer beside the one that the template puts there; reader: makes what reads
-        pictures, None where nothing does; template: makes what renders whole conversations, for a template that rewrites
-        history; None refuses one. calling: makes what renders conversations with calls of functions; None has none.
+        extra_stop_ids: stop tokens besides the template's; reader: creates the image reader, None if the model reads
+        none; template: creates the renderer of whole conversations for a template that rewrites history, None refuses
+        such templates. calling: creates the renderer of conversations with function calls, None supports none.
 
         Raises:
-            RolloutError: the template does not end an answer by a special token, or can't be used otherwise.
+            RolloutError: the template does not end an answer by a special token, or is not usable.
         """
         self._tokenizer = tokenizer
         self._render = render
@@ -72,9 +75,9 @@ class ChatFormat:
             self._first[True] = _take_apart_first(render, MARKS[0])
         self._next: _Pieces | None = None
         self.rewriting: ChatTemplate | None = None
-        """Of a template that writes earlier turns differently when later ones follow: it renders whole conversations."""
+        """Renderer of whole conversations, for templates that render earlier turns differently once later ones follow."""
         self.rewrites = ""
-        """What it does, in words; empty for an append-only template."""
+        """Description of what the template rewrites; empty for an append-only template."""
         try:
             self._next = _later_pieces(render)
         except NotAppendOnlyError as error:
@@ -90,17 +93,17 @@ class ChatFormat:
 
     @cached_property
     def sight(self) -> ImageTokens:
-        """What is needed to write pictures into messages.
+        """Image support for messages.
 
         Raises:
-            RolloutError: the model reads none, or its template writes none.
+            RolloutError: the model reads no images, or its template writes none.
         """
         if self._reader is None:
             raise RolloutError("pictures are read as a model folder says, and none is known")
         return ImageTokens(_picture_of(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
-        """What renders conversations in which an env's functions are called; from any thread, loaded once.
+        """Return the renderer of conversations with an env's function calls; thread-safe, loaded once.
 
         Raises:
             RolloutError: see `offbeat.services.chat.tool_templates.load_function_template`.
@@ -111,10 +114,10 @@ class ChatFormat:
             return self._calling(tool_call_parser)
 
     def first_prompt(self, system: str, observation: str) -> tuple[int, ...]:
-        """Tokens before the first answer; an empty `system` leaves the system message out.
+        """Return the tokens before the first answer; an empty `system` omits the system message.
 
         Raises:
-            RolloutError: the template knows no system message and one is given.
+            RolloutError: the template supports no system message and one is given.
         """
         pieces = self._first.get(bool(system))
         if pieces is None:
@@ -134,11 +137,11 @@ class ChatFormat:
         return self.encode(self._next.head + self._content(observation) + self._next.tail)[1:]
 
     def answer(self, token_ids: tuple[int, ...]) -> str:
-        """What the policy wrote, without special tokens."""
+        """Return the text of an answer without special tokens."""
         return self._decode(token_ids) if len(token_ids) <= LONGEST_CACHED else self._decode_now(token_ids)
 
     def token_text(self, token_id: int) -> str:
-        """One token for people to read, special ones by their names."""
+        """Return the text of one token for display, special ones by name."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -203,7 +206,7 @@ def _turns(contents: Sequence[str], system: str | None = None) -> list[Message]:
 
 
 def _trims(render: Render) -> bool:
-    """Whether the template strips the space around contents.
+    """Return True if the template strips whitespace around contents.
 
     Raises:
         RolloutError: it treats one role differently from another.

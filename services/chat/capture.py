@@ -1,7 +1,7 @@
-"""From a tree of calls to what the learner trains on.
+"""Converts a tree of calls into the learner's trajectory segments.
 
-Invariants: each sampled token that the agent had is trained in exactly one segment, and in no other one is it more than
-context; a segment is, token by token, what the engine saw; tokens of answers that never reached the agent are never trained.
+Invariants: each sampled token that the agent received is trained in exactly one segment, and is context in others; a
+segment is, token by token, what the engine saw; tokens of undelivered completions are never trained.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from offbeat.services.messages.types import Segment, Turn, VersionSpan
 
 
 class Reward(NamedTuple):
-    """A reward that came when `after` answers had been recorded."""
+    """A reward given when `after` completions had been recorded."""
 
     after: int
     value: float
@@ -31,7 +31,7 @@ class Captured:
     """One for each trained answer, in the order in which they were sampled."""
     metrics: Mapping[str, float]
     """`agent_calls`, `branches` (segments), `masked_answers` and `masked_tokens` (sampled, never delivered),
-    `unverified_messages` (assistant messages in prompts that the policy is not known to have said)."""
+    `unverified_messages` (assistant messages in prompts that the policy is not known to have sampled)."""
 
 
 def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:

@@ -8,29 +8,30 @@ from offbeat.services.messages.types import Picture
 
 
 class ImageReader(Protocol):
-    """How many tokens pictures take (`offbeat.services.chat.vision.PictureReader`)."""
+    """Counts the tokens of images (`offbeat.services.chat.vision.PictureReader`)."""
 
     image_token_id: int
 
     def count(self, png: bytes, /) -> int:
-        """Tokens that stand for a picture. Raises ValueError if it can't be read."""
+        """Return the number of tokens of an image. Raises ValueError if it can't be read."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """What a policy that sees needs to know of pictures."""
+    """Expands an image placeholder into the model's number of image tokens."""
 
     mark: str
-    """How a message writes a picture."""
+    """Placeholder of an image in a message."""
     reader: ImageReader
 
     def place(self, ids: tuple[int, ...], png: bytes, wanted: int) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-        """Write out the placeholders of a prompt, each for the same picture; their places count from its start.
+        """Expand the placeholders of a prompt, each for the same image; positions count from its start.
 
         Raises:
-            EpisodeError: the prompt holds another number of them than `wanted`, as where the observation's text has one, or
-                the picture can't be read.
+            EpisodeError: the prompt does not contain `wanted` placeholders (for example, the observation's text has
+            one), or the image can't be
+                read.
         """
         placeholder = self.reader.image_token_id
         if ids.count(placeholder) != wanted:

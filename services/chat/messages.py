@@ -1,7 +1,7 @@
-"""What an agent says and is told, whichever API it speaks.
+"""Messages of a conversation, independent of the API.
 
-Invariant: two assistant messages are the same when their words are, up to space around them, and their tool calls are, up
-to how JSON is spaced: agents and their frameworks change both on the way.
+Invariant: two assistant messages are equal if their texts are equal up to surrounding whitespace and their tool calls
+are equal up to JSON spacing: agents and their frameworks change both.
 """
 
 import json
@@ -25,12 +25,12 @@ class ToolCall:
 
 
 class CallStyle(NamedTuple):
-    """How a chat template wants the calls of an assistant's message."""
+    """Form of an assistant message's tool calls for a chat template."""
 
     text_arguments: bool = False
-    """As JSON text, not as an object."""
+    """Arguments as JSON text instead of an object."""
     no_content: bool = False
-    """Without words `content` is None, not empty."""
+    """`content` is None instead of empty if there is no text."""
 
 
 CALL_STYLES = (CallStyle(), CallStyle(text_arguments=True), CallStyle(no_content=True), CallStyle(True, True))
@@ -48,16 +48,17 @@ class ChatMessage:
     """`reasoning_content`, for templates that show it."""
 
     def says_the_same_as(self, other: "ChatMessage") -> bool:
-        """Whether an assistant message that came back is one that was sent."""
+        """Return True if a returned assistant message equals one that was sent."""
         return self.content.strip() == other.content.strip() and self.tool_calls == other.tool_calls
 
     def with_call_ids(self, number: int) -> "ChatMessage":
-        """Calls named by the answer's number and their place, in nine letters and digits, as Mistral's templates want."""
+        """Return a copy with call ids derived from the answer's number and position: nine letters and digits, as
+        Mistral's templates require."""
         calls = (replace(call, call_id=f"c{number:04d}{i:04d}") for i, call in enumerate(self.tool_calls))
         return replace(self, tool_calls=tuple(calls))
 
     def for_template(self, style: CallStyle = CALL_STYLES[0]) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the message in the form of chat templates."""
         without = style.no_content and self.tool_calls and not self.content
         message: dict[str, Any] = {"role": self.role, "content": None if without else self.content}
         if self.tool_calls:
@@ -84,7 +85,7 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
-"""(answer, tools that were offered) -> (words beside the calls, calls)."""
+"""(answer, offered tools) -> (text besides the calls, calls)."""
 
 
 def one_form(arguments: str | Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""The policy's chat template for any conversation: roles, tools, tool results; and its answers taken apart again.
+"""Chat template of arbitrary conversations (`ChatTemplate`): roles, tools, tool results; and parsing of its answers.
 
-Unlike `append_only`, which knows system, observation and answer alone and never renders, this renders each call:
-agents send whatever they like. Whether a template is append-only is found out call by call (`services.chat.token_tree`).
+Used for external agents, whose every call is rendered; whether a template is append-only is determined call by call
+(`services.chat.token_tree`). Episodes without an agent use `append_only.ChatFormat`.
 """
 
 import json
@@ -31,17 +31,18 @@ RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 
 CACHED_TEXTS = 4_096
 LONGEST_CACHED = 512
-"""Characters; longer texts hardly come twice, and thousands of whole conversations would be held."""
+"""Maximum length of cached texts, characters; longer texts rarely repeat, and thousands of whole conversations would be
+kept."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
-"""Stand for a call while the template is taken apart."""
+"""Markers of a call during the analysis of the template."""
 
 
 class UnusableError(Exception):
-    """The template can't render what the agent sent; the message says why."""
+    """The template can't render the agent's conversation; the message says why."""
 
 
 class ToolFormat(NamedTuple):
-    """How the template writes a call: a JSON object between two marks."""
+    """Format of a call in the template: a JSON object between two markers."""
 
     opening: str
     closing: str
@@ -59,8 +60,8 @@ class ChatTemplate:
         extra_stop_ids: Sequence[int] = (),
         parser: CallParser | None = None,
     ) -> None:
-        """extra_stop_ids: tokens that end an answer beside the one that the template puts there; parser: reads calls in the
-        template's own form, None in the form of JSON that the template is found to write.
+        """extra_stop_ids: stop tokens besides the template's; parser: reads calls in the template's own format, None
+        reads the detected JSON format.
 
         Raises:
             RolloutError: the template does not end an answer by a special token.
@@ -75,10 +76,10 @@ class ChatTemplate:
         self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
-        """The conversation as text, with the generation prompt if `prompt`.
+        """Render the conversation as text, with the generation prompt if `prompt`.
 
         Raises:
-            UnusableError: the template refuses it, or knows no tools and there are some.
+            UnusableError: the template refuses it, or supports no tools and there are some.
         """
         if tools and self.tools is None and self._parser is None:
             raise UnusableError(
@@ -106,7 +107,7 @@ class ChatTemplate:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def message_of(self, text: str, *, tools: Tools) -> ChatMessage:
-        """What the policy said; calls that are not of the right form stay words."""
+        """Parse the policy's answer; malformed calls stay text."""
         if tools and self._parser is not None:
             words, calls = self._parser(text, tools)
         elif tools and self.tools is not None:
@@ -124,10 +125,10 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | None = None) -> ChatTemplate:
-    """The template of a Hugging Face folder. parser_for: makes a parser of calls for a tokenizer (`.parsers`).
+    """Load the template of a Hugging Face folder. parser_for: creates a parser of calls for a tokenizer (`tool_parsers`).
 
     Raises:
-        RolloutError: there is no tokenizer or no chat template in it, or where an answer ends can't be told.
+        RolloutError: the folder has no tokenizer or no chat template, or the end of an answer can't be determined.
     """
     tokenizer = load_tokenizer(folder)
     if tokenizer.chat_template is None:
@@ -184,7 +185,7 @@ def _call_style(render: RenderAny) -> CallStyle:
 
 
 def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: CallStyle) -> ToolFormat | None:
-    """How calls are written; None where the template writes none, or in a form that is not JSON."""
+    """Return the format of calls; None if the template writes none, or not as JSON."""
     try:
         before = render([USER], [OFFERED], True)
         after = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -218,13 +219,13 @@ def _common_end(one: str, other: str) -> str:
 
 
 def _survives(tokenizer: Tokenizer, mark: str) -> bool:
-    """Whether a mark is still there in an answer's text, which has no special tokens."""
+    """Return True if a marker survives in an answer's text, which has no special tokens."""
     ids = tokenizer.encode(mark, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=True).strip() == mark
 
 
 def _take_out_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, ...]]:
-    """(words beside the calls, calls)."""
+    """Return (text besides the calls, calls)."""
     words: list[str] = []
     calls: list[ToolCall] = []
     at = 0

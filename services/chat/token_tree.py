@@ -1,11 +1,11 @@
 """The calls of one episode as a tree of token sequences.
 
-A node is one answer of the policy: the tokens that were sent for it and those that were sampled. A call whose history the
-template writes as the text of a node plus something behind it goes on from that node: the node's own tokens are sent, and
-only what is new is encoded. Any other call begins a sequence of its own.
+A node is one completion: the tokens of its prompt and the sampled ones. A call whose history the template renders as
+the text of a node plus a suffix continues that node: the node's own tokens are sent, and only the suffix is encoded.
+Any other call starts a new sequence.
 
-Invariants: what a node records is what was sent and sampled, token by token; nothing that was sampled is encoded again when
-a call goes on from it; a node's tokens are those of its parent and more.
+Invariants: a node records what was sent and sampled, token by token; sampled tokens are never encoded again when a call
+continues them; a node's tokens start with those of its parent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,22 +16,22 @@ from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.messages.types import Completion
 
 ROOT = -1
-"""Parent of a node that goes on from none."""
+"""Parent of nodes without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is sent for one call."""
+    """Prompt of one call."""
 
     tokens: tuple[int, ...]
     parent: int = ROOT
     text: str = ""
     """The prompt as the template writes it; of a call without a template, what the agent sent."""
     unverified: int = 0
-    """Assistant messages in it that no node of this episode is known to have said: context that is never trained."""
+    """Assistant messages that no node of this episode is known to have sampled: context, never trained."""
     is_chat: bool = True
     anchor: str = ""
-    """What the answer answers; empty where that is not known."""
+    """State that the answer responds to; empty if unknown."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Node:
     kept: int
     """Tokens of the completion that count: all, or those up to the end of the stop word."""
     delivered: bool = False
-    """Whether the agent is known to have had it."""
+    """True if the agent is known to have received it."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(slots=True)
 class TokenTree:
-    """Plans what to send, and keeps what came."""
+    """Plans prompts and records completions."""
 
     template: ChatTemplate
     nodes: list[Node] = field(default_factory=list[Node])
@@ -78,7 +78,7 @@ class TokenTree:
         return Prompt(self.template.encode(whole), ROOT, whole, len(told), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
-        """The prompt of a call that sends bare text: it goes on from the longest text that is known."""
+        """Return the prompt of a plain-text call: it continues the longest known text."""
         best, known = ROOT, ""
         for number, node in enumerate(self.nodes):
             so_far = node.prompt.text + self._words(node)
@@ -89,7 +89,7 @@ class TokenTree:
         return Prompt(before + self.template.encode(new), best, text, is_chat=False, anchor=new)
 
     def plan_tokens(self, tokens: tuple[int, ...]) -> Prompt:
-        """The prompt of a call that sends token ids: it goes on from the longest sequence that it starts with."""
+        """Return the prompt of a token-id call: it continues the longest sequence that it starts with."""
         fits = [n for n, node in enumerate(self.nodes) if tokens[: len(node.tokens)] == node.tokens]
         parent = max(fits, key=lambda n: len(self.nodes[n].tokens), default=ROOT)
         return Prompt(tokens, parent, is_chat=False)
@@ -113,8 +113,8 @@ class TokenTree:
     def _continued(
         self, messages: Sequence[ChatMessage], tools: Tools, place: int, whole: str
     ) -> tuple[int, tuple[int, ...]] | None:
-        """The node that said the assistant message at `place`, and the tokens to send, if the template's text of the
-        conversation is the node's with something behind it."""
+        """Return the node of the assistant message at `place`, and the tokens to send, if the conversation's text is
+        the node's plus a suffix."""
         before = self.template.render(messages[:place], tools, prompt=True)
         asked = self._by_text.get(before, ())
         same = [n for n in asked if self.nodes[n].message.says_the_same_as(messages[place])]
@@ -149,7 +149,7 @@ class TokenTree:
 
 
 def _of_same_calls(candidates: Sequence[int], nodes: Sequence[Node], message: ChatMessage) -> int:
-    """Of several nodes that said the same, the one with the message's call ids, else the newest."""
+    """Return the node with the message's call ids among several with equal text, else the newest."""
     ids = [call.call_id for call in message.tool_calls]
     exact = [n for n in candidates if ids and [call.call_id for call in nodes[n].message.tool_calls] == ids]
     return (exact or candidates)[-1]

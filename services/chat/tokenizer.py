@@ -9,9 +9,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer as its tokenizer.json has it; transformers' own class alone where there is no such file.
+    """Load the tokenizer from its tokenizer.json; transformers' own class only if there is no such file.
 
-    `AutoTokenizer` imports torch and takes some architectures' own tokenizer whatever tokenizer.json says.
+    `AutoTokenizer` imports torch and uses some architectures' own tokenizer regardless of tokenizer.json.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise RolloutError(f"no tokenizer in {folder}: none of {', '.join(TOKENIZER_FILES)} is there")

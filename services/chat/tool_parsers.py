@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def parser_names() -> Sequence[str]:
-    """All that `load_parser` knows. Imports vLLM, which takes seconds."""
+    """Return the names that `load_parser` accepts. Imports vLLM, which takes seconds."""
     from vllm.tool_parsers import ToolParserManager
 
     return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})

@@ -1,6 +1,6 @@
-"""A function that nobody has, and calls of it: by them a chat template is asked what it writes.
+"""A made-up function and calls of it, rendered to analyze a chat template.
 
-Invariant: nothing here reads calls back, so that who only renders needs no parser of vLLM's.
+Invariant: nothing here parses calls, so that rendering needs no parser of vLLM.
 """
 
 from offbeat.services.chat.messages import (
@@ -32,7 +32,7 @@ ASKED = ChatMessage("user", "offbeatasked")
 
 
 def takes_results(template: ChatTemplate) -> bool:
-    """Whether the template writes a message of the role `tool`."""
+    """Return True if the template renders messages of the role `tool`."""
     result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
     try:
         whole = template.write((ASKED, ChatMessage("assistant", "", (CALL,)), result), PROBE, prompt=True)

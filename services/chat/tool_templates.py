@@ -1,8 +1,6 @@
-"""A chat template with the parser that reads back the calls of functions which it writes, tried out before it is used.
+"""Chat templates with the vLLM parser that reads back their tool calls, verified before use.
 
-Invariant: what this gives out tells the policy its functions, and gave back a call that it wrote itself.
-
-The chat format of who plays: it can also offer an env's functions, whose calls vLLM's parsers may have to read.
+Invariant: a template returned here describes functions, and its parser read back a call that the template wrote.
 """
 
 from collections.abc import Iterator
@@ -51,17 +49,17 @@ CANDIDATES = (
     ("{", "llama3_json"),
     ("[", "pythonic"),
 )
-"""What stands in a call, and the parser of vLLM that may read it; the first that does is taken."""
+"""Text in a call, and the vLLM parser that may read it; the first that does is used."""
 
 
 def load_function_template(folder: Path, tool_call_parser: str | None = None) -> ChatTemplate:
-    """The template of a Hugging Face folder, with a parser that reads the calls which it writes.
+    """Load the template of a Hugging Face folder, with a parser for the calls that it writes.
 
-    tool_call_parser: vLLM's; None takes the form of JSON that the template is found to write, else the first of `CANDIDATES`
-    that reads it, best one that reads several calls of one answer.
+    tool_call_parser: vLLM's name; None uses the JSON format detected in the template, else the first of `CANDIDATES`
+    that reads it, preferably one that reads several calls of one answer.
 
     Raises:
-        RolloutError: the template tells of no functions, writes no calls, or no parser reads them.
+        RolloutError: the template describes no functions, writes no calls, or no parser reads them.
     """
     if tool_call_parser is not None:
         return _checked(_with(folder, tool_call_parser), f"tool_call_parser {tool_call_parser!r}")
@@ -83,10 +81,10 @@ def load_function_template(folder: Path, tool_call_parser: str | None = None) ->
 
 
 def written_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -> str:
-    """Calls of the functions `PROBE` as an answer.
+    """Render calls of the functions `PROBE` as an answer.
 
     Raises:
-        RolloutError: the template does not tell of functions, or does not write calls.
+        RolloutError: the template does not describe functions, or does not write calls.
     """
     told = _rendered(template, (ASKED,), prompt=True)
     if OFFERED not in told:
@@ -103,12 +101,12 @@ def written_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) 
 
 
 def reads_its_own(template: ChatTemplate) -> bool:
-    """Whether a call that the template writes is read back."""
+    """Return True if a call that the template writes is read back."""
     return _read(template, written_call(template)) == (CALL,)
 
 
 def _reads_several(template: ChatTemplate) -> bool:
-    """Whether it also reads two calls of one answer, or can't write them."""
+    """Return True if two calls of one answer are read back, too, or the template can't write them."""
     try:
         written = written_call(template, (CALL, ANOTHER))
     except RolloutError:
@@ -117,7 +115,7 @@ def _reads_several(template: ChatTemplate) -> bool:
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:
-    """Raises RolloutError where a call ends by another token than other answers: nothing would stop the policy there."""
+    """Raises RolloutError if a call ends by another token than other answers: sampling would not stop there."""
     result = ChatMessage("tool" if takes_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
     whole = _rendered(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
     _, found, behind = whole.partition(written)
@@ -153,7 +151,7 @@ def _with(folder: Path, name: str) -> ChatTemplate:
 
 
 def _read(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
-    """As it is read where it was sampled: special tokens are gone where no parser looks for them."""
+    """Parse as after sampling: special tokens are removed unless a parser needs them."""
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 
 

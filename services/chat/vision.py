@@ -1,8 +1,8 @@
 # pyright: basic
-"""How a model reads pictures: how many tokens one takes, and which pixels stand behind them.
+"""Image preprocessing of a model: number of tokens and pixel values.
 
-Invariant: engine and learner make a picture's pixels by this code alone, from the same PNG and the model folder's own
-settings, on numpy and Pillow: what is sampled from is what is trained on, to the bit.
+Invariant: engine and learner preprocess images with this code alone, from the same PNG and the model folder's settings,
+on numpy and Pillow: pixels in sampling and training are equal to the bit.
 """
 
 import io
@@ -23,7 +23,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 CACHED_PIXELS = 32
 """Pictures; a large one takes 20 MB."""
 CACHED_COUNTS = 16_384
-"""Pictures, by a digest: kept whole they could take as many MB."""
+"""Number of images whose token count is cached, by digest; whole images could take as many MB."""
 
 
 class Pixels(NamedTuple):
@@ -46,7 +46,7 @@ class PictureReader:
     """The image processor of a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RolloutError where the folder's model reads no pictures, or does not say how."""
+        """Raises RolloutError if the folder's model reads no images, or does not describe its preprocessing."""
         if model_family(folder) is None:
             raise RolloutError(f"{folder} is no model that reads pictures here: take one of {', '.join(FAMILIES)}")
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -63,7 +63,7 @@ class PictureReader:
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
-        """Tokens that stand for a picture. Raises ValueError if it can't be read."""
+        """Return the number of tokens of an image. Raises ValueError if it can't be read."""
         digest = blake2b(png, digest_size=16).digest()
         if digest not in self._counts:
             if len(self._counts) >= CACHED_COUNTS:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sessions = dict[str, EpisodeSession]
-"""By key."""
+"""Open sessions by key."""
 Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response]]
 CLIENT_LEFT = 499
 MAX_BODY_BYTES = 64 << 20
@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 class CallerLeftError(Exception):
-    """Nobody waits for the answer any more."""
+    """The caller has disconnected."""
 
 
 def build(sessions: Sessions) -> FastAPI:
@@ -56,7 +56,7 @@ def build(sessions: Sessions) -> FastAPI:
 
 
 def _guarded(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Find the caller's session; whatever goes wrong is an answer in the form of the caller's API."""
+    """Look up the caller's session; errors are answered in the form of the caller's API."""
 
     async def call(request: Request) -> Response:
         session = sessions.get(_key(request))

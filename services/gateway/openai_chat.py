@@ -27,7 +27,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 SYSTEM_ROLES = ("system", "developer")
 TOKEN_IDS = range(1 << 31)
-"""Those that can travel: turns of other episodes travel in the same call, and would fail with it."""
+"""Valid token ids; others would fail the generation call, which carries turns of other episodes, too."""
 
 
 def read_chat(body: Body) -> ModelRequest:
@@ -118,7 +118,7 @@ def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model:
 
 
 def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
-    """The same as server-sent events; an answer's words come in one piece."""
+    """Render the completion as server-sent events, with the text in one chunk."""
     head = _head("chat.completion.chunk", answer_id, model)
 
     def chunk(place: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:

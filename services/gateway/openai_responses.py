@@ -46,7 +46,7 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
 
 
 def without_instructions(body: Body, ask: ModelRequest) -> tuple[ChatMessage, ...]:
-    """What a later call with `previous_response_id` goes on from: instructions are not carried over."""
+    """Return the messages that a later call with `previous_response_id` continues: without instructions."""
     return ask.messages[1:] if body.get("instructions") else ask.messages
 
 

@@ -1,4 +1,4 @@
-"""What the requests of all APIs have in common: fields of JSON bodies, read strictly, and what can't be followed."""
+"""Fields that the requests of all APIs share, parsed strictly, and unsupported parameters."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -93,12 +93,12 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
 
 
 def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
-    """Parameters that are set and are not followed.
+    """Return the parameters that are set but ignored.
 
-    others: names that the API's own translation found.
+    others: names found by the API's own translation.
 
     Raises:
-        InvalidCallError: one is set that an agent would rely on.
+        InvalidCallError: a parameter is set that an agent would rely on.
     """
     object_of(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:

@@ -1,7 +1,7 @@
-"""The gateway of one env worker: a server on a free port of loopback, and the episodes that are open on it.
+"""Gateway of one env worker: a server on a free loopback port, and its open episodes.
 
-It lives in the worker's process and on its loop: an episode's conversation belongs to the worker that plays it, so a call
-finds its tree without another hop, and a worker that dies takes both with it, to be played again elsewhere.
+It runs in the worker's process and event loop: an episode's conversation belongs to its worker, so a call finds its
+tree without another hop, and if the worker dies, the episode runs again elsewhere.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from offbeat.services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 120
-"""How long a connection may be idle: longer than clients keep theirs (5 s by httpx' default, and OpenAI's), because a server
-that closes what a client is about to send on breaks the call."""
+"""Idle timeout of connections, s; longer than that of clients (5 s by default in httpx and OpenAI's), because closing a
+connection on which a client is about to send breaks the call."""
 
 
 class _Server(uvicorn.Server):
@@ -39,10 +39,10 @@ class Gateway:
         """`http://host:port`; OpenAI's base URL is that and `/v1`, Anthropic's is that alone."""
 
     def start(self) -> None:
-        """Serve from here on, on the running loop; a second call does nothing.
+        """Start serving on the running event loop; idempotent.
 
         Raises:
-            OSError: there is no port.
+            OSError: no port is free.
         """
         if self._server is None:
             listening = socket.create_server((HOST, 0))

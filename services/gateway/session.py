@@ -1,7 +1,7 @@
-"""One episode's key, and what can be asked with it.
+"""Session of one episode: its key, and the calls made with it.
 
-Invariants: every answer was sampled as the run samples, whatever the agent asked for; an answer is recorded before it is
-given; a session that was closed answers nothing.
+Invariants: every completion is sampled with the run's parameters, whatever the agent requests; a completion is recorded
+before it is delivered; a closed session answers nothing.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ class InvalidCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """How long answers and conversations may be."""
+    """Length limits of completions and conversations."""
 
     sequence_length: int
     """Prompt and answer, tokens."""
     max_new_tokens: int
-    """Of an answer."""
+    """Maximum length of a completion."""
     max_calls: int = 1024
     """Answers of an episode."""
 
@@ -78,11 +78,11 @@ class ModelReply:
 
 
 class EpisodeEnv(Protocol):
-    """The env of an episode, for agents that play it over HTTP."""
+    """The env of an episode, for agents that step it over HTTP."""
 
     @property
     def task(self) -> dict[str, Any]:
-        """What the agent is told: observation, system prompt, seed, tag, ..."""
+        """Task of the agent: observation, system prompt, seed, tag, ..."""
         ...
 
     async def step(self, action: str) -> dict[str, Any]:
@@ -106,12 +106,12 @@ class EpisodeSession:
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
     env: EpisodeEnv | None = None
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict[str, tuple[ChatMessage, ...]])
-    """Conversations that the agent may go on from by the id of their last response."""
+    """Conversations that the agent may continue, by the id of their last response."""
     ignored_parameters: int = 0
     ran_out: bool = False
-    """Whether a call found no room below `sequence_length`."""
+    """True if a call had no room below `sequence_length`."""
     failure: Exception | None = None
-    """What sampling or the env failed with; the episode can't be captured then."""
+    """Error of sampling or of the env; the episode can't be captured then."""
 
     def __post_init__(self) -> None:
         self.tree = TokenTree(self.template)
@@ -165,7 +165,7 @@ class EpisodeSession:
         self.failed.set()
 
     def reward(self, value: float) -> None:
-        """A reward for what was said so far."""
+        """Record a reward for the completions so far."""
         self.rewards.append(Reward(len(self.tree.nodes), value))
 
     def close(self) -> Captured:
@@ -211,7 +211,7 @@ class EpisodeSession:
         )
 
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
-        """(tokens that are kept, their text for the agent, the stop word that ended it)."""
+        """Return (number of kept tokens, their text for the agent, the stop word that ended it)."""
         ids = completion.token_ids
         text = self.template.text_of(ids)
         found = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]
