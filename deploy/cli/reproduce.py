@@ -1,4 +1,4 @@
-"""`offbeat learner replay`: trains again on what a run recorded, and shows one step's samples."""
+"""`offbeat learner reproduce`: train again on recorded batches, and show the trajectories of a step."""
 
 import json
 import os
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from offbeat.trainer.training.reproduction import ReproductionResult, SampleView
 
 SHOWN = 40
-"""Samples in the table; `--json` has them all."""
+"""Maximum rows of the table; `--json` prints all."""
 
 
-class ReplayError(Exception):
-    """It can't be done; the message says why."""
+class ReproduceError(Exception):
+    """The run can't be reproduced."""
 
 
-def replay_run(run: str, step: int | None, *, console: Console, as_json: bool) -> int:
-    """Replay a run by its name or folder; returns the exit code. Raises `ReplayError`."""
+def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool) -> int:
+    """Reproduce a run, given by name or folder; return the exit code. Raises `ReproduceError`."""
     try:
         folder = folder_of(run)
         config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
     except (AuditError, ConfigError) as error:
-        raise ReplayError(str(error)) from error
+        raise ReproduceError(str(error)) from error
     # As in the learner's own process: before torch is loaded
     os.environ["OMP_NUM_THREADS"] = str(config.actor_train.num_threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,29 +47,29 @@ def replay_run(run: str, step: int | None, *, console: Console, as_json: bool) -
     try:
         route, ranks = find_plan(learner_run, step), ranks_of_environment(config.actor_train.device)
         with process_group(ranks):
-            replayed = reproduce(learner_run, route, ranks, shown=step, say=say)
+            reproduced = reproduce(learner_run, route, ranks, shown=step, say=say)
     except (ControlError, CodecError, RuntimeError, OSError) as error:
-        raise ReplayError(str(error)) from error
+        raise ReproduceError(str(error)) from error
     if as_json:
-        console.print_json(json.dumps(asdict(replayed)))
+        console.print_json(json.dumps(asdict(reproduced)))
     else:
-        _show(replayed, step, console)
-    return 0 if all(each.equal for each in replayed.compared) else 1
+        _show(reproduced, step, console)
+    return 0 if all(each.equal for each in reproduced.compared) else 1
 
 
 def _quiet(_: str) -> None:
-    """Say nothing."""
+    """Discard a message."""
 
 
-def _show(replayed: "ReproductionResult", step: int | None, console: Console) -> None:
+def _show(reproduced: "ReproductionResult", step: int | None, console: Console) -> None:
     if step is not None:
-        console.print(_table(step, replayed.samples))
-    if not replayed.compared:
-        console.print("There is no checkpoint on the way to compare the weights with.")
+        console.print(_table(step, reproduced.samples))
+    if not reproduced.compared:
+        console.print("no later checkpoint to compare the weights with")
 
 
 def _table(step: int, samples: Sequence["SampleView"]) -> Table:
-    title = f"step {step}: {len(samples)} trajectories that were trained on"
+    title = f"step {step}: {len(samples)} trained trajectories"
     table = Table(
         title=title if len(samples) <= SHOWN else f"{title}, the first {SHOWN}", title_justify="left", box=None
     )

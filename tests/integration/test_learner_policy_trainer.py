@@ -223,7 +223,8 @@ def test_the_warm_start_and_the_seed_fix_the_first_weights(tmp_path: Path, ranks
 def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_recorded(
     tmp_path: Path, ranks: Ranks
 ) -> None:
-    """Steps 1 to 6 on recorded groups: at one go, with a death after step 3, and by `offbeat learner replay` from step 2."""
+    """Steps 1 to 6 on recorded groups: at one go, with a death after step 3, and by `offbeat learner reproduce` from
+    step 2."""
     run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))
     store = BatchLog(tmp_path, keep=6)
     checkpoints = CheckpointStore(run.checkpoints, keep=9)

@@ -222,8 +222,8 @@ class LearnerConfig(AlgorithmConfig):
     max_ckpt_to_keep: int = Field(default=2, ge=1)
     """Newest checkpoints to keep."""
     record_batches: int = Field(default=0, ge=0)
-    """Newest steps whose batches are kept in `batches/`, for `offbeat learner replay`; 0 keeps only those with a non-finite
-    gradient."""
+    """Newest steps whose batches are kept in `batches/`, for `offbeat learner reproduce`; 0 keeps only those with a
+    non-finite gradient."""
     resume_from_checkpoint: bool | Path = False
     """Checkpoint to resume from: `true` for the newest complete one in `output_dir`, or a checkpoint folder."""
     rollout_batch_size: int = Field(default=64, ge=1)
