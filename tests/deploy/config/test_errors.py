@@ -30,7 +30,7 @@ def test_an_unknown_key_names_the_nearest_valid_one(written: str, meant: str):
     assert nearest_keys(written, RunConfig)[0] == meant
 
 
-def test_a_key_that_stands_in_several_other_places_names_them():
+def test_unknown_key_lists_several_equal_keys():
     assert set(nearest_keys("learning_rate", RunConfig)) == {
         "warm_start.learning_rate",
         "actor_train.training_args.learning_rate",
@@ -38,7 +38,7 @@ def test_a_key_that_stands_in_several_other_places_names_them():
     }
 
 
-def test_all_problems_are_told_together_each_with_its_full_path():
+def test_all_issues_are_listed_with_full_paths():
     found = problems(
         {
             "custom_envs": {"Lake": {"env_type": "frozen_lake", "max_step": 3, "max_steps": "x"}},
@@ -63,7 +63,7 @@ def test_all_problems_are_told_together_each_with_its_full_path():
     assert found["pg_variant"].endswith(", got 'dpo' (a string)")
 
 
-def test_the_branches_of_a_union_count_as_one_problem():
+def test_union_branches_are_one_issue():
     found = problems({"custom_envs": ENVS, "resume_from_checkpoint": 7, "reward_clip": "x", "redis": {"url": 3}})
     assert set(found) == {"resume_from_checkpoint", "reward_clip", "redis.url"}
     assert found["resume_from_checkpoint"] == "expected a boolean or a path, got 7 (an integer)"
@@ -74,6 +74,6 @@ def test_a_missing_key_is_named():
     assert problems({}) == {"custom_envs": "required, and missing"}
 
 
-def test_a_refused_combination_inside_a_part_names_the_part():
+def test_rejected_combination_names_its_table():
     found = problems({"custom_envs": ENVS, "train_env_manager": {"tags": ["Lake"], "num_groups_partition": [3]}})
     assert found["train_env_manager"].startswith("num_groups_partition sums to 3")

@@ -29,7 +29,7 @@ def test_every_configuration_of_the_project_can_run(path: Path):
     assert isinstance(load_run(path, without), RunConfig)
 
 
-def test_overrides_replace_what_the_file_says_in_the_types_of_yaml():
+def test_overrides_replace_values_with_yaml_types():
     config = load_run(
         QUICKSTART,
         [
@@ -51,7 +51,7 @@ def test_overrides_replace_what_the_file_says_in_the_types_of_yaml():
     assert config.redis.url == "redis://127.0.0.1:1234/0"
 
 
-def test_small_floats_in_a_file_are_numbers_and_interpolations_are_resolved(tmp_path: Path):
+def test_small_floats_and_interpolations_are_parsed(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text(
         "custom_envs: {L: {env_type: frozen_lake}}\n"
@@ -77,20 +77,20 @@ def test_a_url_with_options_is_an_override_like_any_other():
     assert load_run(QUICKSTART, [f"redis.url='{url}'"]).redis.url == url
 
 
-def test_an_unknown_override_gets_our_words_with_path_and_nearest_key():
+def test_unknown_override_reports_path_and_nearest_key():
     found = refused("max_stepz=3", "actor_train.training_args.learning_rat=1.0", "nothing.like.it=1")
     assert found["max_stepz"] == "unknown key; did you mean `max_steps`?"
     assert "`actor_train.training_args.learning_rate`" in found["actor_train.training_args.learning_rat"]
     assert "nothing" in found
 
 
-def test_a_wrong_type_is_told_with_path_expectation_and_value():
+def test_wrong_type_reports_path_expectation_and_value():
     assert refused("seed=soon") == {"seed": "expected an integer, got 'soon' (a string)"}
     assert refused("max_steps=2.5") == {"max_steps": "expected an integer, got 2.5 (a number)"}
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "seed=[1", "custom_envs.FrozenLake.env_type.x=1"])
-def test_an_override_that_cannot_be_read_is_refused_in_words(override: str):
+def test_unparsable_override_is_rejected(override: str):
     assert all(refused(override).values())
 
 
@@ -114,7 +114,7 @@ def test_the_shown_configuration_loads_as_the_same_one(tmp_path: Path):
     assert load_run(path) == config
 
 
-def test_a_document_over_the_wire_is_read_as_yaml_or_as_a_tree():
+def test_documents_are_accepted_as_yaml_or_tree():
     config = load_run(QUICKSTART)
     assert load_document(dump_yaml(config)) == config
     assert load_document(config.model_dump(mode="json")) == config
@@ -129,12 +129,12 @@ def test_a_hostile_or_broken_document_is_refused(text: str):
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, 2**64])
-def test_a_seed_that_numpy_or_torch_would_choke_on_is_refused(seed: int):
+def test_seed_out_of_numpys_range_is_rejected(seed: int):
     assert "seed" in refused(f"seed={seed}")
 
 
 @pytest.mark.parametrize("content", [b"1", b"true", b"- a", b"words", b"\xff\xfe\x01", b"a: [", b""])
-def test_a_file_that_is_no_mapping_is_refused_in_words(tmp_path: Path, content: bytes):
+def test_file_without_mapping_is_rejected(tmp_path: Path, content: bytes):
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_mapping_is_refused_in_words(tmp_path: Path, content: 
     assert all(problem.message for problem in caught.value.issues)
 
 
-def test_a_file_that_hydra_would_not_find_is_refused_by_its_name(tmp_path: Path):
+def test_file_without_yaml_suffix_is_rejected(tmp_path: Path):
     path = tmp_path / "run.yml"
     path.write_text("custom_envs: {L: {env_type: frozen_lake}}\n")
     assert "only *.yaml files: rename run.yml" in refused(path=path)[""]

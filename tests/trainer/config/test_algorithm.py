@@ -21,7 +21,7 @@ from offbeat.trainer.config.rewards import RewardNormalization
         ({"value_clip": 0.1}, "value_clip"),
     ],
 )
-def test_a_key_that_would_have_no_effect_is_refused_by_its_path(settings: dict, path: str):
+def test_key_without_effect_is_rejected_by_path(settings: dict, path: str):
     with pytest.raises(ValidationError) as refused:
         AlgorithmConfig(**settings)
     assert [error["loc"] for error in refused.value.errors()] == [(path,)]
@@ -39,7 +39,7 @@ def test_a_key_that_would_have_no_effect_is_refused_by_its_path(settings: dict, 
         {"adv_estimator": "gae", "value_clip": 0.2},
     ],
 )
-def test_the_same_keys_are_taken_where_they_count_and_written_out_in_full(settings: dict):
+def test_effective_keys_are_accepted_and_round_trip(settings: dict):
     config = AlgorithmConfig(**settings)
     assert AlgorithmConfig.model_validate_json(config.model_dump_json()) == config
 
@@ -47,20 +47,20 @@ def test_the_same_keys_are_taken_where_they_count_and_written_out_in_full(settin
 @pytest.mark.parametrize(
     ("estimator", "method"), [("grpo", "mean_std"), ("reinforce", "identity"), ("gae", "identity")]
 )
-def test_an_estimator_has_its_own_way_with_rewards_until_told_otherwise(estimator: str, method: str):
+def test_estimator_has_a_default_reward_method(estimator: str, method: str):
     assert AlgorithmConfig(adv_estimator=estimator).reward_method == method
     told = AlgorithmConfig(adv_estimator=estimator, reward_normalization=RewardNormalization(method="mean"))
     assert told.reward_method == "mean"
 
 
 @pytest.mark.parametrize("name", ["megatron_train", "hf_infer", "deepspeed_infer"])
-def test_a_strategy_that_does_not_train_here_is_refused_with_what_to_take(name: str):
+def test_unsupported_training_strategy_is_rejected_with_alternative(name: str):
     with pytest.raises(ValidationError, match="deepspeed_train"):
         StrategyArgs.model_validate({"strategy_name": name})
 
 
 @pytest.mark.parametrize("name", ["megatron_infer", "fsdp2_infer", "vllm"])
-def test_a_strategy_of_frozen_models_that_is_not_built_is_refused_with_what_to_take(name: str):
+def test_unsupported_inference_strategy_is_rejected_with_alternative(name: str):
     with pytest.raises(ValidationError, match="take hf_infer or deepspeed_infer"):
         InferStrategyArgs.model_validate({"strategy_name": name})
 
@@ -80,7 +80,7 @@ KL_REWARD = {"add_token_level_kl": True, "init_kl_coef": 0.1}
         ({**KL, "actor_train": {"model_args": {"lora_target": "all-linear"}}}, "without its adapters"),
     ],
 )
-def test_a_sharded_reference_is_refused_where_it_can_not_do_what_is_asked(settings: dict, why: str):
+def test_sharded_reference_rejects_unsupported_features(settings: dict, why: str):
     found = list(check_learner(LearnerConfig.model_validate({**SHARDED, **settings})))
     assert [(each.path, why in each.message) for each in found] == [("reference.strategy_args.strategy_name", True)]
     assert not list(check_learner(LearnerConfig.model_validate({**SHARDED, **KL})))

@@ -45,7 +45,7 @@ from tests.trainer.config.key_effects import corrected, normalized, shaping
         ({"vtrace_c_bar": 2.0}, "vtrace_c_bar", "vtrace"),
     ],
 )  # fmt: skip
-def test_a_key_without_effect_is_refused_by_its_path_with_what_would_be_right(settings: dict, path: str, says: str):
+def test_key_without_effect_is_rejected_with_remedy(settings: dict, path: str, says: str):
     with pytest.raises(ValidationError) as refused:
         AlgorithmConfig(**settings)
     assert [(error["loc"], says in error["msg"]) for error in refused.value.errors()] == [((path,), True)]
@@ -62,6 +62,6 @@ def test_a_key_without_effect_is_refused_by_its_path_with_what_would_be_right(se
         (ImportanceWeight, {"lower_bound": 3.0}, "not below"),
     ],
 )
-def test_tables_refuse_what_would_do_nothing(table: type, settings: dict, says: str):
+def test_tables_reject_keys_without_effect(table: type, settings: dict, says: str):
     with pytest.raises(ValidationError, match=says):
         table(**settings)

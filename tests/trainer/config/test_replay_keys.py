@@ -56,6 +56,6 @@ def test_a_key_of_the_staleness_controller_changes_what_it_asks_for(key: str, se
     assert asked(seen) != asked(seen, **{key: value})
 
 
-def test_every_key_of_the_replay_and_the_staleness_controller_has_an_effect_that_is_shown():
+def test_every_replay_and_staleness_key_has_a_case():
     assert set(ReplayConfig.model_fields) == set(OF_THE_REPLAY)
     assert set(StalenessControllerConfig.model_fields) == set(OF_THE_CONTROLLER)

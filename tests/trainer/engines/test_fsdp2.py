@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(folder: Path, ranks: Ranks) -
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_engine_goes_on_exactly(folder: Path, ranks: Ranks, dtype: str, tmp_path: Path) -> None:
+def test_loaded_engine_resumes_exactly(folder: Path, ranks: Ranks, dtype: str, tmp_path: Path) -> None:
     saved = engine(folder, ranks, dtype)
     saved.train(fixed_batch(), nll, HYPER)
     saved.save(tmp_path)
@@ -90,7 +90,7 @@ def test_a_loaded_engine_goes_on_exactly(folder: Path, ranks: Ranks, dtype: str,
     assert_same(weights_of(saved), weights_of(fresh))
 
 
-def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+def test_loaded_engine_keeps_its_current_settings(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
     saved = engine(folder, ranks)
     saved.train(fixed_batch(), nll, HYPER)
     saved.save(tmp_path)

@@ -34,12 +34,12 @@ def test_after_a_process_group_the_environment_is_as_it_was(monkeypatch: pytest.
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_a_word_to_ranks_that_joined_no_group_is_refused() -> None:
+def test_broadcast_without_process_group_is_rejected() -> None:
     with pytest.raises(RuntimeError, match="no process group"):
         broadcast(Ranks(0, 0, 2, torch.device("cpu")), b"go")
 
 
-def test_one_waits_long_for_the_leaders_word_and_not_for_another_that_hangs() -> None:
+def test_commands_have_a_long_timeout_and_collectives_a_short_one() -> None:
     """The leader says nothing for 6 s under a limit of 3 s; the other then never comes to their common call."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     pair = [

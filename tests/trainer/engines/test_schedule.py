@@ -68,7 +68,7 @@ def test_schedules_follow_transformers_formulas_after_the_warm_up(case: str) -> 
         assert rate == pytest.approx(expected, abs=1e-12), step
 
 
-def test_each_of_transformers_schedules_is_taken_with_its_own_settings_or_refused_by_name() -> None:
+def test_every_transformers_schedule_is_supported_or_rejected() -> None:
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
     known = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
@@ -89,7 +89,7 @@ def test_each_of_transformers_schedules_is_taken_with_its_own_settings_or_refuse
         ("warmup_stable_decay", {}, "num_decay_steps"),
     ],
 )
-def test_settings_that_a_schedule_has_not_or_lacks_are_refused(name: str, settings: dict[str, Any], says: str) -> None:
+def test_unknown_and_missing_settings_are_rejected(name: str, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         TrainingArgs.model_validate({"lr_scheduler_type": name, "lr_scheduler_kwargs": settings})
 
@@ -121,9 +121,7 @@ AT = "actor_train.training_args"
         (schedule("inverse_sqrt", {"timescale": 0}), "lr_scheduler_kwargs.timescale", "1 or more"),
     ],
 )
-def test_values_that_a_run_could_not_follow_are_refused_before_it_starts(
-    config: LearnerConfig, path: str, says: str
-) -> None:
+def test_invalid_schedule_values_are_rejected(config: LearnerConfig, path: str, says: str) -> None:
     found = list(check_schedule(config))
     assert [(each.path, says in each.message) for each in found] == [(f"{AT}.{path}", True)], found
 

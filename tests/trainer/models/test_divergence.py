@@ -62,7 +62,7 @@ def test_extreme_logits_stay_finite() -> None:
     assert torch.isfinite(logits.grad).all()  # pyright: ignore[reportArgumentType]
 
 
-def test_a_policy_is_at_no_distance_from_itself_and_at_the_mean_of_k1_from_others(tmp_path: Path) -> None:
+def test_full_kl_is_zero_to_itself_and_the_mean_of_k1_to_others(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
     one, other = (load_policy(tmp_path, ModelArgs(), seed=seed) for seed in (1, 2))
     batch = pack([make_group(0, rewards=(0.0, 1.0))])
@@ -84,7 +84,7 @@ def test_a_policy_is_at_no_distance_from_itself_and_at_the_mean_of_k1_from_other
     torch.testing.assert_close(divergences(FrozenModel(other, alone)), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-6)
 
 
-def test_a_reference_is_asked_once_for_all_that_it_says_of_a_micro_batch(tmp_path: Path) -> None:
+def test_reference_runs_once_per_micro_batch(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
     policy = load_policy(tmp_path, ModelArgs(), seed=1)
     batch = pack([make_group(0, rewards=(0.0, 1.0))])

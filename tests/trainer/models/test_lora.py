@@ -69,7 +69,7 @@ def test_only_adapters_change(folder: Path) -> None:
     assert len(changed) == 2 * 2 * 2  # layers, targets, A and B
 
 
-def test_base_and_factors_apart_make_the_published_weights_and_have_the_names_of_a_peft_file(folder: Path) -> None:
+def test_unmerged_weights_have_pefts_names_and_give_the_merged_ones(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,7 +105,7 @@ def test_published_weights_are_the_base_and_the_scaled_product(folder: Path) -> 
             assert torch.equal(tensor, state[f"model.{name}"])
 
 
-def test_a_model_of_the_published_weights_says_the_same(folder: Path) -> None:
+def test_model_of_the_merged_weights_has_equal_logprobs(folder: Path) -> None:
     policy, engine = trained(folder, ModelArgs(lora_target="all-linear"))
     twin = load_policy(folder, ModelArgs(), seed=9)
     twin.model.load_state_dict(dict(engine.tensors()), strict=False)

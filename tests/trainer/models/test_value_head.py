@@ -74,7 +74,7 @@ def test_values_and_gradients_are_those_of_single_sequences_in_float64(folder: P
     torch.testing.assert_close(head.bias.grad, bias.grad, rtol=1e-5, atol=ATOL)
 
 
-def test_logprobs_and_values_come_of_one_pass_through_the_backbone_and_are_what_they_were_without_a_head(
+def test_value_head_shares_the_forward_pass_and_keeps_logprobs(
     folder: Path,
 ) -> None:
     policy, x = policy_with_head(folder), PackedInput(*packed_batch())
@@ -88,7 +88,7 @@ def test_logprobs_and_values_come_of_one_pass_through_the_backbone_and_are_what_
     assert plain.values is None
 
 
-def test_a_head_that_learns_alone_says_the_same_and_owes_the_policy_nothing(folder: Path) -> None:
+def test_head_alone_has_equal_values_and_no_policy_gradient(folder: Path) -> None:
     policy, x = policy_with_head(folder), PackedInput(*packed_batch())
     together, alone = policy(x), policy(replace(x, head_alone=True))
     assert torch.equal(together.values, alone.values)
@@ -99,7 +99,7 @@ def test_a_head_that_learns_alone_says_the_same_and_owes_the_policy_nothing(fold
     }
 
 
-def test_the_head_is_float32_on_a_bfloat16_policy_and_says_zero_before_it_has_learned(folder: Path) -> None:
+def test_head_is_float32_and_zero_initialized_on_a_bfloat16_policy(folder: Path) -> None:
     policy = load_policy(folder, ModelArgs(dtype="bfloat16"), seed=3, value_head=True)
     assert head_of(policy).weight.dtype == torch.float32
     said = policy(PackedInput(*packed_batch()))

@@ -106,9 +106,7 @@ def test_the_positions_are_those_that_transformers_counts_for_each_sequence(
     assert torch.equal(got[1:, 0], torch.cat(parts, dim=1))
 
 
-def test_packed_sequences_with_pictures_say_what_transformers_says_of_each_alone(
-    folder: Path, policy: PackedVisionPolicy
-) -> None:
+def test_packed_image_sequences_match_transformers(folder: Path, policy: PackedVisionPolicy) -> None:
     data = Sequences(folder)
     data.sequences[1][18] = 12  # transformers itself would take a sampled placeholder for a picture
     plain = load_policy(folder, ModelArgs(attn_implementation="sdpa"), seed=1).model
@@ -141,7 +139,7 @@ def test_what_is_seen_matters_and_the_vision_tower_learns(folder: Path, policy: 
     assert untouched == []
 
 
-def test_a_text_policy_refuses_pictures(tmp_path: Path) -> None:
+def test_text_policy_rejects_images(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), WORDS)
     policy = load_policy(tmp_path, ModelArgs(), seed=1)
     x = PackedInput.of(
@@ -167,10 +165,10 @@ def test_each_setting_of_the_tower_is_written(folder: Path, tmp_path: Path, chan
     assert PictureReader(tmp_path).count(png) == (16 if key == "patch_size" else 4)
 
 
-def test_a_tower_whose_heads_can_not_be_turned_is_refused() -> None:
+def test_vision_tower_with_invalid_heads_is_rejected() -> None:
     with pytest.raises(ValidationError, match="not a multiple of 24"):
         TinyVisionConfig(num_heads=6)
 
 
-def test_a_policy_that_sees_knows_the_tokens_of_pictures_and_one_that_does_not_has_none() -> None:
+def test_only_vision_policies_have_image_tokens() -> None:
     assert not set(VISION_TOKENS) & set(vocabulary(WORDS))

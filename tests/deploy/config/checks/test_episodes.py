@@ -14,7 +14,7 @@ def problems(config: str, *overrides: str) -> dict[str, str]:
     return {problem.path: problem.message for problem in check_run(checked, cores=2)}
 
 
-def test_a_tiny_policy_can_be_trained_on_pictures():
+def test_tiny_policy_with_images_is_accepted():
     assert problems("frozen_lake_vision.yaml") == {}
 
 
@@ -44,7 +44,7 @@ def test_a_tiny_policy_can_be_trained_on_pictures():
         (["sequence_length=12", "tiny.vision.patch_size=16"], "sequence_length", "the first prompt of FrozenLake"),
     ],
 )
-def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str], path: str, says: str):
+def test_invalid_combinations_with_images_are_rejected(overrides: list[str], path: str, says: str):
     assert says in problems("frozen_lake_vision.yaml", *overrides).get(path, "")
 
 
@@ -67,11 +67,11 @@ def test_what_pictures_can_not_be_combined_with_is_refused(overrides: list[str],
         ),
     ],
 )
-def test_what_step_wise_episodes_and_agents_can_not_do_is_refused(overrides: list[str], path: str, says: str):
+def test_invalid_combinations_with_agents_are_rejected(overrides: list[str], path: str, says: str):
     assert says in problems("quickstart.yaml", *overrides).get(path, "")
 
 
-def test_a_foreign_agent_is_shown_no_pictures_without_the_mesh_either():
+def test_play_rejects_agents_with_images():
     assert load_config(CONFIGS / "frozen_lake_vision.yaml").custom_envs["FrozenLake"].shows_pictures
     with pytest.raises(ConfigError, match="told text alone"):
         load_config(

@@ -16,7 +16,7 @@ def problems(overrides: list[str]) -> dict[str, str]:
     return {problem.path: problem.message for problem in check_run(config, cores=2)}
 
 
-def test_the_recipe_may_publish_its_adapter() -> None:
+def test_lora_recipe_with_adapter_publishing_is_accepted() -> None:
     assert problems([]) == {}
 
 
@@ -29,21 +29,19 @@ def test_the_recipe_may_publish_its_adapter() -> None:
         (["weights.transport=nccl"], "weights.transport", "shm"),
     ],
 )
-def test_what_an_adapter_can_not_do_is_refused_with_what_would_be_right(
-    overrides: list[str], path: str, says: str
-) -> None:
+def test_invalid_combinations_with_adapters_are_rejected(overrides: list[str], path: str, says: str) -> None:
     found = problems(overrides)
     assert says in found[path]
     assert set(found) <= {path, "actor_infer.device"}
 
 
-def test_a_run_that_trains_all_weights_has_none_to_serve() -> None:
+def test_max_lora_rank_without_lora_target_is_rejected() -> None:
     config = validate_tree(compose_tree(CONFIGS / "quickstart.yaml", LORA))
     (found,) = check_run(config, cores=2)
     assert (found.path, TARGET in found.message) == ("actor_infer.max_lora_rank", True)
 
 
-def test_the_learner_says_what_it_publishes_in_pefts_words() -> None:
+def test_adapter_settings_have_pefts_keys() -> None:
     config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", LORA))
     read = LearnerRunConfig.model_validate_json(config.model_dump_json())
     assert read.adapter_settings == {

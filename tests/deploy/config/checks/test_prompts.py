@@ -31,11 +31,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_any_local_model_with_an_append_only_template_is_accepted(llama: Path):
+def test_append_only_chat_template_is_accepted(llama: Path):
     assert problems(llama) == {}
 
 
-def test_the_first_prompt_is_counted_with_the_templates_own_tokens(llama: Path):
+def test_first_prompt_length_includes_template_tokens(llama: Path):
     from offbeat.envs.frozen_lake import FrozenLakeConfig, FrozenLakeEnv
     from offbeat.services.chat.append_only import load_chat_format
 
@@ -45,7 +45,7 @@ def test_the_first_prompt_is_counted_with_the_templates_own_tokens(llama: Path):
     assert f"has at least {length};" in problems(llama, f"sequence_length={length}")["sequence_length"]
 
 
-def test_a_template_that_rewrites_earlier_turns_can_be_trained_and_not_warmed_up(tmp_path: Path):
+def test_rewriting_template_rejects_only_the_warm_start(tmp_path: Path):
     write_llama(tmp_path, FORGETTING)
     assert "the chat template is not append-only" in problems(tmp_path)["warm_start"]
     assert problems(tmp_path, "warm_start=null") == {}
@@ -59,7 +59,7 @@ def with_tools(folder: Path | str, *overrides: str) -> dict[str, str]:
     return problems(Path(folder), *changes)
 
 
-def test_functions_that_the_template_can_not_offer_are_refused_before_a_start(llama: Path):
+def test_functions_without_template_support_are_rejected(llama: Path):
     parser = "custom_envs.Tools.tool_call_parser"
     assert "does not tell the policy of functions" in with_tools(llama)[parser]
     tiny = problems(Path("tiny"), f"custom_envs.FrozenLake.env_type={__name__}:Offering", "warm_start=null")
@@ -68,7 +68,7 @@ def test_functions_that_the_template_can_not_offer_are_refused_before_a_start(ll
     assert "frozen_lake offers no functions" in without["custom_envs.FrozenLake.tool_call_parser"]
 
 
-def test_functions_that_the_template_offers_are_counted_and_can_not_be_combined_with_everything(tmp_path: Path):
+def test_functions_count_as_prompt_and_reject_invalid_combinations(tmp_path: Path):
     write_llama(tmp_path, HERMES)
     tag = "custom_envs.Tools"
     assert with_tools(tmp_path) == {}
@@ -81,7 +81,7 @@ def test_functions_that_the_template_offers_are_counted_and_can_not_be_combined_
     assert "did you mean 'hermes'" in other[f"{tag}.tool_call_parser"]
 
 
-def test_a_model_without_a_template_is_refused(llama: Path, tmp_path: Path):
+def test_model_without_chat_template_is_rejected(llama: Path, tmp_path: Path):
     for path in llama.iterdir():
         if path.name != "chat_template.jinja":
             (tmp_path / path.name).symlink_to(path)

@@ -63,18 +63,18 @@ def test_the_quickstart_can_run_on_two_cores():
         (["adv_estimator=gae", "critic_warmup=200"], "critic_warmup", "below max_steps"),
     ],
 )
-def test_an_impossible_combination_is_refused_saying_what_would_be_right(overrides: list[str], path: str, says: str):
+def test_invalid_combinations_are_rejected_with_a_remedy(overrides: list[str], path: str, says: str):
     found = problems(*overrides)
     assert path in found, found
     assert says in found[path]
 
 
-def test_a_group_of_one_has_nothing_to_compare_with():
+def test_group_of_one_is_rejected():
     found = problems("train_env_manager.group_size=1", "train_env_manager.num_env_groups=64")
     assert "at least 2" in found["train_env_manager.group_size"]
 
 
-def test_a_machine_without_a_gpu_is_told_to_take_the_cpu():
+def test_cuda_without_gpu_is_rejected():
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has one")
     assert problems("actor_train.device=cuda", "actor_infer.device=cuda").keys() >= {
@@ -83,7 +83,7 @@ def test_a_machine_without_a_gpu_is_told_to_take_the_cpu():
     }
 
 
-def test_a_token_opens_the_door_to_other_interfaces():
+def test_token_allows_other_interfaces():
     assert problems("control.host=0.0.0.0", "control.token=secret") == {}
 
 
@@ -91,7 +91,7 @@ def test_more_cores_allow_more_workers():
     assert problems("rollout.num_workers=9", cores=6) == {}
 
 
-def test_several_problems_are_told_together():
+def test_all_issues_are_returned_together():
     assert len(problems("rollout_batch_size=60", "sequence_length=1024", "control.host=0.0.0.0")) == 3
 
 
@@ -114,7 +114,7 @@ def test_several_problems_are_told_together():
         ),
     ],
 )
-def test_a_model_folder_is_looked_into(tmp_path: Path, files: dict[str, str], path: str, says: str):
+def test_model_folder_contents_are_checked(tmp_path: Path, files: dict[str, str], path: str, says: str):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     config = validate_tree(compose_tree(QUICKSTART, [f"pretrain={tmp_path}"]))
@@ -122,12 +122,12 @@ def test_a_model_folder_is_looked_into(tmp_path: Path, files: dict[str, str], pa
     assert any(where == path and says in message for where, message in found), found
 
 
-def test_a_first_prompt_that_fills_the_context_is_refused():
+def test_first_prompt_that_fills_the_context_is_rejected():
     found = problems("sequence_length=24", "custom_envs.FrozenLake.max_tokens_per_step=4")
     assert "first prompt" in found["sequence_length"]
 
 
-def test_the_tiny_policy_needs_to_know_an_envs_words():
+def test_tiny_policy_needs_the_envs_words():
     found = problems(
         "custom_envs.FrozenLake.env_type=gymnasium.envs.classic_control:CartPoleEnv",
         "~custom_envs.FrozenLake.env_config",
@@ -136,7 +136,7 @@ def test_the_tiny_policy_needs_to_know_an_envs_words():
 
 
 @pytest.mark.parametrize("text", ["def play(:\n", "raise RuntimeError('no licence')\n", "import nowhere\n"])
-def test_a_mistake_in_a_module_of_ones_own_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str):
+def test_errors_in_user_modules_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str):
     (tmp_path / "broken_module.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     named = ("warm_start.demos", "custom_envs.FrozenLake.env_type", "group_filter_cls", "track_with")
