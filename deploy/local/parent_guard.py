@@ -1,7 +1,7 @@
 """`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: the command's process tree ends with process PARENT.
 
-Invariants: when the parent ends, however that comes about, every descendant of the command is killed, also one whose own
-parent has died before it could be told of anything; while the parent lives, ending them is the parent's to do.
+Invariants: when the parent ends for any reason, every descendant of the command is killed, orphans included; while the
+parent lives, it ends them itself.
 """
 
 import os
@@ -19,7 +19,7 @@ class _ParentEndedError(Exception):
 
 
 def guarded(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` under a guard; what the guard dies with is the thread that starts it."""
+    """Return the command line that runs `command` under a guard, which watches the thread that starts it."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
 
@@ -35,10 +35,10 @@ def guard(parent: int, command: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(by=signal.SIGTERM)
     try:
-        on_signal()  # it may have ended before it could be watched
+        on_signal()  # the parent may have ended before the death signal was set
         child = subprocess.Popen(command)
         while True:
-            pid, status = os.wait()  # orphans of the command's are ours to wait for as well
+            pid, status = os.wait()  # also reaps the command's orphans
             if pid == child.pid:
                 return os.waitstatus_to_exitcode(status)
     except _ParentEndedError:

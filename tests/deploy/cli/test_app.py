@@ -95,3 +95,10 @@ def test_a_users_own_env_in_the_current_folder_is_found(tmp_path: Path):
         command = [script, "config", "validate", "run.yaml", *override]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == code, done.stderr
+
+
+def test_learner_replay_is_a_hidden_alias_of_learner_reproduce():
+    from offbeat.deploy.cli.app import learner_app
+
+    hidden = {command.name: command.hidden for command in learner_app.registered_commands}
+    assert hidden == {"attach": False, "replay": True, "reproduce": False}
