@@ -1,6 +1,5 @@
-"""Errors that cross a service's boundary: one class per boundary, and one that says `try again`.
-
-Why an episode could not be played: data for the buffer, never the end of a worker.
+"""Errors that cross a service's boundary: one class per boundary, one that means "retry", and the failure of an
+episode, which is data for the buffer.
 """
 
 
@@ -25,11 +24,11 @@ class WeightsError(MeshError):
 
 
 class FencedError(MeshError):
-    """A newer learner holds the run's lease; what this one writes is refused."""
+    """A newer learner holds the run's lease; writes of this one are refused."""
 
 
 class RolloutError(MeshError):
-    """The env-worker pool could not play an episode."""
+    """The env-worker pool could not run an episode."""
 
 
 class CodecError(MeshError):
@@ -41,9 +40,9 @@ class ControlError(MeshError):
 
 
 class EpisodeError(RolloutError):
-    """One episode ended without a trajectory.
+    """An episode ended without a trajectory.
 
-    reason: a short name that episodes are counted by (`step_timeout`); the message holds the details.
+    reason: short name under which episodes are counted (`step_timeout`); the message holds the details.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -1,7 +1,7 @@
-"""Files of one JSON object per line that several lives of a process append to.
+"""JSON Lines files that successive processes append to.
 
-Invariant: lines are written whole and in one call; what a process that died left of its last line is removed by the next
-one, and what a full disk cut off stands alone on a line that readers pass over.
+Invariant: lines are written in one call each; a partial last line of a process that died is removed by the next one,
+and one that a full disk cut off stays on a line of its own that readers skip.
 """
 
 import errno
@@ -42,7 +42,7 @@ class LinesFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Each row of a file in order, None for a line that is none; nothing where there is no file."""
+    """Yield the rows of a file in order, None for an invalid line; nothing if there is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:

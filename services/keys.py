@@ -14,7 +14,7 @@ ENDING = f"{NAMESPACE}:ending"
 
 
 def claims_key(kind: str) -> str:
-    """Hash: name of a thing of which only one run may have the use at a time (`app`, `folder`) -> the run that has it."""
+    """Hash: name of a resource that one run may use at a time (`app`, `folder`) -> the run that has claimed it."""
     return f"{NAMESPACE}:claims:{kind}"
 
 
@@ -38,7 +38,7 @@ class RunKeys:
 
     @property
     def lease(self) -> str:
-        """String with expiry: who holds the learner's lease."""
+        """String with expiry: holder of the learner's lease."""
         return self.key("lease")
 
     @property
@@ -54,7 +54,7 @@ class RunKeys:
 
     @property
     def manifests(self) -> str:
-        """Hash: version -> manifest of every version that is kept."""
+        """Hash: version -> manifest of every kept version."""
         return self.key("manifests")
 
     @property
@@ -79,12 +79,12 @@ class RunKeys:
 
     @property
     def changes(self) -> str:
-        """List: changes of the run's settings, in the order in which they were asked for, as JSON."""
+        """List: changes of the run's settings in order, as JSON."""
         return self.key("changes")
 
     @property
     def adopted(self) -> str:
-        """Hash: place in `changes` (0-based) -> the optimizer batch (0-based) from which on it holds."""
+        """Hash: index in `changes` (0-based) -> the first optimizer batch (0-based) for which it holds."""
         return self.key("adopted")
 
     @property

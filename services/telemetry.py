@@ -84,7 +84,7 @@ def merge_all(parts: Iterable[dict[str, Partial]]) -> dict[str, Partial]:
 
 @dataclass(frozen=True, slots=True)
 class MetricRecord:
-    """What one part of the mesh saw: metric name -> partial."""
+    """Metrics of one part of the mesh: metric name -> partial."""
 
     source: str
     """`learner`, `rollout`, `generation`, `weights`, `eval`, ..."""
@@ -113,7 +113,7 @@ def decode_record(blob: bytes) -> MetricRecord:
 
 
 class MetricsSink(Protocol):
-    """Where a synchronous part writes."""
+    """Destination of metric records for synchronous code."""
 
     def append(self, record: MetricRecord) -> None: ...
 
@@ -132,7 +132,7 @@ class RedisMetrics:
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
     ) -> Iterator[tuple[str, MetricRecord]]:
-        """Yield (id, record) of what came after the id `after`, waiting up to `block_ms` for the first."""
+        """Yield (id, record) after the id `after`, waiting up to `block_ms` for the first."""
         streams = cast(list[Any], self._redis.xread({self._key: after}, count=count, block=block_ms) or [])
         for _, entries in streams:
             for entry_id, fields in entries:
@@ -151,6 +151,6 @@ class AsyncRedisMetrics:
         await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=METRICS_KEPT, approximate=True)
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
-        """(id, record) of what came after the id `after`, at most `count`."""
+        """Return at most `count` pairs (id, record) after the id `after`."""
         entries = await self._redis.xrange(self._key, min=f"({after}" if after != "0" else "-", count=count)
         return [(entry_id.decode(), decode_record(fields[b"r"])) for entry_id, fields in entries]

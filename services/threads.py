@@ -1,9 +1,7 @@
-"""Threads for calls that may never return.
+"""Daemon threads: for calls that may never return, and for following a Redis stream in the background.
 
-Invariants: at most `num_threads` calls run at a time, those that hang not counted; a hung call never blocks the others, the
-loop, or the end of the process (all threads are daemons). Everything but the calls themselves happens on the loop.
-
-A thread that follows a stream of the run beside whatever its process does.
+Invariants: at most `num_threads` calls run at a time, not counting hung ones; a hung call blocks neither other calls,
+nor the event loop, nor process exit. Everything but the calls themselves happens on the event loop.
 """
 
 import asyncio
@@ -113,7 +111,8 @@ LAST_ROUND_S = 10.0
 
 
 class Follower(ABC):
-    """Follows for the time of its context, then writes what has come by its end."""
+    """Background thread that tails one of the run's Redis streams; at the end of its context it processes what has
+    arrived by then."""
 
     def __init__(self, name: str) -> None:
         self._stop = threading.Event()
@@ -130,4 +129,4 @@ class Follower(ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Until `_stop` is set and nothing is left to read."""
+        """Read until `_stop` is set and nothing is left."""

@@ -26,9 +26,9 @@ from offbeat.services.buffer.scripts import (
 
 
 def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
-    """Write a run's limits and make its stream; needed before anything is claimed, harmless when repeated.
+    """Write a run's limits and create its stream; required before anything is claimed, idempotent.
 
-    A resumed run may come with other limits, but for `group_size` and `groups_per_step`.
+    A resumed run may have other limits, except `group_size` and `groups_per_step`.
 
     Raises:
         BufferError: the run has admitted groups under another `group_size` or `groups_per_step`.
@@ -39,8 +39,8 @@ def configure_buffer(redis: Redis, run_id: str, limits: BufferLimits) -> None:
 
 
 def release_all_workers(redis: Redis, run_id: str) -> int:
-    """Give back what the workers of a run's earlier life were playing, without counting an attempt; returns how many
-    episodes. For a run that starts again and knows that none of them lives."""
+    """Return the episodes of all workers to the queue without counting an attempt, and return their number. For a run
+    that is started again and has no live workers."""
     return int(BufferScripts(redis, run_id)("release"))
 
 
@@ -61,11 +61,11 @@ class BufferWatch:
         return (await self.snapshot()).counters
 
     async def set_paused(self, paused: bool) -> None:
-        """Let workers claim nothing more (they finish what they play), or let them go on."""
+        """Stop or resume claiming; current episodes finish either way."""
         await self._run("pause", int(paused))
 
     async def groups(self, count: int = 1000) -> list[GroupProgress]:
-        """The groups that are being played, those of the oldest version first; at most `count`."""
+        """Return at most `count` active groups, those of the oldest version first."""
         return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
@@ -76,7 +76,7 @@ class BufferWatch:
         return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]
 
     async def quarantine(self) -> list[Quarantined]:
-        """Trajectories that could not be read, newest first; the newest few are kept."""
+        """Return the newest undecodable trajectories, newest first."""
         with errors_translated():
             rows = cast(list[bytes], await cast(Any, self._redis.lrange(self._keys.quarantine, 0, -1)))
         entries = (msgpack.unpackb(row, raw=True) for row in rows)

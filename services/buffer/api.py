@@ -1,4 +1,4 @@
-"""What env workers and the learner ask of the trajectory buffer."""
+"""Interface of the trajectory buffer to env workers and the learner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,31 +10,31 @@ from offbeat.services.messages.types import EpisodeTask, Group, Trajectory
 
 
 class SubmitResult(StrEnum):
-    """What became of a submitted trajectory."""
+    """Result of submitting a trajectory."""
 
     ACCEPTED = "accepted"
-    """Kept; its group waits for siblings."""
+    """Stored; its group is incomplete."""
     COMPLETED = "completed"
-    """Kept, and with it its group entered the stream (or its evaluation is complete)."""
+    """Stored, and its group was completed and entered the stream (or its evaluation is complete)."""
     DUPLICATE = "duplicate"
     """This member was submitted before; nothing changed."""
     LATE = "late"
-    """The group is complete, dropped or failed already; nothing changed."""
+    """The group is already complete, dropped or failed; nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrders:
-    """What a worker hears back from its heartbeat."""
+    """Response to a worker's heartbeat."""
 
     cancelled: tuple[EpisodeTask, ...] = ()
-    """Episodes of this worker that nobody needs any more: redundant, expired, or given to another worker."""
+    """Episodes of this worker that are no longer needed: redundant, expired, or reassigned."""
     draining: bool = False
-    """Claim nothing more; the run pauses or stops."""
+    """Claim nothing more: the run is pausing or stopping."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferLimits:
-    """What admission and assembly go by; written when the run starts. A resumed run may bring others, but for `group_size`
+    """Limits of admission and assembly, written when the run starts. A resumed run may have others, except `group_size`
     and `groups_per_step`."""
 
     group_size: int
@@ -43,15 +43,15 @@ class BufferLimits:
     groups_per_step: int
     max_staleness: float
     max_groups_in_flight: int
-    """Groups being played at most (`num_env_groups`)."""
+    """Maximum number of active groups (`num_env_groups`)."""
     total_groups: int
     """Groups that the whole run trains (`max_steps * groups_per_step`); admission never goes past it."""
     max_attempts: int
     worker_timeout_s: float
     stale_policy: Literal["drop", "train"]
-    """Under `drop`, groups still being played that no step can consume within the bound are dropped as `expired`."""
+    """With `drop`, active groups that no step can consume within the bound are dropped as `expired`."""
     baselines: int = 0
-    """Members of each group beside those that are played greedily: `Group.baselines`."""
+    """Greedy episodes per group, in addition to the sampled ones: `Group.baselines`."""
 
 
 class RolloutBuffer(Protocol):
@@ -68,7 +68,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
-        """Say that the worker lives, and hear which of its episodes nobody needs any more."""
+        """Send a heartbeat; return which of the worker's episodes are no longer needed."""
         ...
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
@@ -76,13 +76,13 @@ class RolloutBuffer(Protocol):
         ...
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """Report that an episode could not be played: it is queued again with the same seed, and after `max_attempts`
-        recorded as failed; a group that can't be completed any more is failed whole, by that reason."""
+        """Report a failed episode: it is queued again with the same seed, and after `max_attempts` recorded as failed;
+        a group that can't be completed any more fails as a whole, with that reason."""
         ...
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
-        """Settle what a group plays, where a sampler draws it: the first that was `drawn` holds for all of its members.
-        Returns the group's task, empty where there is none yet, and the sampler's state, empty before the learner told."""
+        """Fix a group's task if a sampler draws it: the first `drawn` value holds for all members. Return the group's
+        task, empty if there is none yet, and the sampler's state, empty before the learner's first report."""
         ...
 
     async def release(self, worker_id: str) -> int:
@@ -105,7 +105,7 @@ class Counters:
 
 
 class Admission(StrEnum):
-    """Whether a new group may start now, and if not, what it waits for."""
+    """Whether a new group may start, and if not, why."""
 
     OPEN = "open"
     NOT_CONFIGURED = "not_configured"
@@ -115,20 +115,20 @@ class Admission(StrEnum):
     STALENESS_BOUND = "staleness_bound"
     """Rollouts are as far ahead as `max_staleness` allows: they wait for the learner."""
     GROUPS_IN_FLIGHT = "groups_in_flight"
-    """`max_groups_in_flight` groups are being played: the learner waits for rollouts, if for anything."""
+    """`max_groups_in_flight` groups are active."""
     ALL_ADMITTED = "all_admitted"
     """The run needs no more groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """An env worker as the buffer knows it."""
+    """State of an env worker."""
 
     worker_id: str
     silent_s: float
     """Time since it was heard of."""
     episodes: int
-    """That it plays now."""
+    """Number of its current episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,12 @@ class Snapshot:
     consumed: int
     """Groups that the learner was given and has not acknowledged."""
     queued_train: int
-    """Training episodes that nobody plays, though admitted."""
+    """Admitted training episodes that no worker has claimed."""
     queued_eval: int
     quarantined: int
-    """Unreadable trajectories that are kept for people to look at (the newest 16)."""
+    """Undecodable trajectories kept for inspection (the newest 16)."""
     step: int | None
-    """Of the newest published weights."""
+    """Step of the newest published weights."""
     epoch: int
     admission: Admission
     workers: tuple[WorkerState, ...]
@@ -156,7 +156,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class GroupProgress:
-    """A group that is being played."""
+    """Progress of an active group."""
 
     number: int
     size: int
@@ -165,11 +165,11 @@ class GroupProgress:
     failed: int
     """Episodes that were given up."""
     played: int
-    """Episodes that a worker plays now."""
+    """Episodes that are running."""
     queued: int
-    """Episodes that nobody plays yet."""
+    """Episodes in the queue."""
     version: int
-    """Of the weights at its admission."""
+    """Version at its admission."""
 
     @property
     def missing(self) -> int:
@@ -179,7 +179,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A trajectory that could not be read, kept for people to look at."""
+    """An undecodable trajectory, kept for inspection."""
 
     unit: str
     """`t:<group number>`."""
@@ -190,40 +190,40 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a learner hears between two steps."""
+    """State that the learner reads between two steps."""
 
     changes: tuple[Change, ...] = ()
-    """Every change of the run's settings so far; all of them hold from a step that is known."""
+    """All changes of the run's settings so far, each with the step from which it holds."""
     paused: bool = False
     ends: bool = False
-    """Somebody wants the run to end."""
+    """True if the run should end."""
 
 
 class LearnerBuffer(Protocol):
-    """The buffer as the learner sees it; every writing call carries the lease's epoch and raises FencedError when a newer
-    learner holds the run."""
+    """The learner's interface; every write carries the lease's epoch and raises FencedError if a newer learner holds
+    the run."""
 
     def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
-        """The next group in stream order, or in order of admission if the run wants that; None when none came in time. After
-        (re)connecting, groups that were delivered and not acknowledged come first, in their old order.
+        """Return the next group in stream order, or in order of admission if configured; None if none arrived in time.
+        After (re)connecting, delivered but unacknowledged groups come first, in their old order.
 
-        wanted: how many the caller is about to take; those that are there already may come with this one, and count as
-        delivered.
+        wanted: number of groups that the caller is about to take; available ones may be fetched along with this one,
+        and count as delivered.
         """
         ...
 
     def adopt(self, step: int) -> Boundary:
-        """Before optimizer batch `step` (0-based): let the changes that were asked for meanwhile hold from here on;
-        admission follows in the same moment. A change never holds for a batch whose weights were published before."""
+        """Apply the requested changes before optimizer batch `step` (0-based); admission changes in the same call. A
+        change never applies to a batch whose weights were published before."""
         ...
 
     def teach(self, state: str) -> None:
-        """What the task sampler knows now, for groups that start from here on."""
+        """Publish the task sampler's state for groups that start from now on."""
         ...
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """After the resumed checkpoint's `ack`: make the ledger agree with it where Redis lost data, or knows of groups that
-        only a lost checkpoint had trained; returns groups added, or, negative, given up as dropped `rewound`."""
+        """Make the ledger agree with the resumed checkpoint, after its `ack`, if Redis lost data or counts groups that
+        only a lost checkpoint had trained; return the number of groups added, or, negative, dropped as `rewound`."""
         ...
 
     def drop(self, group: Group, reason: str) -> None:

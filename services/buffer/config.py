@@ -1,4 +1,4 @@
-"""What the trajectory buffer and its Redis can be told."""
+"""Configuration of the trajectory buffer and its Redis."""
 
 from pathlib import Path
 from typing import Literal
@@ -9,7 +9,7 @@ from offbeat.envs.config import Config
 
 
 class RedisConfig(Config):
-    """Which Redis holds the run's state."""
+    """Redis that stores the run's state."""
 
     url: str | None = None
     """An outside server (`redis://`, `rediss://`); None starts an embedded one in the run's folder, AOF on."""
@@ -25,15 +25,15 @@ class BufferConfig(Config):
     """Admission, retries, the order of groups, and what becomes of stale ones."""
 
     order: Order = "completion"
-    """In which order the learner gets groups: as they are completed, or as they were admitted. By completion nobody waits,
-    but short episodes overtake long ones, which then exceed `max_staleness` more often; by admission a batch waits for its
-    slowest episode, and what is trained on is as long as what was sampled."""
+    """Order in which the learner consumes groups: of completion, or of admission. By completion nothing waits, but
+    short episodes overtake long ones, which then exceed `max_staleness` more often; by admission a batch waits for
+    its slowest episode, and training data has the same length distribution as sampled data."""
     stale_policy: Literal["drop", "train"] = "drop"
-    """What a group is that exceeds `max_staleness` when it is consumed: dropped and replaced, or trained with the
+    """Treatment of a group that exceeds `max_staleness` when it is consumed: dropped and replaced, or trained with the
     off-policy correction. Both are counted."""
     max_attempts: int = Field(default=3, ge=1)
     """Times that an episode is tried, with the same seed, before it counts as failed."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
-    """An env worker that has not been heard of for so long is dead; its episodes go to others."""
+    """Heartbeat timeout of an env worker; its episodes are then reassigned."""
     learner_timeout_s: float = Field(default=10.0, gt=0)
-    """A learner that could renew its lease and has not for so long is dead; the next one may take it."""
+    """Timeout of the learner's lease while it could be renewed; another learner may then take it."""

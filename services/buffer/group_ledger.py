@@ -1,8 +1,8 @@
-"""The life of every group, copied from Redis to a file: bounded there, complete here.
+"""Ledger of every group's life, copied from Redis, which keeps a bounded part, to a complete file.
 
-Invariants: a line is written once it is whole and in one call, so a process that dies leaves at most a cut last line, which
-the next writer removes; the file always holds every event up to its newest id, so a writer goes on after that. Two writers
-(a learner and the one that replaced it) write the same lines, and a line that comes twice is read once.
+Invariants: lines are written in one call each, so a process that dies leaves at most a partial last line, which the
+next writer removes; the file holds every event up to its newest id, so a writer continues after that. Two writers (a
+learner and its replacement) write equal lines; duplicates are read once.
 """
 
 import logging
@@ -34,14 +34,14 @@ class LifeEvent:
     """Something that happened to a group."""
 
     id: str
-    """Of the stream's entry: Unix time in ms, and a sequence number."""
+    """Stream entry id: Unix time in ms, and a sequence number."""
     ordinal: int
     """1, 2, 3, ... over the life of the run's Redis; 0: an older version of Offbeat has written it, which did not count."""
     number: int
     event: str
     """`admitted`, `submitted`, `trained`, `dropped`, `failed`."""
     detail: str
-    """admitted and submitted: version of the weights at admission; trained: the step whose checkpoint holds it; else why."""
+    """admitted and submitted: version at admission; trained: step of the checkpoint; otherwise the reason."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -51,7 +51,7 @@ class LifeEvent:
 
 
 def events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
-    """Up to a page of events that came after the id `after` (`0`: from the first that is kept)."""
+    """Return up to one page of events after the id `after` (`0`: from the oldest that is kept)."""
     reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE, block=block_ms)
     streams = cast(list[Any], reply or [])
     return [_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
@@ -117,7 +117,7 @@ def _newest_id(path: Path) -> str:
 
 
 class LedgerThread(Follower):
-    """Follows the life of a run's groups from where its file ends, beside whatever this process does."""
+    """Copies the events of a run's groups from where its file ends, in the background."""
 
     def __init__(self, redis: Redis, run_id: str, output_dir: Path) -> None:
         self._redis = redis
@@ -164,7 +164,7 @@ class LedgerThread(Follower):
 
 
 def _sync(file: LedgerFile) -> None:
-    """A disk or share may find only now that it is full: what was written stands in line, and the next ones follow."""
+    """Flush to disk; a full disk or share may fail only now, and what was written is retried in order."""
     try:
         file.sync()
     except OSError as error:

@@ -32,15 +32,15 @@ from offbeat.services.redis.connection import LONGEST_BLOCK_S
 logger = logging.getLogger(__name__)
 
 MOST_GROUPS = 16
-"""That one round trip carries."""
+"""Maximum number of groups per round trip."""
 ENDINGS = (b"stopped", b"killed")
-"""What a run's record says is wanted when its learner should end."""
+"""Desired states in which the learner should end."""
 
 
 class RedisLearnerBuffer:
     """`LearnerBuffer` on Redis, for the learner that holds the lease of `epoch`.
 
-    All methods raise RetryableError while Redis does not answer (the same call may be made again) and, where they write,
+    All methods raise RetryableError while Redis does not answer (the call may be repeated) and, if they write,
     FencedError when a newer learner holds the run.
     """
 
@@ -53,17 +53,17 @@ class RedisLearnerBuffer:
         self._last = "0-0"
         self._by_admission = order == "admission"
         self._fetched: deque[list[Any]] = deque()
-        """What came with a group that was taken, in stream order."""
+        """Groups fetched along with an earlier one, in stream order."""
         self._ahead: list[tuple[int, Group]] = []
-        """Taken out of the stream while groups with lower numbers are being played: a heap by number."""
+        """Groups read from the stream while groups with lower numbers are active: a heap by number."""
 
     @property
     def epoch(self) -> int:
-        """Of the lease that every write carries."""
+        """Epoch of the lease, sent with every write."""
         return self._epoch
 
     def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
-        """See `LearnerBuffer.take`. Groups that can't be read are dropped as `corrupt`, their blobs kept in quarantine."""
+        """Undecodable groups are dropped as `corrupt`, and their blobs kept in quarantine."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._fetched:
@@ -101,10 +101,10 @@ class RedisLearnerBuffer:
         return Boundary(changes, bool(paused), wanted in ENDINGS)
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool:
-        """Before `adopt(step)`: ask for other settings, as a person could. False if nothing was asked for, because it was
-        decided for this step before, or its weights exist.
+        """Request changed settings before `adopt(step)`, as the REST API does. Return False if nothing was requested,
+        because it was decided for this step before, or its weights exist.
 
-        if_lost: only where this Redis knows of no earlier suggestion.
+        if_lost: only if this Redis knows of no earlier request.
         """
         change = encode_change(values, time.time(), why)
         return bool(self._run("suggest", self._epoch, step, change, "lost" if if_lost else ""))
@@ -113,19 +113,19 @@ class RedisLearnerBuffer:
         self._run("teach", self._epoch, state)
 
     def num_playing(self) -> int:
-        """Groups that are being played."""
+        """Return the number of active groups."""
         return self.snapshot().playing
 
     def restore(self, num_trained: int, next_number: int | None = None) -> int:
-        """Make the ledger agree with the checkpoint this learner goes on from; call it after that checkpoint's `ack`.
+        """Make the ledger agree with the checkpoint from which this learner resumes; call it after that checkpoint's `ack`.
 
-        A Redis that lost its data (or a fresh one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
-        as admitted and trained, so that admission goes on where the checkpoint stands and numbers from `next_number`
-        (default: `num_trained`) on are handed out. Groups acknowledged past the checkpoint, whose own checkpoints are
-        gone, are given up as dropped `rewound`, and admission makes up for them. Both are 0 in an ordinary restart.
+        A Redis that lost its data (or a new one) counts the checkpoint's `num_trained` groups (step * groups_per_step)
+        as admitted and trained, so that admission continues there and numbers start at `next_number` (default:
+        `num_trained`). Groups acknowledged after the checkpoint, whose own checkpoints are gone, are dropped as
+        `rewound`, and admission replaces them. Both are 0 in an ordinary restart.
 
         Returns:
-            Groups that were added (positive) or given up (negative).
+            Groups that were added (positive) or dropped (negative).
         """
         return int(self._run("restore", self._epoch, num_trained, "" if next_number is None else next_number))
 

@@ -27,9 +27,9 @@ Argument = str | bytes | int | float
 FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "sweep")
 UNTRANSLATED = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
-"""What Redis raises that the mesh has a name for."""
+"""Redis errors that have a class of their own here."""
 MOST_CALLS = 32
-"""That one round trip carries."""
+"""Maximum number of calls per round trip."""
 MOST_BYTES = 1 << 19
 """After which it takes no further call, so that Redis works on the first while the next are made ready."""
 MOST_TRIPS = 2
@@ -49,16 +49,16 @@ def script_source(name: str) -> str:
 
 @cache
 def script_digest(name: str) -> str:
-    """What Redis calls a script that it has."""
+    """Return the SHA-1 by which Redis knows a script."""
     return hashlib.sha1(script_source(name).encode(), usedforsecurity=False).hexdigest()
 
 
 @contextmanager
 def errors_translated() -> Iterator[None]:
-    """Turn what Redis raises into the mesh's errors.
+    """Translate Redis' errors.
 
     Raises:
-        RetryableError: Redis can't be reached, is loading or refuses writes; every command of the buffer may be sent again.
+        RetryableError: Redis can't be reached, is loading or refuses writes; every command of the buffer may be repeated.
         FencedError: a newer learner holds the run.
         BufferError: the buffer refused the command.
     """
@@ -78,7 +78,7 @@ def _translated(error: Exception) -> MeshError:
 
 
 class BufferKeys:
-    """Names of the buffer's keys of one run; prelude.lua says what each holds."""
+    """Key names of one run's buffer; prelude.lua describes their contents."""
 
     def __init__(self, run_id: str) -> None:
         run = RunKeys(run_id)
@@ -108,14 +108,14 @@ class BufferScripts:
         self._script = cache(lambda name: redis.register_script(script_source(name)))
 
     def __call__(self, name: str, *args: Argument) -> Any:
-        """Run a script. Raises as `errors_translated` says."""
+        """Run a script. Raises as `errors_translated`."""
         with errors_translated():
             return self._script(name)(keys=self._keys, args=args)
 
 
 class AsyncBufferScripts:
-    """The scripts of one run, called from a loop. Calls that come while others are under way travel together: one round trip
-    carries them, and each is a command of its own, or its part of one that answers many."""
+    """The scripts of one run, called from an event loop. Calls made while others are under way share a round trip; each
+    is a command of its own, or part of one that answers several."""
 
     def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MOST_TRIPS) -> None:
         """trips: round trips that are under way together at most."""
@@ -126,16 +126,16 @@ class AsyncBufferScripts:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def __call__(self, name: str, *args: Argument) -> Any:
-        """Run a script. Raises as `errors_translated` says."""
+        """Run a script. Raises as `errors_translated`."""
         return await self._answered(_Call(name, args, None, 0, asyncio.get_running_loop().create_future()))
 
     async def one_of_many(
         self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...], size: int = 0
     ) -> Any:
-        """Run a script that takes, after what they share, msgpack of any number of `own`, and returns msgpack of an answer
-        to each: calls of one name and `shared` that travel together are one. Raises as `errors_translated` says.
+        """Run a script that takes shared arguments and any number of msgpack items `own`, and returns a msgpack list of
+        answers: concurrent calls of one name and `shared` are merged into one. Raises as `errors_translated`.
 
-        size: bytes of `own`, where they are many.
+        size: bytes of `own`, if large.
         """
         return await self._answered(_Call(name, shared, own, size, asyncio.get_running_loop().create_future()))
 
@@ -207,7 +207,7 @@ class _Call:
     answer: asyncio.Future[Any]
 
     def joins(self, other: "_Call") -> bool:
-        """Whether one command carries both."""
+        """Return True if both calls fit into one command."""
         if self.own is None or other.own is None:
             return False
         return self.name == other.name and self.shared == other.shared
@@ -227,7 +227,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """What Redis is told at once: a call, or several that join."""
+    """One Redis command: a call, or several merged ones."""
 
     calls: list[_Call]
 

@@ -1,7 +1,7 @@
 """The buffer as env workers reach it.
 
-Every command may be sent again when its answer got lost: claims carry a nonce, submits are idempotent by member, orders
-are derived from who holds what.
+Every command may be repeated if its answer was lost: claims carry a nonce, submits are idempotent by member, orders are
+derived from the claims.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ REASON_LENGTH = 64
 
 
 def unit_of(kind: EpisodeKind, group_id: str, number: int) -> str:
-    """What the scripts call a group or an evaluation."""
+    """Return the scripts' name of a group or an evaluation."""
     return f"t:{number}" if kind is EpisodeKind.TRAIN else f"e:{group_id}"
 
 
 class AsyncRolloutBuffer:
-    """`RolloutBuffer` on Redis. One object per worker process: a second one under the same worker id is taken for the
-    process that replaced the first, and what the first was playing is given to others.
+    """`RolloutBuffer` on Redis. Use one object per worker process: a second one with the same worker id counts as the
+    replacement of the first, whose episodes are reassigned.
 
-    All methods raise RetryableError while Redis does not answer; the same call may be made again.
+    All methods raise RetryableError while Redis does not answer; the call may be repeated.
     """
 
     def __init__(self, redis: AsyncRedis, run_id: str) -> None:
@@ -62,7 +62,7 @@ class AsyncRolloutBuffer:
         return tasks
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """See `RolloutBuffer.wait_for_work`. `"$"` counts from the last claim, so that nothing rings unheard between."""
+        """`"$"` counts from the last claim, so that no notification is missed in between."""
         position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
         with errors_translated():
             return await self._next_ring(position, timeout_s) or position

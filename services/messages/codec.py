@@ -1,7 +1,7 @@
 """Messages as msgpack bytes.
 
-Every blob opens with its kind and schema version, and whatever does not follow the schema raises `CodecError`. The rows here
-are the messages' own shape; what they carry is `offbeat.services.messages.types`.
+Every blob starts with its kind and schema version; anything that does not follow the schema raises `CodecError`. The
+rows here are the wire format; `offbeat.services.messages.types` has the messages.
 """
 
 import math

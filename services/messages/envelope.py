@@ -1,4 +1,4 @@
-"""What every message is made of: an envelope of kind and schema version around rows of declared types, as msgpack.
+"""Envelope of every message: kind and schema version around rows of declared types, as msgpack.
 
 Nothing that came over the network is unpickled. Arrays travel as raw little-endian bytes.
 """
@@ -22,7 +22,7 @@ NARROW = 2
 """Bytes of a token id below 65,536, in segments all of whose tokens are."""
 UINT16, UINT32, INT32, FLOAT32 = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4"), np.dtype("<f4")
 MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
-"""What a body that does not follow its schema may raise when it is checked or packed."""
+"""Exceptions that an invalid body may raise when it is checked or packed."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -32,14 +32,14 @@ Body = TypeVar("Body")
 
 
 class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What messages are made of: an array of declared types, in this order and no others."""
+    """Base of message rows: an array of declared types in a fixed order."""
 
 
 class Message(Generic[Body]):
     """Messages of one kind."""
 
     def __init__(self, kind: str, body: type[Body]) -> None:
-        """body: what lies in the envelope, in types that msgspec reads."""
+        """body: type of the envelope's content, as msgspec reads it."""
         self._kind = kind
         self._whole: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
 

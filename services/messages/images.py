@@ -1,6 +1,6 @@
-"""Pictures inside messages: PNG files that stand for tokens.
+"""Images in messages: PNG files that stand for tokens.
 
-Invariants: pictures of one sequence stand in order and apart, inside it, on tokens that nobody sampled; none is larger than
+Invariants: images of one sequence are ordered and disjoint, inside it, on tokens that were not sampled; none is larger than
 `MAX_PICTURE`.
 """
 
@@ -23,7 +23,7 @@ class PictureRow(Row):
 
 
 def picture_rows(pictures: Sequence[Picture]) -> list[PictureRow]:
-    """As messages carry them."""
+    """Return the images as message rows."""
     return [PictureRow(picture.start, picture.count, picture.png) for picture in pictures]
 
 
@@ -60,7 +60,7 @@ def check_png(png: bytes) -> None:
 
 
 def check_unsampled(segment: Segment) -> None:
-    """Raises ValueError if the policy is said to have sampled a picture's token."""
+    """Raises ValueError if a token of an image counts as sampled."""
     for picture in segment.pictures:
         if segment.loss_mask[picture.start : picture.start + picture.count].any():
             raise ValueError(f"the tokens of the picture at {picture.start} are said to be sampled")

@@ -1,6 +1,6 @@
-"""A segment inside a message: its tokens in two bytes each where all fit, and the logprobs of sampled tokens alone.
+"""Segment of a message: tokens in two bytes each where all fit, and logprobs of sampled tokens only.
 
-Version spans say which tokens those are, and so what the loss mask is.
+Version spans determine the sampled tokens, and so the loss mask.
 
 Invariant: what is read keeps the invariants of `services.messages.types`, and what is written is read back bit for bit.
 """
@@ -45,7 +45,8 @@ class SegmentRow(Row):
 
 
 def segment_row(segment: Segment) -> SegmentRow:
-    """What `read_segment` gives back bit for bit. Raises TypeError or ValueError if it could not."""
+    """Return the row from which `read_segment` restores the segment bit for bit. Raises TypeError or ValueError if it
+    can't."""
     tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
     _check_arrays(segment)
     check_spans(versions, length)

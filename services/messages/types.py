@@ -21,17 +21,17 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class EpisodeKind(StrEnum):
-    """What an episode is played for."""
+    """Purpose of an episode."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class StopReason(StrEnum):
-    """Why an episode ended."""
+    """Reason for the end of an episode."""
 
     TERMINATED = "terminated"
-    """The env said that the task is over."""
+    """The env ended the task."""
     TRUNCATED = "truncated"
     """The env itself cut the episode."""
     MAX_STEPS = "max_steps"
@@ -40,7 +40,7 @@ class StopReason(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason for the end of a completion."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -56,7 +56,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; `temperature=0` is greedy."""
+    """Sampling parameters; `temperature=0` is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -67,7 +67,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What the model sees instead of the placeholder tokens `[start, start + count)` of its sequence."""
+    """Image that the model sees in place of the placeholder tokens `[start, start + count)` of its sequence."""
 
     start: int
     count: int
@@ -75,7 +75,7 @@ class Picture:
 
     @property
     def digest(self) -> str:
-        """Of what is seen, wherever it stands."""
+        """Digest of the image, independent of its position."""
         return blake2b(self.png, digest_size=16).hexdigest()
 
 
@@ -85,12 +85,12 @@ class GenerateRequest:
 
     request_id: str
     prompt: Sequence[int]
-    """As an `array("i")` it travels without a look at each token."""
+    """As an `array("i")` it is encoded without visiting each token."""
     sampling: Sampling
     min_version: int = 0
     """The replica holds the request until it serves at least this version."""
     pictures: tuple[Picture, ...] = ()
-    """In the order in which they stand in the prompt."""
+    """Images in the order of their positions in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Completion:
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of each sampled token under the distribution it was drawn from (temperature applied, float32)."""
+    """Logprob of each sampled token under the sampling distribution (temperature applied, float32)."""
     versions: tuple[VersionSpan, ...] = ()
     """Spans over `token_ids`."""
     finish_reason: FinishReason = FinishReason.STOP
@@ -122,8 +122,8 @@ class Turn(NamedTuple):
 class Segment:
     """One token sequence in one continuous context.
 
-    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 where the policy did not sample; versions: spans over
-    the positions of `tokens` that it did; pictures: in the order in which they stand, none of their tokens sampled.
+    tokens: [T] int32; loss_mask: [T] bool; logprobs: [T] float32, 0 for tokens that were not sampled; versions: spans
+    over the positions of sampled tokens; pictures: in order of position, on tokens that were not sampled.
     """
 
     tokens: Int32Array
@@ -158,9 +158,9 @@ class Trajectory:
     worker_id: str = ""
     duration_s: float = 0.0
     text: tuple[str, ...] = ()
-    """For people: system prompt, then observation and answer in turn. Never the source of training data."""
+    """For display: system prompt, then observation and answer in turn. Never used for training."""
     baseline: bool = False
-    """Played greedily to be compared with (ReMax): its reward counts, its tokens are never trained on."""
+    """Greedy episode for comparison (ReMax): its reward counts, its tokens are never trained on."""
 
     @property
     def reward(self) -> float:
@@ -199,9 +199,9 @@ class Group:
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
     temperature: float | None = None
-    """That its tokens were sampled at, where the run's has been changed since it started."""
+    """Sampling temperature, if the run's was changed since it started."""
     baselines: tuple[Trajectory, ...] = ()
-    """Greedy episodes of the same task and seed, where the run plays any."""
+    """Greedy episodes of the same task and seed, if configured."""
 
     @property
     def oldest_version(self) -> int:
@@ -221,13 +221,13 @@ class EpisodeTask:
     min_version: int
     """Completions must come from this version or a newer one."""
     sampling_name: str = "train"
-    """Which of the run's sampling settings to use: `train`, or for evaluation `sampled` or `greedy`."""
+    """Name of the run's sampling parameters: `train`, or for evaluation `sampled` or `greedy`."""
     temperature: float | None = None
     """Instead of that setting's own."""
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is played to compare a group's episodes with."""
+        """True for a greedy episode that a group is compared with."""
         return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
 
 
@@ -242,7 +242,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion:
-    """A whole weight version that another one is told as a difference to; as in `Manifest`."""
+    """A complete weight version that another one is a delta to; fields as in `Manifest`."""
 
     location: str
     digest: str
@@ -251,7 +251,7 @@ class BaseVersion:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One published weight version: what it is and where its bytes lie."""
+    """One published weight version and the location of its bytes."""
 
     run_id: str
     version: int
@@ -261,12 +261,12 @@ class Manifest:
     """Fencing epoch of the learner that published it."""
     transport: str
     location: str
-    """What the transport needs to find the bytes: a path, a URL."""
+    """Location of the bytes for the transport: a path, a URL."""
     digest: str
-    """Of the bytes, as the transport computes it."""
+    """Digest of the bytes, as computed by the transport."""
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
     published_at: float
     """Unix time, s."""
     anchor: BaseVersion | None = None
-    """What the bytes at `location` are a difference to; None: they are the whole version."""
+    """Version to which the bytes at `location` are a delta; None: they are a complete version."""

@@ -22,10 +22,10 @@ from offbeat.services.redis.errors import IN_PIPELINE, RedisReadOnlyError, refus
 
 T = TypeVar("T")
 WhilePatient = Callable[[Exception], bool]
-"""Asked before each further try once a call's patience is over: whether to go on."""
+"""Called before each further retry once a call's patience is over; True continues."""
 
 SOCKET_TIMEOUT_S = 15.0
-"""A Redis that answers nothing for so long counts as gone; above the longest blocking read."""
+"""Time without an answer after which Redis counts as unreachable; longer than the longest blocking read."""
 CONNECT_TIMEOUT_S = 5.0
 RETRY_BASE_S = 0.02
 RETRY_CAP_S = 0.5
@@ -48,7 +48,7 @@ def _never(_: Exception) -> bool:
 
 
 class _Patience:
-    """Of one call."""
+    """Retry state of one call."""
 
     def __init__(self, patience_s: float, goes_on: WhilePatient) -> None:
         self._deadline = time.monotonic() + patience_s
@@ -63,8 +63,8 @@ class _Patience:
         return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
 
     def refused(self, error: redis_errors.ResponseError) -> RedisReadOnlyError:
-        """Count a refusal; raises `error` if it is none, and at once the refusal of a transaction: what that watched is not
-        watched any more, so it must be begun anew."""
+        """Count a refused write; raises `error` if it is another error, and at once for a transaction, whose watched
+        keys are no longer watched."""
         told = refused(error)
         if told is None:
             raise error
@@ -75,8 +75,8 @@ class _Patience:
 
 
 class OutageRetry(Retry):
-    """Tries again until `patience_s` is over, however long a single try takes, and then for as long as `goes_on` says so;
-    redis-py's own counts tries, and a server that hangs costs a socket timeout with each."""
+    """Retries until `patience_s` is over, however long a single try takes, and then as long as `goes_on` returns True;
+    redis-py's own policy counts tries, and a hung server costs a socket timeout for each."""
 
     def __init__(self, patience_s: float, goes_on: WhilePatient = _never) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
@@ -93,8 +93,7 @@ class OutageRetry(Retry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        """See `redis.retry.Retry.call_with_retry`. `fail` disconnects, so that the next `do` connects anew; a refusal leaves
-        the connection as it is."""
+        """`fail` disconnects, so that the next `do` reconnects; a refused write keeps the connection."""
         patience = _Patience(self._patience_s, self._goes_on)
         while True:
             try:
@@ -140,10 +139,11 @@ class AsyncOutageRetry(AsyncRetry):
 
 
 class Cancellable:
-    """Mixed into a connection of redis-py: who is cancelled while it sends is cancelled.
+    """Mixin for connections of redis-py that delivers cancellations during a send.
 
-    redis-py bounds its sends by `asyncio.wait_for`, which before Python 3.12 forgets a cancellation that comes when what it
-    waited for has just ended (https://github.com/python/cpython/issues/86296): a task that was told to end went on for ever.
+    redis-py bounds its sends by `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives when the
+    awaited operation has just completed (https://github.com/python/cpython/issues/86296): the cancelled task would
+    continue forever.
     """
 
     async def send_packed_command(self: Any, command: Any, check_health: bool = True) -> None:
@@ -161,8 +161,8 @@ class Cancellable:
 
 
 def connect(url: str, *, patience_s: float = 30.0, goes_on: WhilePatient = _never) -> Redis:
-    """A client for one process; thread-safe. Raises nothing before the first command. goes_on: asked, in whichever thread
-    calls, once a call's patience is over."""
+    """Return a thread-safe client for one process. Raises nothing before the first command. goes_on: called in the
+    calling thread once a call's patience is over."""
     return Redis.from_url(
         url,
         retry=OutageRetry(patience_s, goes_on),

@@ -1,6 +1,6 @@
-"""What a Redis says that is there and can't take writes now, and what the mesh makes of it.
+"""Errors of a Redis that is reachable but refuses writes.
 
-Invariant: what was refused has not been done, not in part either, so it may be sent again.
+Invariant: a refused command was not executed, not even in part, so it may be repeated.
 """
 
 import re
@@ -19,7 +19,7 @@ REMEDIES = {
     "MASTERDOWN": "bring its primary back",
     "TRYAGAIN": "its slots are being moved",
 }
-"""Code of a refusal that passes -> what a person can do. UNBLOCKED is what a blocking read hears that was under way."""
+"""Code of a temporary refusal -> what to do about it. UNBLOCKED is raised by a blocking read that was under way."""
 KINDS = {
     redis_errors.OutOfMemoryError: "OOM",
     redis_errors.ReadOnlyError: "READONLY",
@@ -31,18 +31,18 @@ KINDS = {
 REFUSAL = re.compile(rf"(?:^|: -?)(?P<code>{'|'.join(REMEDIES)}) (?P<why>.*)", re.DOTALL)
 """A script's error has the code in front in Redis 7, and after the place in the script in Redis 6."""
 IN_PIPELINE = " of pipeline caused error: "
-"""What redis-py writes before an error that it raises for one of many commands."""
+"""Prefix that redis-py adds to an error of one of several commands."""
 AS_TUPLE = re.compile(r"""^\(['"](.*)['"],\)$""", re.DOTALL)
-"""How its asynchronous pipelines write the error there."""
+"""Form of that error in redis-py's asynchronous pipelines."""
 
 
 class RedisReadOnlyError(redis_errors.ConnectionError):
-    """Redis is there and can't take writes now; it has done nothing of what it refused. To its callers it is as one that
-    does not answer."""
+    """Redis is reachable but refuses writes; a refused command has had no effect. Callers handle it like an unreachable
+    Redis."""
 
 
 def complaint(error: Exception) -> str:
-    """What is wrong with a Redis that raised `error`, for people."""
+    """Return a message about a Redis that raised `error`."""
     return str(error) if isinstance(error, RedisReadOnlyError) else f"Redis does not answer: {error}"
 
 
@@ -52,8 +52,8 @@ def retryable(error: Exception) -> RetryableError:
 
 
 def refused(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
-    """What Redis says if it refuses writes for now; None for every other error of a command. It checks before a command, or
-    a script's first write, so nothing has been done."""
+    """Return Redis' refusal of a write, or None for any other error. Redis checks before a command, or before a
+    script's first write, so nothing was executed."""
     text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])
     code = KINDS.get(type(error))
     if code is None:

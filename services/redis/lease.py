@@ -1,9 +1,9 @@
-"""The learner's lease: one learner at a time holds a run, and what an earlier one still writes is refused.
+"""Lease of the learner: one learner at a time holds a run, and writes of earlier ones are refused.
 
-Invariant: each lease has an epoch of its own, greater than all before; whoever writes as the learner carries it, and Redis
-refuses every epoch but the newest. The lease's expiry only decides when a waiting learner may take over, and counts only
-where Redis could be written to meanwhile, as the looks of those who wait show: a holder that could not renew its lease has
-time to, once it can again. A run that is created anew under its name, or deleted, has a greater epoch from that moment on
+Invariant: each lease has an epoch, greater than all before; every write of a learner carries it, and Redis refuses all
+epochs but the newest. The lease's expiry only determines when a waiting learner may take over, and only counts time in
+which Redis accepted writes, as observed by the waiting learners: a holder that could not renew its lease gets time to,
+once it can again. A run that is created anew under its name, or deleted, gets a greater epoch at that moment
 (`offbeat.services.control.store`).
 """
 
@@ -84,12 +84,12 @@ return 1
 
 
 def owner_of(pid: int) -> str:
-    """The name under which a process of this host holds a lease."""
+    """Return the name under which a process of this host holds a lease."""
     return f"{socket.gethostname()}:{pid}"
 
 
 def free_lease_of(redis: Redis, run_id: str, owner: str) -> bool:
-    """Let the next learner have the lease of one that is known to be dead, at once; False if that one did not hold it last.
+    """Release the lease of a learner that is known to be dead; return False if it did not hold the lease last.
 
     Raises:
         RetryableError: Redis does not answer.
@@ -106,7 +106,7 @@ class LeaseHeldError(RetryableError):
     """Another learner holds the run."""
 
     def __init__(self, owner: str, since: float) -> None:
-        """owner: who, for people. since: Unix time, s."""
+        """owner: holder's name for messages. since: Unix time, s."""
         self.owner = owner
         self.since = since
         super().__init__(
@@ -115,11 +115,11 @@ class LeaseHeldError(RetryableError):
 
 
 class LearnerLease:
-    """Holds a run for one learner; a thread renews it. Use one object for one life of a learner.
+    """Holds a run for one learner, renewed by a thread. Use one object per learner process.
 
     Args:
-        owner: for people, e.g. host and pid.
-        timeout_s: a holder that has not renewed for so long may be replaced.
+        owner: name for messages, e.g. host and pid.
+        timeout_s: time without renewal after which the holder may be replaced.
         on_lost: called once, from the renewing thread, when another learner has taken the run.
     """
 
@@ -152,7 +152,7 @@ class LearnerLease:
 
     @property
     def epoch(self) -> int:
-        """What every write of this learner carries.
+        """Epoch that every write of this learner carries.
 
         Raises:
             FencedError: the lease was never acquired.
@@ -162,7 +162,7 @@ class LearnerLease:
         return self._epoch
 
     def acquire(self, wait_s: float = 0.0) -> int:
-        """Take the lease, waiting up to `wait_s` for another learner to release it or die; returns the epoch.
+        """Acquire the lease, waiting up to `wait_s` for another learner to release it or die; return the epoch.
 
         Raises:
             LeaseHeldError: another learner still holds it.
@@ -186,7 +186,7 @@ class LearnerLease:
             self._wait_for_release(position, look_s)
 
     def held(self) -> bool:
-        """Whether the lease was renewed within its timeout and nobody else has taken it."""
+        """Return True if the lease was renewed within its timeout and not taken by another learner."""
         return self._epoch is not None and not self._lost.is_set() and time.monotonic() < self._valid_until
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
-"""A redis-server as a Ray Serve application, for meshes on one machine; wiring only.
+"""A redis-server as a Ray Serve application, for meshes on one machine.
 
-Invariant: the server ends with its replica, and the next replica goes on from the append-only file in the same folder.
+Invariant: the server ends with its replica, and the next replica continues from the append-only file in the same folder.
 """
 
 import logging
@@ -21,14 +21,14 @@ DEPLOYMENT = "redis"
 HEAD_NODE = "node:__internal_head__"
 """Ray's resource of the head node: a replica that starts again must find its folder, and its clients the same address."""
 SHUTDOWN_S = 40.0
-"""What `before_end` and the server's own end get."""
+"""Time limit of `before_end` and of the server's shutdown."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """Where the server listens and what it keeps its state in."""
+    """Address of the server and folder of its state."""
 
     port: int
     password: str

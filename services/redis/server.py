@@ -53,7 +53,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Where clients connect, password included; the same after `restart`."""
+        """URL for clients, with password; unchanged by `restart`."""
         user = f":{self._password}@" if self._password else ""
         return f"redis://{user}127.0.0.1:{self._port}/0"
 
@@ -63,11 +63,11 @@ class EmbeddedRedis:
         return self._process.pid if self._process is not None and self.is_alive() else None
 
     def is_alive(self) -> bool:
-        """Whether the server process runs."""
+        """Return True if the server process is running."""
         return self._process is not None and self._process.poll() is None
 
     def answers(self, timeout_s: float = 5.0) -> bool:
-        """Whether it answers in time; one that loads its file, or is busy, says so."""
+        """Return True if it answers in time, even while loading or busy."""
         password = self._password or None
         with Redis(port=self._port, password=password, socket_timeout=timeout_s, retry=Retry(NoBackoff(), 0)) as client:
             try:
@@ -82,7 +82,7 @@ class EmbeddedRedis:
         """Start the server and wait until it answers.
 
         Raises:
-            MeshError: no redis-server is found, the folder is in use, or the server ends at once.
+            MeshError: no redis-server was found, the folder is in use, or the server exits at once.
         """
         server = server_binary(self._config.server)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -99,17 +99,17 @@ class EmbeddedRedis:
         return self
 
     def restart(self) -> None:
-        """End the server if it runs, and start it again on its append-only file, same port and password.
+        """Restart the server on its append-only file, with the same port and password.
 
         Raises:
-            MeshError: it does not come back.
+            MeshError: it does not start.
         """
         self._end_process()
         self._launch(server_binary(self._config.server), self._port)
         self._wait_until_it_answers()
 
     def stop(self) -> None:
-        """End the server and let go of the folder; harmless when it does not run."""
+        """Stop the server and release the folder; idempotent."""
         self._end_process()
         if self._lock is not None:
             self._lock.close()

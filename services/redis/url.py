@@ -1,6 +1,6 @@
-"""Where a Redis of one's own is, as one URL that travels to every part of the mesh, and why it can't be used.
+"""URL of an external Redis, which every part of the mesh uses, and diagnosis of one that can't be used.
 
-TLS is in the URL too, so whoever has it can connect: `rediss://:PASSWORD@HOST:6380/0?ssl_ca_certs=/etc/redis/ca.pem`.
+TLS options are part of the URL: `rediss://:PASSWORD@HOST:6380/0?ssl_ca_certs=/etc/redis/ca.pem`.
 """
 
 import difflib
@@ -22,9 +22,10 @@ PATIENCE_S = 5.0
 
 
 def address_problem(url: str) -> str:
-    """What is wrong with the URL, without its password; empty if nothing is.
+    """Return what is wrong with the URL, without its password; empty if nothing.
 
-    Options: files (absolute paths, on every host that connects), whether the certificate must be valid and of that host.
+    Options: files (absolute paths, valid on every host that connects), whether the certificate must be valid and of
+    that host.
     """
     try:
         parts = urlsplit(url)
@@ -42,13 +43,13 @@ def address_problem(url: str) -> str:
 
 
 def place(url: str) -> str:
-    """The URL for people: without user, password and options."""
+    """Return the URL without user, password and options, for messages."""
     scheme, colon, rest = url.partition("://")
     return f"{scheme}{colon}{rest.partition('?')[0].rpartition('@')[2]}"
 
 
 def refusal(url: str) -> str:
-    """Why the Redis at a sound URL can't be used, after a try; empty if it can. Logs what it should be told."""
+    """Try to connect and return why the Redis can't be used; empty if it can. Logs settings that should be changed."""
     for name, value in parse_qsl(urlsplit(url).query):
         if name in FILES and not Path(value).exists():
             return f"{name}: {value} is not on this host"
