@@ -28,7 +28,7 @@ from offbeat.trainer.trackers.cursor import (
     tracker_folder,
     write_progress,
 )
-from offbeat.trainer.trackers.delivery import Delivery, DownError
+from offbeat.trainer.trackers.delivery import Delivery, TrackerDownError
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 from offbeat.trainer.trackers.registry import IN_LEARNER, arguments, find_tracker
 from offbeat.trainer.trackers.supervisor import without_secrets
@@ -61,7 +61,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
         if progress.offset >= metrics.stat().st_size:
             console.print(_last_words(name, progress, "had"), markup=False)
             return
-        resumed = progress.open(progress.lineage, goes_on=True)
+        resumed = progress.open(progress.lineage, keep_key=True)
         place = tracker_folder(folder, name)
         place.mkdir(parents=True, exist_ok=True)
         shown = without_secrets(
@@ -75,7 +75,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
             write_progress(kept, progress)
             _deliver(Delivery(metrics, kept, progress, tracker), metrics, console)
             tracker.close("finished" if progress.step >= config.max_steps else "stopped")
-        except DownError as error:
+        except TrackerDownError as error:
             raise TrackError(f"{name} takes nothing: {error}; what it has taken is not sent again") from error
         except Exception as error:
             raise TrackError(f"{name} failed: {type(error).__name__}: {error}") from error

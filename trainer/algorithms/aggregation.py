@@ -1,7 +1,6 @@
-"""How the losses of M tokens become one number, with denominators over the whole batch.
+"""Aggregation of M token losses into a scalar, with denominators over the whole batch.
 
-Because the denominators are the whole batch's, sums over micro-batches, mini-batches' parts and ranks add up to exactly the
-loss of the batch.
+With these denominators, sums over micro-batches, mini-batches and ranks add up exactly to the loss of the batch.
 """
 
 from typing import Literal, NamedTuple
@@ -13,7 +12,7 @@ Mode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-m
 
 
 class MaskedCounts(NamedTuple):
-    """What counts in a batch's denominators though nothing is computed on it: its losses are zero."""
+    """Tokens, sequences and groups that are masked out but still count in the loss denominators."""
 
     tokens: int = 0
     sequences: int = 0
@@ -24,13 +23,13 @@ NO_MASKED = MaskedCounts()
 
 
 def token_weights(sequence: Tensor, mode: Mode, length: int = 1, silent: MaskedCounts = NO_MASKED) -> Tensor:
-    """Weights w with loss = sum(w * token_loss).
+    """Return weights w with loss = sum(w * token_loss).
 
-    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length), with a
-    length that is the same for all batches (Dr. GRPO, arXiv:2503.20783). seq-mean-token-mean: 1 / (S * its tokens) (GRPO,
-    arXiv:2402.03300). S counts sequences that have a token. M and S count the silent ones too.
+    token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length),
+    with the same length for all batches (Dr. GRPO, arXiv:2503.20783). seq-mean-token-mean: 1 / (S * tokens of the
+    sequence) (GRPO, arXiv:2402.03300). S counts sequences that have a token. M and S include the masked ones.
 
-    sequence: [M] int64, which sequence each token is of -> [M] float32
+    sequence: [M] int64, the sequence of each token -> [M] float32
     """
     num_tokens = len(sequence)
     if not num_tokens:

@@ -8,9 +8,10 @@ from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
 def one_sided_policy_gradient(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, rho: float
 ) -> TokenLosses:
-    """-sg(min(pi / mu, rho)) A log pi, mu being what sampled: corrected for staleness, cut from above alone.
+    """Return -sg(min(pi / mu, rho)) A log pi with the behavior policy mu: corrected for staleness, truncated from above
+    only.
 
-    All [M] float; `clipped` marks tokens whose weight was cut to rho.
+    All [M] float; `clipped` marks tokens whose weight was truncated to rho.
     """
     ratio = ratio_of(logprobs, behavior_logprobs).detach()
     return TokenLosses(-ratio.clamp(max=rho) * advantages * logprobs, ratio, ratio > rho)

@@ -1,7 +1,7 @@
-"""Corrections for tokens that other weights, or another engine, sampled: weights, and masks where no weight would do.
+"""Corrections for tokens sampled by other weights or another engine: importance weights and masks.
 
-`logprobs` are the learner's of the policy that a step starts from, `behavior_logprobs` the engine's. A unit is what is
-judged as one: the token, the turn, the sequence by its mean per token (`geometric`), or as a whole (`sequence`).
+`logprobs` are the learner's at the start of the step, `behavior_logprobs` the engine's. A unit is weighted or masked as
+one: the token, the turn, the sequence by its mean per token (`geometric`), or by its sum (`sequence`).
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ Unit = Literal["token", "turn", "geometric", "sequence"]
 
 
 def over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor) -> Tensor:
-    """Each token gets its unit's value: mean over turn or sequence, sum over the sequence as a whole.
+    """Return each token's unit value: the mean over its turn or sequence, or the sum over its sequence.
 
     values: [M] float; turn, sequence: [M] int64 -> [M] float
     """
@@ -32,8 +32,8 @@ def over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor) -> Ten
 
 
 def importance_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """clip(pi / pi_behavior, lower, upper) from its log: what decoupled PPO multiplies each token's loss with
-    (arXiv:2505.24298, eq. 5; TIS, arXiv:2510.26788).
+    """Return clip(pi / pi_behavior, lower, upper), the factor of each token's loss in decoupled PPO (arXiv:2505.24298,
+    eq. 5; TIS, arXiv:2510.26788).
 
     [M] -> [M] float, detached
     """
@@ -41,17 +41,18 @@ def importance_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Whether each value is within both bounds, those included; None is no bound. [M] float -> [M] bool"""
-    kept = torch.ones_like(values, dtype=torch.bool)
+    """Return a mask of the values within both inclusive bounds; None is no bound. [M] float -> [M] bool"""
+    mask = torch.ones_like(values, dtype=torch.bool)
     if low is not None:
-        kept &= values >= low
+        mask &= values >= low
     if high is not None:
-        kept &= values <= high
-    return kept
+        mask &= values <= high
+    return mask
 
 
 def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """The larger of the two divergences between "this token" and "any other" under both policies (KPop).
+    """Return the larger of both directions of KL between the policies' binary distributions "this token" or "another"
+    (KPop).
 
     [M], [M] log-probabilities, at most 0 -> [M] float, nats, never negative
     """
@@ -63,5 +64,5 @@ def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 def _log_of_others(logprobs: Tensor) -> Tensor:
-    """log(1 - p), finite at p = 1."""
+    """Return log(1 - p), finite at p = 1."""
     return torch.log1p(-logprobs.exp().clamp(max=1 - 1e-6))

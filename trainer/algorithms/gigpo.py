@@ -19,8 +19,8 @@ def group_in_group(
     step_weight: float,
     scale: bool,
 ) -> Tensor:
-    """A_k = w_e A_episode + w_s A_step of each turn (eq. 8): the episode's reward compared within its group, and the turn's
-    discounted return compared among the group's turns that answered the same state. An anchor met once gives no A_step.
+    """Return A_k = w_e A_episode + w_s A_step per turn (eq. 8): the episode's reward normalized within its group, and the
+    turn's discounted return normalized over the group's turns at the same state. A_step is 0 for an anchor with one turn.
 
     episode_rewards: [T] float; group: [T] int64; turn_rewards: [R] float, trajectory after trajectory; owner: [R] int64;
     last_turn: [R] bool; anchor: [R] int64, one number per state and group; scale: divide by standard deviations too

@@ -1,13 +1,14 @@
-"""Group policy gradient (arXiv:2504.02546): the plain policy gradient, rescaled for groups that say nothing."""
+"""Group policy gradient (arXiv:2504.02546): the plain policy gradient, rescaled for groups without signal."""
 
 import torch
 from torch import Tensor
 
 
 def informative_share_inverse(rewards: Tensor, group: Tensor, silent: int = 0, eps: float = 1e-6) -> float:
-    """alpha = B / (B - M) of eq. 9: trajectories over those whose group's members differ in reward; 1 where none does.
+    """Return alpha = B / (B - M) (eq. 9), trajectories over those of groups with differing rewards, or 1 if there
+    are none.
 
-    rewards: [T] float; group: [T] int64, 0-based; silent: trajectories beside these whose groups say nothing
+    rewards: [T] float; group: [T] int64, 0-based; silent: further trajectories, of groups without signal
     """
     if not len(rewards):
         return 1.0

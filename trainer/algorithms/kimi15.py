@@ -9,9 +9,9 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def mirror_descent(
     ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau: float
 ) -> TokenLosses:
-    """-A log pi + tau / 2 (log pi - log pi_old)^2, the regulariser per token as ROLL has it.
+    """Return -A log pi + tau / 2 (log pi - log pi_old)^2, with ROLL's regulariser per token.
 
     All [M] float; the ratio is only reported.
     """
-    pull = 0.5 * tau * (logprobs - old_logprobs).square()
-    return TokenLosses(-advantages * logprobs + pull, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
+    penalty = 0.5 * tau * (logprobs - old_logprobs).square()
+    return TokenLosses(-advantages * logprobs + penalty, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""Estimates of the Kullback-Leibler divergence from the policy to a reference, and controllers of its coefficient."""
+"""Estimators of the KL divergence from the policy to a reference, and the controller of the penalty's coefficient."""
 
 import math
 from collections.abc import Callable
@@ -8,32 +8,33 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log p - log q: unbiased, high variance, may be negative (Schulman, Approximating KL Divergence, 2020). [M] -> [M]"""
+    """Return log p - log q: unbiased, high variance, may be negative (Schulman, Approximating KL Divergence, 2020). [M]
+    -> [M]"""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, low variance; its gradient is that of the KL. [M] -> [M]"""
+    """Return (log p - log q)^2 / 2: biased, low variance; its mean gradient is that of the KL. [M] -> [M]"""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): unbiased, never negative. [M] -> [M]"""
+    """Return q/p - 1 - log(q/p): unbiased, never negative. [M] -> [M]"""
     delta = (ref_logprobs - logprobs).clamp(-20.0, 20.0)
     return torch.expm1(delta) - delta
 
 
 def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|log p - log q|. [M] -> [M]"""
+    """Return |log p - log q|. [M] -> [M]"""
     return (logprobs - ref_logprobs).abs()
 
 
 KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": k1, "k2": k2, "k3": k3, "abs": absolute}
-"""By the config's `kl_penalty`."""
+"""KL estimators by the config's `kl_penalty`."""
 
 
 class KLController:
-    """The coefficient of the KL penalty: fixed, or adapted towards a target (arXiv:1909.08593, section 2.2)."""
+    """Coefficient of the KL penalty, fixed or adapted towards a target (arXiv:1909.08593, section 2.2)."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 10_000) -> None:
         self.coef = coef
@@ -41,15 +42,16 @@ class KLController:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Move the coefficient after a batch of `num_samples` trajectories whose mean KL was `kl`; one that is not finite
-        tells nothing."""
+        """Adapt the coefficient to a batch of `num_samples` trajectories with mean KL `kl`; a non-finite KL is ignored."""
         if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_samples / self._horizon
 
-    def go_on(self, coef: float) -> None:
-        """From a checkpoint's coefficient, where it adapts; a fixed one is the configuration's. Nothing adapts from 0, which
-        a checkpoint holds that knew no penalty."""
+    def resume(self, coef: float) -> None:
+        """Restore the coefficient of a checkpoint if it is adaptive; a fixed one comes from the configuration.
+
+        0 is ignored: it is the value in checkpoints of runs without a penalty, and cannot adapt.
+        """
         if self._target is not None and coef > 0:
             self.coef = coef

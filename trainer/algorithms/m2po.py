@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def second_moment_mask(log_ratio: Tensor, threshold: float) -> Tensor:
-    """Keep as many tokens as leave the mean of (log pi/pi_behavior)^2 at most at `threshold`; the largest go first.
+    """Return a mask that drops the largest (log pi/pi_behavior)^2 until the mean of the rest is at most `threshold`.
 
-    Only outliers go, so nearly all of a stale batch stays. Equal values go or stay together, whatever their order.
+    Only outliers are dropped, so most of a stale batch remains. Equal values are dropped or kept together.
 
     log_ratio: [M] float -> [M] bool
     """
@@ -17,7 +17,7 @@ def second_moment_mask(log_ratio: Tensor, threshold: float) -> Tensor:
     ordered = moment.sort().values
     counts = torch.arange(1, len(ordered) + 1, device=ordered.device)
     allowed = ordered.cumsum(0) / counts <= threshold
-    # Means of ascending values ascend, so the allowed ones are a beginning
+    # Running means of ascending values ascend, so the allowed ones form a prefix
     num_kept = int(allowed.sum())
     if num_kept == len(ordered):
         return torch.ones_like(moment, dtype=torch.bool)

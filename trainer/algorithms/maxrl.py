@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def mean_normalized(rewards: Tensor, group: Tensor, eps: float = 1e-6) -> Tensor:
-    """(r - mean) / mean over the group: with rewards of 0 and 1 an unbiased step on the log of the success rate, truncated
-    at the group's size, so that rare successes weigh more. A group whose mean is not positive gives zeros.
+    """Return (r - mean) / mean per group: for rewards 0 and 1 an unbiased gradient of the log success rate truncated at the
+    group's size, which weights rare successes more. A group whose mean is not positive gets zeros.
 
-    rewards: [T] float, not negative; group: [T] int64, 0-based -> [T] float
+    rewards: [T] float, nonnegative; group: [T] int64, 0-based -> [T] float
     """
     if not len(rewards):
         return rewards.clone()

@@ -1,4 +1,4 @@
-"""Making rewards and advantages comparable."""
+"""Normalization of rewards and advantages."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ EPS = 1e-6
 
 
 class Moments(NamedTuple):
-    """Of the statistics that each of T rewards is compared with. mean, std, size: [T] float."""
+    """Statistics to normalize each of T rewards with. mean, std, size: [T] float."""
 
     mean: Tensor
     std: Tensor
@@ -17,7 +17,7 @@ class Moments(NamedTuple):
 
 
 def moments_of_group(rewards: Tensor, group: Tensor) -> Moments:
-    """Mean, unbiased standard deviation (0 for one member) and size of each reward's group.
+    """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group.
 
     rewards: [T] float; group: [T] int64, 0-based
     """
@@ -31,10 +31,10 @@ def moments_of_group(rewards: Tensor, group: Tensor) -> Moments:
 
 
 def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) -> Tensor:
-    """(r - mean) / (std + eps), where mean and deviation may be of different groupings (Lite PPO, arXiv:2508.08221: mean of
-    the group, deviation of the batch); None leaves its part out.
+    """Return (r - mean) / (std + eps), where mean and deviation may be of different groupings (Lite PPO, arXiv:2508.08221:
+    mean of the group, deviation of the batch); None skips that part.
 
-    A reward that has nobody to be compared with, or whose deviation is 0, gives zero. rewards: [T] float -> [T] float
+    A reward that is alone in its group, or whose deviation is 0, gives zero. rewards: [T] float -> [T] float
     """
     out = rewards.clone()
     if center is not None:
@@ -48,7 +48,7 @@ def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, s
     """Center each reward on its group's mean (GRPO, arXiv:2402.03300; without `scale` Dr. GRPO, arXiv:2503.20783) and divide
     by the group's unbiased standard deviation.
 
-    A group of one, and with `scale` a group whose members are equal, gives zeros.
+    A group of one gives zero, and so does, with `scale`, a group of equal rewards.
 
     rewards: [T] float; group: [T] int64, 0-based -> [T] float
     """
@@ -57,46 +57,44 @@ def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, s
 
 
 class RunningMoments:
-    """Mean and deviation of all rewards so far, apart for each key (Chan et al. 1979)."""
+    """Running mean and deviation of rewards per key (Chan et al. 1979)."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[float, float, float]] = {}
+        self._by_key: dict[str, tuple[float, float, float]] = {}
 
     def update(self, key: str, rewards: Tensor) -> None:
-        """Add rewards [n] to what `key` has seen."""
+        """Add rewards [n] to the statistics of `key`."""
         if not len(rewards):
             return
         values = rewards.to(torch.float64)
-        count, mean, squares = self._seen.get(key, (0.0, 0.0, 0.0))
+        count, mean, squares = self._by_key.get(key, (0.0, 0.0, 0.0))
         new_count, new_mean = float(len(values)), float(values.mean())
         total, shift = count + new_count, new_mean - mean
         squares += float((values - new_mean).square().sum()) + shift**2 * count * new_count / total
-        self._seen[key] = (total, mean + shift * new_count / total, squares)
+        self._by_key[key] = (total, mean + shift * new_count / total, squares)
 
     def moments(self, keys: list[str], like: Tensor) -> Moments:
-        """For each of T keys; one that was not seen has size 0."""
-        rows = [self._seen.get(key, (0.0, 0.0, 0.0)) for key in keys]
+        """Return the statistics of each of T keys; an unknown key has size 0."""
+        rows = [self._by_key.get(key, (0.0, 0.0, 0.0)) for key in keys]
         table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
         size, mean, squares = table.T
         std = (squares / (size - 1).clamp(min=1)).sqrt()
         return Moments(mean.to(like), std.to(like), size.to(like))
 
     def state_dict(self) -> dict[str, list[float]]:
-        """What a checkpoint keeps."""
-        return {key: list(seen) for key, seen in self._seen.items()}
+        return {key: list(moments) for key, moments in self._by_key.items()}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Go on from a checkpoint."""
-        self._seen = {key: (count, mean, squares) for key, (count, mean, squares) in state.items()}
+        self._by_key = {key: (count, mean, squares) for key, (count, mean, squares) in state.items()}
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Zero mean and unit standard deviation (unbiased) over all of [M]; fewer than two values stay as they are."""
+    """Scale [M] values to zero mean and unit (unbiased) standard deviation; fewer than two are returned unchanged."""
     if len(values) < 2:
         return values
     return (values - values.mean()) / (values.std() + EPS)
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """Whether the members of one group did not all get the same reward; rewards: [G] float."""
+    """True if the rewards of one group differ; rewards: [G] float."""
     return len(rewards) > 1 and bool((rewards - rewards[0]).abs().max() > EPS)

@@ -4,8 +4,8 @@ from torch import Tensor
 
 
 def length_weighted_baseline(rewards: Tensor, lengths: Tensor, group: Tensor) -> Tensor:
-    """Each reward less sum(l r) / sum(l) over its group: the baseline of least variance where a gradient's size grows with
-    length (eq. 9). A group of one gives zero; one without a token keeps its rewards less nothing.
+    """Subtract sum(l r) / sum(l) over the group from each reward: the baseline of least variance if a gradient's norm grows
+    with length (eq. 9). A group of one gives zero; a group without tokens keeps its rewards.
 
     rewards: [T] float; lengths: [T] float, sampled tokens; group: [T] int64, 0-based -> [T] float
     """

@@ -1,4 +1,5 @@
-"""PPO's clipped surrogate (arXiv:1707.06347), its bounds apart (DAPO, arXiv:2503.14476), dual clip (arXiv:1912.09729)."""
+"""PPO's clipped surrogate (arXiv:1707.06347) with separate bounds (DAPO, arXiv:2503.14476) and dual clip
+(arXiv:1912.09729)."""
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> TokenLosses:
-    """-min(r A, clip(r, 1 - low, 1 + high) A); with `dual_clip` c and a negative advantage at most -c A.
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), bounded by -c A for a negative advantage with `dual_clip` c.
 
-    ratio, at any granularity, advantages: [M] float; `clipped` marks tokens whose gradient a bound took away.
+    ratio (of any granularity), advantages: [M] float; `clipped` marks tokens whose gradient a bound removed.
     """
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages

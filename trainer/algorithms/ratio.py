@@ -1,4 +1,4 @@
-"""Probability ratios, and what every policy loss returns."""
+"""Probability ratios, and the result type of policy losses."""
 
 from typing import Literal, NamedTuple
 
@@ -7,13 +7,14 @@ from torch import Tensor
 from offbeat.trainer.algorithms.units import mean_over, sum_over
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here before they are exponentiated: e^20 is far outside every trust region."""
+"""Bound of log-ratios before `exp`; e^20 is far outside every trust region."""
 
 Granularity = Literal["token", "turn", "sequence", "sequence-token", "sequence-product"]
 
 
 class TokenLosses(NamedTuple):
-    """loss: [M] float; ratio: [M] float, detached; clipped: [M] bool, tokens whose gradient was taken away or cut."""
+    """Result of a policy loss. loss: [M] float; ratio: [M] float, detached; clipped: [M] bool, tokens whose gradient was
+    removed or bounded."""
 
     loss: Tensor
     ratio: Tensor
@@ -21,25 +22,25 @@ class TokenLosses(NamedTuple):
 
 
 def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """pi / pi_old per token. [M], [M] -> [M]"""
+    """Return pi / pi_old per token. [M], [M] -> [M]"""
     return bounded_exp(logprobs - old_logprobs)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp, finite and with a finite gradient whatever comes in."""
+    """Return exp(log_ratio) with finite value and gradient for every input."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def ratio_at(
     granularity: Granularity, logprobs: Tensor, old_logprobs: Tensor, turn: Tensor, sequence: Tensor
 ) -> Tensor:
-    """pi / pi_old for each token's unit.
+    """Return pi / pi_old of each token's unit.
 
-    token: the token's own (PPO). turn, sequence: the geometric mean over the unit's sampled tokens (GSPO, arXiv:2507.18071,
-    eq. 7). sequence-token: that of the sequence in value, the token's own in gradient (GSPO-token, eq. 14).
-    sequence-product: the whole sequence's ratio (RLOO, arXiv:2402.14740; TOPR, arXiv:2503.14286).
+    token: per token (PPO). turn, sequence: geometric mean over the unit's sampled tokens (GSPO, arXiv:2507.18071, eq. 7).
+    sequence-token: value of the sequence's ratio, gradient of the token's own (GSPO-token, eq. 14).
+    sequence-product: ratio of the sequence's probabilities (RLOO, arXiv:2402.14740; TOPR, arXiv:2503.14286).
 
-    logprobs, old_logprobs: [M] float; turn, sequence: [M] int64; all tokens of a unit are there -> [M] float
+    logprobs, old_logprobs: [M] float; turn, sequence: [M] int64, with all tokens of each unit -> [M] float
     """
     log_ratio = logprobs - old_logprobs
     match granularity:

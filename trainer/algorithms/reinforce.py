@@ -6,7 +6,7 @@ from offbeat.trainer.algorithms.scan import discounted_sums
 
 
 def discounted_returns(rewards: Tensor, last: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma * G_{t+1} inside each trajectory.
+    """Return G_t = r_t + gamma * G_{t+1} within each trajectory.
 
     rewards: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
     """

@@ -1,10 +1,10 @@
-"""ReMax (arXiv:2310.10505): the baseline is what the greedy policy gets for the same task."""
+"""ReMax (arXiv:2310.10505): the reward of a greedy episode of the same task as the baseline."""
 
 from torch import Tensor
 
 
 def less_greedy(rewards: Tensor, greedy_rewards: Tensor, group: Tensor) -> Tensor:
-    """Each episode's reward less its group's greedy one, which depends on the task and not on what was sampled, so that the
+    """Subtract the group's greedy reward from each episode's reward. It depends on the task but not on the samples, so the
     gradient stays unbiased (eq. 5).
 
     rewards: [T] float; greedy_rewards: [G] float; group: [T] int64, 0-based -> [T] float

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """Each reward less the mean of its siblings'; a group of one gives zero.
+    """Subtract the mean of the other rewards of its group from each reward; a group of one gives zero.
 
     rewards: [T] float; group: [T] int64, 0-based -> [T] float
     """

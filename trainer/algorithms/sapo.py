@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation (arXiv:2511.20347): a smooth gate in the place of PPO's clip."""
+"""Soft adaptive policy optimisation (arXiv:2511.20347): a smooth gate instead of PPO's clip."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,10 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def soft_gated_surrogate(
     ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float
 ) -> TokenLosses:
-    """-A f(r) with f(r) = 4 / t * sigmoid(t (r - 1)), t by the advantage's sign; f'(1) = 1, and it fades on both sides.
+    """Return -A f(r) with f(r) = 4 / t * sigmoid(t (r - 1)) and t by the advantage's sign; f'(1) = 1, decaying on both
+    sides.
 
-    All [M] float; nothing is cut.
+    All [M] float; no token is clipped.
     """
     positive = torch.full_like(ratio, temperature_pos)
     t = torch.where(advantages > 0, positive, torch.full_like(ratio, temperature_neg))

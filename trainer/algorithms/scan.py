@@ -1,13 +1,13 @@
-"""Discounted sums towards the end of each trajectory, over all trajectories at once."""
+"""Discounted sums towards the end of each trajectory, vectorized over all trajectories."""
 
 import torch
 from torch import Tensor
 
 
 def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
-    """S_t = x_t + decay * S_{t+1}, starting anew at each trajectory's end.
+    """Return S_t = x_t + decay * S_{t+1}, restarted at each trajectory's end.
 
-    Doubles its reach in each pass, so it takes log2(longest trajectory) passes rather than one step per token.
+    The reach doubles with each pass, so log2(longest trajectory) passes replace a loop over tokens.
 
     values: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
 
@@ -30,7 +30,7 @@ def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
 
 
 def weighted_sums(values: Tensor, decays: Tensor, last: Tensor) -> Tensor:
-    """S_t = x_t + d_t S_{t+1}, starting anew at each trajectory's end: `discounted_sums` with a decay for each token.
+    """Return S_t = x_t + d_t S_{t+1}, restarted at each trajectory's end: `discounted_sums` with a decay per token.
 
     values, decays: [M] float; last: [M] bool -> [M] float
 

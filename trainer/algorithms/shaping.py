@@ -1,8 +1,8 @@
-"""What is taken off an episode's reward for its length or its form."""
+"""Penalties on an episode's reward."""
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int) -> float:
-    """DAPO's soft punishment (arXiv:2503.14476, eq. 13): 0 up to max_length - buffer tokens, falling linearly to -1 at
-    max_length, -1 beyond."""
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0 up to max_length - buffer tokens, falling
+    linearly to -1 at max_length, -1 beyond."""
     over = length - (max_length - buffer)
     return -min(max(over / buffer, 0.0), 1.0)

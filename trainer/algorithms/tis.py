@@ -8,9 +8,9 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def truncated_importance_sampling(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, upper_bound: float, lower_bound: float = 0.0
 ) -> TokenLosses:
-    """-sg(clip(r, lower, upper)) A log pi: every token keeps a gradient, however far the policy has moved.
+    """Return -sg(clip(r, lower, upper)) A log pi: every token keeps a gradient, however far the policy has moved.
 
-    All [M] float; `clipped` marks tokens whose weight was cut.
+    All [M] float; `clipped` marks tokens whose weight was clipped.
     """
     ratio = ratio.detach()
     loss = -ratio.clamp(lower_bound, upper_bound) * advantages * logprobs

@@ -9,10 +9,10 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def tapered_policy_gradient(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, positive_weight: float = 1.0, negative_weight: float = 1.0
 ) -> TokenLosses:
-    """-w+ A log pi where A > 0, without a ratio; -w- sg(clip(r, 0, 1)) A log pi elsewhere (eq. 8).
+    """Return -w+ A log pi for A > 0, without a ratio, and -w- sg(clip(r, 0, 1)) A log pi otherwise (eq. 8).
 
-    What was good is learnt like in a supervised fine-tune, what was bad is pushed away no further than it matters.
-    All [M] float; `clipped` marks negative tokens whose weight was cut to 1.
+    Positive examples are learnt as in supervised fine-tuning; negative ones lose weight as they become unlikely.
+    All [M] float; `clipped` marks negative tokens whose weight was clipped to 1.
     """
     ratio = ratio.detach()
     weight = torch.where(

@@ -6,7 +6,7 @@ from offbeat.trainer.algorithms.gae import generalized_advantages
 
 
 def turn_advantages(turn_rewards: Tensor, turn_values: Tensor, last_turn: Tensor, gamma: float, lambd: float) -> Tensor:
-    """GAE with a turn as one action: V is read before the turn's first token, and gamma and lambda count turns.
+    """Return GAE with a turn as one action: V is that before the turn's first token, and gamma and lambda count turns.
 
     turn_rewards, turn_values: [R] float; last_turn: [R] bool, the last turn of each trajectory -> [R] float
     """

@@ -1,11 +1,11 @@
-"""Means and sums over the tokens of a turn or of a sequence, given back to each of its tokens."""
+"""Sums and means over turns or sequences, broadcast back to their tokens."""
 
 import torch
 from torch import Tensor
 
 
 def sum_over(values: Tensor, unit: Tensor) -> Tensor:
-    """Each token gets its unit's sum.
+    """Return the sum over each token's unit.
 
     values: [M] float; unit: [M] int64, any numbering -> [M] float, differentiable
     """
@@ -14,7 +14,7 @@ def sum_over(values: Tensor, unit: Tensor) -> Tensor:
 
 
 def mean_over(values: Tensor, unit: Tensor) -> Tensor:
-    """Each token gets its unit's mean.
+    """Return the mean over each token's unit.
 
     values: [M] float; unit: [M] int64, any numbering -> [M] float, differentiable
     """

@@ -1,4 +1,4 @@
-"""V-trace: what a critic should have said when other weights sampled (IMPALA, arXiv:1802.01561)."""
+"""V-trace: off-policy value targets for a critic (IMPALA, arXiv:1802.01561)."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from offbeat.trainer.algorithms.scan import weighted_sums
 
 
 class VTrace(NamedTuple):
-    """advantages, targets: [M] float."""
+    """Result of `vtrace`. advantages, targets: [M] float."""
 
     advantages: Tensor
     targets: Tensor
@@ -26,11 +26,11 @@ def vtrace(
     rho_bar: float,
     c_bar: float,
 ) -> VTrace:
-    """Targets v_t = V_t + sum_k gamma^k (c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k} with rho = min(rho_bar, ratio) and
+    """Return targets v_t = V_t + sum_k gamma^k (c_t ... c_{t+k-1}) rho_{t+k} delta_{t+k} with rho = min(rho_bar, ratio) and
     c = lambda min(c_bar, ratio) (eq. 1 and remark 2).
 
-    The advantage is delta_t + gamma lambda (v_{t+1} - V_{t+1}): the first step's own ratio is left to the loss, and with
-    ratio 1 it is GAE's.
+    The advantage is delta_t + gamma lambda (v_{t+1} - V_{t+1}): the loss applies the first step's own ratio. With ratio 1
+    it equals GAE.
 
     rewards, values, ratio: [M] float, ratio = pi / pi_behavior; last: [M] bool
     """

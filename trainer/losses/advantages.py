@@ -1,6 +1,6 @@
-"""From a packed batch and the configuration to advantages per sampled token.
+"""Advantages per sampled token of a packed batch, as configured.
 
-The order is ROLL's: normalise the episodes' rewards, clip them, subtract the KL penalty, whiten, estimate, whiten, clip.
+The order is ROLL's: normalize episode rewards, clip them, subtract the KL penalty, whiten, estimate, whiten, clip.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ from offbeat.trainer.data.batch import Batch
 
 
 class AdvantageEstimate(NamedTuple):
-    """advantages: [M] float; returns: [M] float, what a critic should have said, or None without a critic; critic_share: [M]
-    float, each token's share in the critic's loss, or None for equal ones."""
+    """Result of an estimator. advantages: [M] float; returns: [M] float, the critic's regression target, or None without a
+    critic; critic_share: [M] float, each token's share of the critic's loss, or None for equal shares."""
 
     advantages: Tensor
     returns: Tensor | None = None
@@ -45,8 +45,8 @@ class AdvantageEstimate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """What an estimator may look at. rewards: [M] float, per token; values, logprobs (the learner's own at the start of the
-    step), distilled (what teachers make of each token): [M] float, or None where the configuration has none."""
+    """Inputs of an advantage estimator. rewards: [M] float, per token; values, logprobs (the learner's at the start of the
+    step), distilled (the teachers' advantages): [M] float, or None if not configured."""
 
     config: AlgorithmConfig
     batch: Batch
@@ -56,34 +56,34 @@ class AdvantageInputs:
     distilled: Tensor | None = None
 
 
-def _returns(sight: AdvantageInputs) -> AdvantageEstimate:
-    return AdvantageEstimate(discounted_returns(sight.rewards, sight.batch.last, sight.config.gamma))
+def _returns(inputs: AdvantageInputs) -> AdvantageEstimate:
+    return AdvantageEstimate(discounted_returns(inputs.rewards, inputs.batch.last, inputs.config.gamma))
 
 
-def _turn_rewards(sight: AdvantageInputs) -> Tensor:
-    """[R]: the sum of its tokens' rewards."""
-    batch = sight.batch
-    return torch.zeros(len(batch.owner)).index_add_(0, batch.turn, sight.rewards)
+def _turn_rewards(inputs: AdvantageInputs) -> Tensor:
+    """Return each turn's sum of token rewards, [R]."""
+    batch = inputs.batch
+    return torch.zeros(len(batch.owner)).index_add_(0, batch.turn, inputs.rewards)
 
 
-def _turn_returns(sight: AdvantageInputs) -> AdvantageEstimate:
-    batch = sight.batch
-    returns = discounted_returns(_turn_rewards(sight), batch.last_turn, sight.config.gamma)
+def _turn_returns(inputs: AdvantageInputs) -> AdvantageEstimate:
+    batch = inputs.batch
+    returns = discounted_returns(_turn_rewards(inputs), batch.last_turn, inputs.config.gamma)
     return AdvantageEstimate(returns[batch.turn])
 
 
-def _gae(sight: AdvantageInputs) -> AdvantageEstimate:
-    config, batch, values = sight.config, sight.batch, sight.values
+def _gae(inputs: AdvantageInputs) -> AdvantageEstimate:
+    config, batch, values = inputs.config, inputs.batch, inputs.values
     if values is None:
         raise ValueError("gae needs the critic's values")
     if config.gae_level == "turn":
-        return _gae_of_turns(sight, values)
+        return _turn_gae(inputs, values)
     if config.value_targets == "vtrace":
-        if sight.logprobs is None:
+        if inputs.logprobs is None:
             raise ValueError("vtrace needs the learner's own logprobs")
-        ratio = ratio_of(sight.logprobs, batch.behavior_logprobs)
-        found = vtrace(
-            sight.rewards,
+        ratio = ratio_of(inputs.logprobs, batch.behavior_logprobs)
+        result = vtrace(
+            inputs.rewards,
             values,
             ratio,
             batch.last,
@@ -92,27 +92,27 @@ def _gae(sight: AdvantageInputs) -> AdvantageEstimate:
             rho_bar=config.vtrace_rho_bar,
             c_bar=config.vtrace_c_bar,
         )
-        return AdvantageEstimate(found.advantages, found.targets)
-    advantages = generalized_advantages(sight.rewards, values, batch.last, config.gamma, config.lambd)
+        return AdvantageEstimate(result.advantages, result.targets)
+    advantages = generalized_advantages(inputs.rewards, values, batch.last, config.gamma, config.lambd)
     return AdvantageEstimate(advantages, advantages + values)
 
 
-def _gae_of_turns(sight: AdvantageInputs, values: Tensor) -> AdvantageEstimate:
-    """A turn without a token has no value of its own and is skipped; its reward stands on a neighbour's token."""
-    config, batch = sight.config, sight.batch
+def _turn_gae(inputs: AdvantageInputs, values: Tensor) -> AdvantageEstimate:
+    """Estimate GAE over turns. A turn without tokens has no value and is skipped; its reward is on a neighbour's token."""
+    config, batch = inputs.config, inputs.batch
     first = batch.turn.diff(prepend=batch.turn.new_full((1,), -1)) != 0
-    rewards = _turn_rewards(sight)[batch.turn[first]]
+    rewards = _turn_rewards(inputs)[batch.turn[first]]
     owners = batch.trajectory[first]
     last_turn = owners.diff(append=owners.new_full((1,), -1)) != 0
-    of_turn = turn_advantages(rewards, values[first], last_turn, config.gamma, config.lambd)
-    advantages = of_turn[first.cumsum(0) - 1] if len(of_turn) else of_turn
+    by_turn = turn_advantages(rewards, values[first], last_turn, config.gamma, config.lambd)
+    advantages = by_turn[first.cumsum(0) - 1] if len(by_turn) else by_turn
     share = first.to(values.dtype) / first.sum().clamp(min=1)
     return AdvantageEstimate(advantages, advantages + values, share)
 
 
-def _gigpo(sight: AdvantageInputs) -> AdvantageEstimate:
-    config, batch = sight.config, sight.batch
-    of_turn = group_in_group(
+def _gigpo(inputs: AdvantageInputs) -> AdvantageEstimate:
+    config, batch = inputs.config, inputs.batch
+    by_turn = group_in_group(
         batch.episode_reward,
         batch.group,
         batch.score,
@@ -124,11 +124,11 @@ def _gigpo(sight: AdvantageInputs) -> AdvantageEstimate:
         step_weight=config.step_reward_weight,
         scale=config.reward_method == "mean_std",
     )
-    return AdvantageEstimate(of_turn[batch.turn])
+    return AdvantageEstimate(by_turn[batch.turn])
 
 
-def _step_returns(sight: AdvantageInputs) -> AdvantageEstimate:
-    config, batch = sight.config, sight.batch
+def _step_returns(inputs: AdvantageInputs) -> AdvantageEstimate:
+    config, batch = inputs.config, inputs.batch
     returns = discounted_returns(batch.score, batch.last_turn, config.step_reward_gamma)
     grouping = {
         "traj_group_id": batch.group[batch.owner],
@@ -141,10 +141,10 @@ def _step_returns(sight: AdvantageInputs) -> AdvantageEstimate:
     return AdvantageEstimate(normalized[batch.turn])
 
 
-def _distilled(sight: AdvantageInputs) -> AdvantageEstimate:
-    if sight.distilled is None:
+def _teacher_advantages(inputs: AdvantageInputs) -> AdvantageEstimate:
+    if inputs.distilled is None:
         raise ValueError("opd needs the teachers' logprobs")
-    return AdvantageEstimate(sight.distilled)
+    return AdvantageEstimate(inputs.distilled)
 
 
 ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
@@ -152,9 +152,9 @@ ESTIMATORS: dict[str, Callable[[AdvantageInputs], AdvantageEstimate]] = {
     "gigpo": _gigpo,
     "step_reinforce": _step_returns,
     "agentic_reinforce": _turn_returns,
-    "opd": _distilled,
+    "opd": _teacher_advantages,
 }
-"""By the config's `adv_estimator`. The others take the discounted return of each token and differ in their rewards alone:
+"""Estimators by the config's `adv_estimator`. All others use the discounted return of each token and differ only in
 `episode_rewards`."""
 
 
@@ -167,28 +167,28 @@ def estimate(
     trained: Tensor | None = None,
     distilled: Tensor | None = None,
 ) -> AdvantageEstimate:
-    """Advantages of a batch from its token rewards [M], whitened and clipped as configured; returns stay as they are.
+    """Compute a batch's advantages from its token rewards [M], whitened and clipped as configured; returns are unchanged.
 
-    trained: [M] bool, tokens whose statistics whiten; None for all of them. distilled: [M] float, the teachers' advantages,
-    which `use_opd` adds to what is whitened.
+    trained: [M] bool, the tokens that are whitened, or None for all. distilled: [M] float, the teachers' advantages, which
+    `use_opd` adds after whitening.
 
     Raises:
         ValueError: `gae` without values, or `vtrace` without logprobs.
     """
-    found = ESTIMATORS.get(config.adv_estimator, _returns)(
+    result = ESTIMATORS.get(config.adv_estimator, _returns)(
         AdvantageInputs(config, batch, rewards, values, logprobs, distilled)
     )
-    advantages = found.advantages
+    advantages = result.advantages
     if config.whitens_advantages:
-        advantages = _whitened(advantages, trained)
+        advantages = _whiten_trained(advantages, trained)
     if config.use_opd and distilled is not None:
         advantages = advantages + distilled
     if config.advantage_clip is not None:
         advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    return found._replace(advantages=advantages)
+    return result._replace(advantages=advantages)
 
 
-def _whitened(advantages: Tensor, trained: Tensor | None) -> Tensor:
+def _whiten_trained(advantages: Tensor, trained: Tensor | None) -> Tensor:
     if trained is None or bool(trained.all()):
         return whiten(advantages)
     out = advantages.clone()
@@ -196,16 +196,20 @@ def _whitened(advantages: Tensor, trained: Tensor | None) -> Tensor:
     return out
 
 
-def whitened_rewards(rewards: Tensor) -> Tensor:
-    """Token rewards over their deviation; the mean stays, or every token would be paid for being there. [M] -> [M]"""
+def scale_rewards(rewards: Tensor) -> Tensor:
+    """Divide token rewards by their standard deviation. [M] -> [M]
+
+    The mean is kept: subtracting it would give every token a constant reward.
+    """
     if len(rewards) < 2:
         return rewards
     return rewards / (rewards.std() + EPS)
 
 
 def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
-    """[M]: where rewards are compared, each episode's on its trajectory's last token; else each turn's on the turn's."""
-    if config.adv_estimator in TURN_WISE:  # these rate turns by `Batch.score`
+    """Return [M]: the episode's reward on its trajectory's last token if rewards are normalized, otherwise each turn's
+    reward on the turn's last token."""
+    if config.adv_estimator in TURN_WISE:  # these use `Batch.score`
         return batch.turn_reward
     if config.reward_method == "identity" and config.adv_estimator not in BASELINE_OF:
         return _clip(config, batch.turn_reward)
@@ -215,14 +219,14 @@ def token_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments
 
 
 def episode_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMoments | None = None) -> Tensor:
-    """[T]: compared as the estimator and the configuration say, then clipped.
+    """Return the episodes' rewards [T], normalized by the estimator or the configuration, then clipped.
 
     Raises:
         ValueError: running statistics are configured and `running` is None.
     """
-    own = BASELINE_OF.get(config.adv_estimator)
-    if own is not None:
-        return _clip(config, own(batch))
+    baseline = BASELINE_OF.get(config.adv_estimator)
+    if baseline is not None:
+        return _clip(config, baseline(batch))
     center = _moments(config.mean_over, config, batch, running) if config.mean_over else None
     scale = _moments(config.std_over, config, batch, running) if config.std_over else None
     return _clip(config, normalize(batch.episode_reward, center, scale))
@@ -231,7 +235,7 @@ def episode_rewards(config: AlgorithmConfig, batch: Batch, running: RunningMomen
 def _moments(over: Over, config: AlgorithmConfig, batch: Batch, running: RunningMoments | None) -> Moments:
     if over == "running":
         if running is None:
-            raise ValueError("running statistics are kept by the trainer, and none were given")
+            raise ValueError("norm_mean_type: running needs the trainer's running statistics")
         return running.moments([batch.tags[i] for i in batch.tag.tolist()], batch.episode_reward)
     groups = {
         "traj_group_id": batch.group,
@@ -249,12 +253,12 @@ BASELINE_OF: dict[str, Callable[[Batch], Tensor]] = {
     "maxrl": lambda batch: mean_normalized(batch.episode_reward, batch.group),
     "remax": lambda batch: less_greedy(batch.episode_reward, _greedy_rewards(batch), batch.group),
 }
-"""[T] rewards as estimators compare them that have a way of their own."""
+"""Estimators with a baseline of their own: functions to rewards [T] less the baseline."""
 
 
 def _greedy_rewards(batch: Batch) -> Tensor:
     if batch.greedy_reward is None:
-        raise ValueError("remax needs a greedy episode of each group")
+        raise ValueError("remax needs a greedy episode for each group")
     return batch.greedy_reward
 
 

@@ -1,13 +1,12 @@
-"""From what the policy says of a micro-batch to what is minimised.
+"""Policy and critic losses of a micro-batch, and `StepLosses`, which binds them to one optimizer step for an engine.
 
     targets = prepare(batch, config, ...)                          offbeat.trainer.losses.targets
     loss, gauges = policy_loss(config, logprobs, entropy, targets.at(micro.index))
-    loss = critic_loss(config, values, targets.at(micro.index))
+    loss, gauges = critic_loss(config, values, targets.at(micro.index))
 
-Losses of micro-batches and ranks add up to the optimizer step's, and those of a pass over the batch to `num_minibatches`
-times the batch's: each token carries its weight. An engine that averages gradients over W ranks must multiply by W.
-
-What each pass of an optimizer step is trained on, and the gauges that the passes leave.
+Losses of micro-batches and ranks add up to the loss of the optimizer step, and those of a pass over the batch to
+`num_minibatches` times the batch's, since each token carries its weight. An engine that averages gradients over W ranks must
+multiply by W.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from offbeat.trainer.models.policy import Sampled
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a policy loss is made of, all [m] float. ratio: to the old policy, at the configured granularity."""
+    """Inputs of a policy loss, all [m] float. ratio: to the old policy, at the configured granularity."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -135,7 +134,7 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig, LossInputs], TokenLosses]] =
     "sapo": _sapo,
     "gpg": _vanilla,
 }
-"""By the config's `pg_variant`. `gpg` differs from `vanilla` in its scale: `Targets.pg_weights`."""
+"""Policy losses by the config's `pg_variant`. `gpg` differs from `vanilla` only in its scale, `Targets.pg_weights`."""
 
 
 def policy_loss(
@@ -146,11 +145,10 @@ def policy_loss(
     entropy_coef: float | None = None,
     divergence: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Partial]]:
-    """The loss of one micro-batch and gauges that merge over micro-batches and ranks.
+    """Return the loss of one micro-batch and its gauges, which merge over micro-batches and ranks.
 
-    logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of the same; entropy_coef: of
-    this step, None for the configuration's; divergence: [m] float32, KL to the reference over the whole vocabulary, which
-    `kl_loss_type: full` needs.
+    logprobs, entropy: [m] float32, of the micro-batch's sampled tokens; targets: `Targets.at` of these tokens; entropy_coef:
+    default the configured one; divergence: [m] float32, KL to the reference over the vocabulary, for `kl_loss_type: full`.
     """
     entropy_coef = config.entropy_loss_coef if entropy_coef is None else entropy_coef
     old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
@@ -160,14 +158,14 @@ def policy_loss(
     surrogate = POLICY_LOSSES[config.pg_variant](
         config, LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
     )
-    pg_loss, corrected = _corrected(
+    pg_loss, correction_metrics = _apply_correction(
         config, surrogate.loss, logprobs if config.old_logprobs == "behavior" else old, targets
     )
     terms = {"actor/pg_loss": pg_loss}
     total = pg_loss
     if entropy_coef:
         total = total - entropy_coef * entropy
-    kl = divergence if config.kl_in_loss_is_full else _estimated_kl(config, logprobs, targets)
+    kl = divergence if config.kl_in_loss_is_full else _estimate_kl(config, logprobs, targets)
     if kl is not None:
         terms["actor/kl_loss"] = kl
         total = total + config.kl_loss_coef * terms["actor/kl_loss"]
@@ -182,19 +180,19 @@ def policy_loss(
         targets.fresh,
     )
     loss = (total * targets.weights).sum()
-    return loss, gauges | corrected | loss_gauges(terms, targets.weights, targets.token_share)
+    return loss, gauges | correction_metrics | loss_gauges(terms, targets.weights, targets.token_share)
 
 
-def _estimated_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> Tensor | None:
+def _estimate_kl(config: AlgorithmConfig, logprobs: Tensor, targets: Targets) -> Tensor | None:
     if not config.use_kl_loss or targets.ref_logprobs is None:
         return None
     return KL_PENALTIES[config.kl_loss_type](logprobs, targets.ref_logprobs)
 
 
-def _corrected(
+def _apply_correction(
     config: AlgorithmConfig, pg_loss: Tensor, compared: Tensor, targets: Targets
 ) -> tuple[Tensor, dict[str, Partial]]:
-    """The policy loss with weights and masks. compared: [m], the logprobs that are held against what sampled."""
+    """Apply weights and masks to the policy loss. compared: [m], the logprobs to compare with the behavior policy's."""
     correction = correct(config.train_infer_correction, compared, targets)
     if correction.weight is not None:
         pg_loss = pg_loss * correction.weight
@@ -206,9 +204,13 @@ def _corrected(
 
 
 def critic_loss(config: AlgorithmConfig, values: Tensor, targets: Targets) -> tuple[Tensor, dict[str, Partial]]:
-    """The value loss of one micro-batch, a mean over tokens (turns with `gae_level: turn`) whatever `loss_agg_mode` says.
+    """Return the value loss of one micro-batch and its gauges: a mean over tokens (turns with `gae_level: turn`) for every
+    `loss_agg_mode`.
 
-    values: [m] float32.
+    values: [m] float32
+
+    Raises:
+        ValueError: the targets have no returns.
     """
     if targets.returns is None or targets.old_values is None or targets.critic_weights is None:
         raise ValueError("the critic's loss needs returns and old values: adv_estimator gae")
@@ -227,34 +229,40 @@ class StepLosses:
     entropy_coef: float
     device: torch.device
     gauges: list[dict[str, Partial]] = field(default_factory=list[dict[str, Partial]])
-    """Of the passes so far."""
+    """Gauges of the passes so far."""
 
-    def of_policy(self, i: int, said: Sampled) -> Tensor:
-        """The policy's, and its value head's where it has one."""
-        here = self.targets.at(self.micro[i].index, self.device)
-        loss, seen = policy_loss(self.config, said.logprobs, said.entropies, here, self.entropy_coef, said.divergences)
-        worst = (said.logprobs.detach() - here.behavior_logprobs).abs().max()
-        self.gauges.append({**seen, "actor/mismatch_abs_max": Partial("max", float(worst))})
-        return loss + self.of_head(i, said) if self.config.has_value_head else loss
+    def of_policy(self, i: int, output: Sampled) -> Tensor:
+        """Return the loss of micro-batch `i` for the policy, including its value head if it has one."""
+        targets = self.targets.at(self.micro[i].index, self.device)
+        loss, gauges = policy_loss(
+            self.config, output.logprobs, output.entropies, targets, self.entropy_coef, output.divergences
+        )
+        mismatch = (output.logprobs.detach() - targets.behavior_logprobs).abs().max()
+        self.gauges.append({**gauges, "actor/mismatch_abs_max": Partial("max", float(mismatch))})
+        return loss + self.of_head(i, output) if self.config.has_value_head else loss
 
-    def of_head(self, i: int, said: Sampled) -> Tensor:
-        """The value head's share of the policy's loss."""
-        return self.config.critic.vf_coef * self.of_critic(i, values_of(said))
+    def of_head(self, i: int, output: Sampled) -> Tensor:
+        """Return the value head's part of the policy's loss."""
+        return self.config.critic.vf_coef * self.of_critic(i, values_of(output))
 
     def of_critic(self, i: int, values: Tensor) -> Tensor:
-        """The value loss."""
-        loss, seen = critic_loss(self.config, values, self.targets.at(self.micro[i].index, self.device))
-        self.gauges.append(dict(seen))
+        """Return the value loss of micro-batch `i`."""
+        loss, gauges = critic_loss(self.config, values, self.targets.at(self.micro[i].index, self.device))
+        self.gauges.append(dict(gauges))
         return loss
 
 
-def values_of(said: Sampled) -> Tensor:
-    """Raises ValueError if it was a policy without a value head that said it."""
-    if said.values is None:
+def values_of(output: Sampled) -> Tensor:
+    """Return the values of a policy with a value head.
+
+    Raises:
+        ValueError: the policy has no value head.
+    """
+    if output.values is None:
         raise ValueError("critic.backbone policy needs a policy with a value head")
-    return said.values
+    return output.values
 
 
-def all_of(said: Sampled) -> Tensor:
-    """[1 to 3, M], of one forward pass: logprobs, divergences where there is an anchor, values where there is a head."""
-    return torch.stack([each for each in (said.logprobs, said.divergences, said.values) if each is not None])
+def all_of(output: Sampled) -> Tensor:
+    """Stack one pass's logprobs, divergences (with an anchor) and values (with a value head): [1 to 3, M]."""
+    return torch.stack([row for row in (output.logprobs, output.divergences, output.values) if row is not None])

@@ -1,9 +1,9 @@
-"""What is fixed for a batch before the first optimizer step: advantages, weights, what the losses compare with.
+"""Constants of the losses, computed for a batch before the first optimizer step: advantages, weights, old logprobs.
 
     targets = prepare(batch, config, kl_coef=..., old_logprobs=..., ref_logprobs=..., values=..., num_minibatches=...)
-    targets.at(micro.index)                         the same of one micro-batch
+    targets.at(micro.index)                         those of one micro-batch
 
-Every rank prepares the whole batch (it is small: M numbers a piece), so that whitening, masks and denominators are global.
+Every rank prepares the whole batch (a few arrays of M numbers), so that whitening, masks and denominators are global.
 """
 
 from collections.abc import Sequence
@@ -26,53 +26,53 @@ from offbeat.trainer.data.selection import episode_weights, trained_episodes
 from offbeat.trainer.losses.advantages import (
     AdvantageEstimate,
     estimate,
+    scale_rewards,
     token_rewards,
-    whitened_rewards,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the losses need of each sampled token, all [M] and constant."""
+    """Constants of the losses per sampled token, all [M]."""
 
     advantages: Tensor
     weights: Tensor
-    """The token's share of its optimizer step's loss: `trainer.algorithms.aggregation`; 0 where its episode is left out."""
+    """Each token's weight in its optimizer step's loss (`trainer.algorithms.aggregation`); 0 for masked episodes."""
     old_logprobs: Tensor
     behavior_logprobs: Tensor
     turn: Tensor
-    """[M] int64: turns and continuous contexts that ratios are taken over."""
+    """[M] int64, like `sequence`: the units of ratios and corrections."""
     sequence: Tensor
     ref_logprobs: Tensor | None = None
     returns: Tensor | None = None
     old_values: Tensor | None = None
     critic_weights: Tensor | None = None
-    """The token's share of the critic's loss."""
+    """Each token's weight in the critic's loss."""
     pg_weights: Tensor | None = None
-    """What the token's policy loss is multiplied with: weights of episodes, GPG's scale."""
+    """Factors of the policy loss: episode weights and GPG's scale."""
     trusted: Tensor | None = None
     """[M] bool: tokens that M2PO keeps."""
     old_is_present: bool = False
-    """The pass is at the step's start: what the policy says there stands for `old_logprobs`."""
+    """True if the only pass over the batch is at the start of the step, so its own logprobs serve as `old_logprobs`."""
     proximal: Tensor | None = None
-    """The token's share of the way from the behavior's to the policy's logprob: `offbeat.trainer.algorithms.proximal`."""
+    """Interpolation weight from the behavior's to the policy's logprob: `offbeat.trainer.algorithms.proximal`."""
     fresh: Tensor | None = None
-    """[M] bool: the learner's present version sampled the token and all before it, so the logprobs should be equal."""
+    """[M] bool: the current version sampled the token and all before it, so the logprobs should be equal."""
     token_share: float = 0.0
-    """One token's share of the tokens of an optimizer step."""
+    """1 / tokens per optimizer step."""
     teacher_kl: float | None = None
-    """KL to the teachers per token, each times its coefficient."""
+    """Mean KL to the teachers per token, weighted by their coefficients."""
     kl_in_reward: float = 0.0
-    """KL to the reference per token, averaged over each trajectory and then over trajectories: for the controller."""
+    """KL to the reference for the controller: mean over each trajectory's tokens, then over trajectories."""
 
     def at(self, index: Tensor, device: torch.device | None = None) -> "Targets":
-        """The same of some tokens, on `device` if one is given; index: [m] int64."""
-        picked: dict[str, Any] = {}
+        """Return the targets of the tokens at `index` [m] int64, moved to `device` if given."""
+        selected: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                picked[field.name] = value[index] if device is None else value[index].to(device)
-        return replace(self, **picked)
+                selected[field.name] = value[index] if device is None else value[index].to(device)
+        return replace(self, **selected)
 
 
 def build_targets(
@@ -91,19 +91,17 @@ def build_targets(
     running: RunningMoments | None = None,
     silent: MaskedCounts = NO_MASKED,
 ) -> Targets:
-    """Rewards to advantages, and what else is fixed before the first optimizer step.
+    """Compute advantages and the other constants of the losses.
 
-    old_logprobs: the learner's own at the start of the step, or None for the engine's; old_is_present: the one pass over the
-    batch says them; ref_logprobs, values: [M] or None;
-    divergences: [M], KL from the learner to the reference over the whole vocabulary at the start of the step, or None;
-    teacher_logprobs: [K, M] in the order of `config.teacher`, or None; where a teacher does not teach they don't count;
-    version: the weights that the learner holds at the start of the step; num_minibatches: optimizer steps per pass; running:
-    the statistics that `norm_mean_type: running` compares with; silent: what the policy loss's denominators
-    count beside the batch.
+    old_logprobs: [M], the learner's at the start of the step, or None for the engine's; old_is_present: they are those of
+    the only pass over the batch; ref_logprobs, values: [M] or None; divergences: [M], KL from the learner to the reference
+    over the vocabulary at the start of the step, or None; teacher_logprobs: [K, M] in the order of `config.teacher`, ignored
+    where `teacher_mask` is False, or None; version: the learner's at the start of the step; num_minibatches: optimizer steps
+    per pass; running: statistics for `norm_mean_type: running`; silent: masked parts that count in the denominators of the
+    policy loss.
 
     Raises:
-        ValueError: `old_logprobs`, `ref_logprobs`, `divergences`, `values`, `version` or `running` is missing though the
-            configuration needs it.
+        ValueError: an input that the configuration needs is None.
     """
     _check(config, old_logprobs, ref_logprobs, version, old_is_present=old_is_present)
     old = batch.behavior_logprobs if old_logprobs is None else old_logprobs
@@ -113,23 +111,23 @@ def build_targets(
         rewards = rewards - kl_coef * kl
         kl_mean = float((kl * token_weights(batch.trajectory, "seq-mean-token-mean")).sum())
     if config.whiten_rewards:
-        rewards = whitened_rewards(rewards)
+        rewards = scale_rewards(rewards)
     trained = trained_episodes(batch, config)[batch.trajectory]
     distilled = _distilled(config, batch, old, teacher_logprobs)
-    found = estimate(config, batch, rewards, values, old_logprobs, trained, distilled)
+    estimated = estimate(config, batch, rewards, values, old_logprobs, trained, distilled)
     steps = max(1, min(num_minibatches, batch.num_sequences))
     share = steps / batch.num_sampled if batch.num_sampled else 0.0
     return Targets(
-        advantages=found.advantages,
+        advantages=estimated.advantages,
         weights=_weights(config, batch, trained, silent) * steps,
         old_logprobs=old,
         behavior_logprobs=batch.behavior_logprobs,
         turn=batch.turn,
         sequence=batch.sequence,
         ref_logprobs=ref_logprobs,
-        returns=found.returns,
+        returns=estimated.returns,
         old_values=values,
-        critic_weights=_critic_weights(found, share, steps),
+        critic_weights=_critic_weights(estimated, share, steps),
         pg_weights=_pg_weights(config, batch, silent),
         trusted=_trusted(config, old - batch.behavior_logprobs),
         old_is_present=old_is_present,
@@ -146,7 +144,7 @@ def _kl_in_reward(
 ) -> Tensor | None:
     if config.kl_in_reward_is_full:
         if divergences is None:
-            raise ValueError("kl_penalty: full needs the KL over the vocabulary")
+            raise ValueError("kl_penalty: full needs divergences over the vocabulary")
         return divergences
     if not config.add_token_level_kl or ref_logprobs is None:
         return None
@@ -154,11 +152,13 @@ def _kl_in_reward(
 
 
 def apply_group_weights(targets: Targets, batch: Batch, weights: Sequence[float]) -> Targets:
-    """The same with each group's policy loss multiplied by its weight; weights: one for each group of the batch."""
+    """Multiply each group's policy loss by its weight; weights: one per group of the batch."""
     if all(weight == 1.0 for weight in weights):
         return targets
-    of_token = torch.tensor(weights)[batch.group[batch.trajectory]]
-    return replace(targets, pg_weights=of_token if targets.pg_weights is None else targets.pg_weights * of_token)
+    token_factors = torch.tensor(weights)[batch.group[batch.trajectory]]
+    if targets.pg_weights is not None:
+        token_factors = targets.pg_weights * token_factors
+    return replace(targets, pg_weights=token_factors)
 
 
 def _check(
@@ -178,16 +178,16 @@ def _check(
 
 
 def needs_initial_logprobs(config: AlgorithmConfig) -> bool:
-    """Whether targets are made of what the policy says at the step's start, besides what losses compare with."""
-    of_rewards = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
-    return of_rewards or config.train_infer_correction.m2_threshold is not None
+    """True if targets need the policy's logprobs at the start of the step for more than `old_logprobs`."""
+    for_advantages = config.add_token_level_kl or config.distills or config.value_targets == "vtrace"
+    return for_advantages or config.train_infer_correction.m2_threshold is not None
 
 
 def teacher_mask(config: AlgorithmConfig, batch: Batch) -> Tensor:
-    """[K, M] bool: which tokens each of `config.teacher` teaches."""
+    """Return the tokens that each of `config.teacher` teaches, [K, M] bool."""
     tags = [teacher.tag_included or batch.tags for teacher in config.teacher.values()]
-    of_tag = torch.tensor([[tag in known for tag in batch.tags] for known in tags], dtype=torch.bool)
-    return of_tag[:, batch.tag[batch.trajectory]]
+    teaches_tag = torch.tensor([[tag in taught for tag in batch.tags] for taught in tags], dtype=torch.bool)
+    return teaches_tag[:, batch.tag[batch.trajectory]]
 
 
 def _distilled(
@@ -210,17 +210,17 @@ def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: Mas
     return weights
 
 
-def _critic_weights(found: AdvantageEstimate, token_share: float, steps: int) -> Tensor | None:
-    if found.returns is None:
+def _critic_weights(estimated: AdvantageEstimate, token_share: float, steps: int) -> Tensor | None:
+    if estimated.returns is None:
         return None
-    if found.critic_share is None:
-        return torch.full_like(found.returns, token_share)
-    return found.critic_share * steps
+    if estimated.critic_share is None:
+        return torch.full_like(estimated.returns, token_share)
+    return estimated.critic_share * steps
 
 
 def _pg_weights(config: AlgorithmConfig, batch: Batch, silent: MaskedCounts) -> Tensor | None:
-    of_episode = episode_weights(batch, config)
-    weights = None if of_episode is None else of_episode[batch.trajectory]
+    by_episode = episode_weights(batch, config)
+    weights = None if by_episode is None else by_episode[batch.trajectory]
     if config.pg_variant != "gpg":
         return weights
     scale = informative_share_inverse(batch.episode_reward, batch.group, silent.sequences)

@@ -44,7 +44,7 @@ from offbeat.trainer.process.signals import stopping_on_signals
 from offbeat.trainer.process.watchdog import Watchdog, kill_if_hung
 from offbeat.trainer.run import LearnerRun, ends, read_run
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
-from offbeat.trainer.trackers.supervisor import TrackerProcesses, orders_of
+from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.batch_log import BatchLog, RecordingTrainer
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
@@ -201,7 +201,7 @@ class LearnerProcess:
             self._reporter.stage(self._laps.seconds)
             names, kwargs = run.config.track_with, run.config.tracker_kwargs
             with (
-                TrackerProcesses(orders_of(run, resumed_step), self._view.say, self._metrics) as trackers,
+                TrackerProcesses(make_start_messages(run, resumed_step), self._view.say, self._metrics) as trackers,
                 MetricsWriter(self._redis, run.run_id, run.output_dir, names, resumed_step, kwargs),
                 LedgerThread(self._redis, run.run_id, run.output_dir),
             ):

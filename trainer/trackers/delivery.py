@@ -17,7 +17,7 @@ MAX_CONSECUTIVE_REFUSALS = 3
 LINES_PER_ROUND = 500
 
 
-class DownError(Exception):
+class TrackerDownError(Exception):
     """Raised when a tracker accepts no rows."""
 
 
@@ -68,7 +68,7 @@ class Delivery:
             if line.number - start >= LINES_PER_ROUND:
                 return
         if refused:
-            raise DownError(_one_line(error)) from error
+            raise TrackerDownError(_one_line(error)) from error
 
     def _row(self, line: Line) -> Row | None:
         """Convert a line to a row; None if there is nothing to send."""
@@ -99,7 +99,7 @@ class Delivery:
         try:
             self._tracker.flush()
         except Exception as error:
-            raise DownError(_one_line(error)) from error
+            raise TrackerDownError(_one_line(error)) from error
         finally:
             self.busy_since = None
 

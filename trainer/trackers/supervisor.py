@@ -20,7 +20,7 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import Ending
 from offbeat.trainer.trackers.cursor import folder_name
 from offbeat.trainer.trackers.registry import IN_LEARNER, STOP_S
-from offbeat.trainer.trackers.worker import Order
+from offbeat.trainer.trackers.worker import StartMessage
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,12 @@ class TrackerProcess:
     """Keeps one tracker's process running."""
 
     def __init__(
-        self, order: Order, say: Callable[[str], None], sink: MetricsSink, *, first_retry_s: float = FIRST_RETRY_S
+        self,
+        order: StartMessage,
+        say: Callable[[str], None],
+        sink: MetricsSink,
+        *,
+        first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         self._order = order
         self._say = say
@@ -166,7 +171,7 @@ class TrackerProcess:
 class TrackerProcesses:
     """Context manager of all tracker processes of a learner."""
 
-    def __init__(self, orders: Sequence[Order], say: Callable[[str], None], sink: MetricsSink) -> None:
+    def __init__(self, orders: Sequence[StartMessage], say: Callable[[str], None], sink: MetricsSink) -> None:
         self._processes = [TrackerProcess(order, say, sink) for order in orders]
         self.ending: Ending = "died"
         """How the learner ended; set before the context exits."""
@@ -200,12 +205,12 @@ def _log_name(tracker: str) -> str:
 SECRET = re.compile(r"(^|_)(api_key|password|secret|token)$", re.IGNORECASE)
 
 
-def orders_of(run: LearnerRun, resumed_step: int) -> list[Order]:
+def make_start_messages(run: LearnerRun, resumed_step: int) -> list[StartMessage]:
     """Return the start message of each of a run's tracker processes."""
     config = run.config
     public_config = without_secrets(config.model_dump(mode="json", exclude={"tracker_kwargs"}))
     return [
-        Order(
+        StartMessage(
             tracker=name,
             kwargs=config.tracker_kwargs.get(name, {}),
             run=run.run_id,

@@ -28,7 +28,7 @@ from offbeat.trainer.trackers.cursor import (
     tracker_folder,
     write_progress,
 )
-from offbeat.trainer.trackers.delivery import Delivery, DownError
+from offbeat.trainer.trackers.delivery import Delivery, TrackerDownError
 from offbeat.trainer.trackers.metrics_file import METRICS_FILE
 from offbeat.trainer.trackers.registry import arguments, find_tracker
 
@@ -46,7 +46,7 @@ FAILED, TIMED_OUT = 1, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartMessage:
     """Start message of a tracker process, one line of JSON on stdin."""
 
     tracker: str
@@ -72,12 +72,12 @@ class StdinCommands:
         self._read = b""
         self.ended = False
 
-    def order(self) -> Order | None:
+    def order(self) -> StartMessage | None:
         """Read the first line; None if the learner ended before writing it."""
         while not self.ended and b"\n" not in self._read:
             self.wait(None)
         first, _, self._read = self._read.partition(b"\n")
-        return Order(**json.loads(first)) if first else None
+        return StartMessage(**json.loads(first)) if first else None
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait for input or for the learner's end."""
@@ -121,13 +121,13 @@ def main() -> None:
     os._exit(code)  # exit handlers of libraries may block on an unreachable network
 
 
-def _track(order: Order, inbox: StdinCommands, outbox: StdoutReplies) -> int:
+def _track(order: StartMessage, inbox: StdinCommands, outbox: StdoutReplies) -> int:
     with _lock(order, inbox) as locked:
         if not locked:
             return TIMED_OUT
         try:
             _TrackerSession(order, inbox, outbox).run()
-        except DownError as error:
+        except TrackerDownError as error:
             outbox.send(error=str(error))
             logger.error("tracker accepts no metrics: %s", error)
             return FAILED
@@ -139,7 +139,7 @@ def _track(order: Order, inbox: StdinCommands, outbox: StdoutReplies) -> int:
 
 
 @contextmanager
-def _lock(order: Order, inbox: StdinCommands) -> Iterator[bool]:
+def _lock(order: StartMessage, inbox: StdinCommands) -> Iterator[bool]:
     """Wait until the process of an earlier learner has sent its last rows; False if this learner ended meanwhile."""
     path = progress_file(Path(order.output_dir), order.tracker).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ def _lock(order: Order, inbox: StdinCommands) -> Iterator[bool]:
 class _TrackerSession:
     """Lifecycle of a tracker: open, deliver, close."""
 
-    def __init__(self, order: Order, inbox: StdinCommands, outbox: StdoutReplies) -> None:
+    def __init__(self, order: StartMessage, inbox: StdinCommands, outbox: StdoutReplies) -> None:
         self._order = order
         self._inbox = inbox
         self._outbox = outbox

@@ -145,7 +145,7 @@ class PolicyTrainer:
             torch.set_rng_state(states["cpu"])
             if "cuda" in states and torch.cuda.is_available():
                 torch.cuda.set_rng_state(states["cuda"])
-        self._batches.kl.go_on(kl_coef)
+        self._batches.kl.resume(kl_coef)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self._batches.learning_rate = learning_rate

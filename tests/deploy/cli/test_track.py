@@ -12,7 +12,7 @@ from offbeat.deploy.cli.track import TrackError, track_run
 from offbeat.deploy.config.loader import dump_yaml, load_run
 from tests.paths import QUICKSTART
 from tests.trainer.trackers.test_delivery import append, evaluation, step
-from tests.trainer.trackers.test_supervisor import KEPT, NOTEBOOK, notes
+from tests.trainer.trackers.test_supervisor import NOTEBOOK, PROGRESS_FILE, notes
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_tracker_that_the_run_did_not_name_gets_all_and_later_the_rest(folder:
 def test_what_a_tracker_did_not_take_is_sent_by_the_next_call(folder: Path):
     down = folder / "down"
     down.touch()
-    with pytest.raises(TrackError, match="takes nothing: ConnectionError: nobody answers"):
+    with pytest.raises(TrackError, match="takes nothing: ConnectionError: connection refused"):
         track(folder, f"down_while={down}")
     down.unlink()
     assert "has all 3 lines" in track(folder, f"down_while={down}")
@@ -55,7 +55,7 @@ def test_what_a_tracker_did_not_take_is_sent_by_the_next_call(folder: Path):
 
 
 def test_one_call_at_a_time_sends(folder: Path):
-    lock = (folder / KEPT).with_suffix(".lock")
+    lock = (folder / PROGRESS_FILE).with_suffix(".lock")
     lock.parent.mkdir()
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

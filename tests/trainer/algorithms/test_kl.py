@@ -67,7 +67,7 @@ def test_a_controller_that_adapts_goes_on_from_a_checkpoints_coefficient():
     controller = KLController(0.1, target=1.0, horizon=1000)
     controller.update(kl=3.0, num_samples=50)
     restored = KLController(0.1, target=1.0, horizon=1000)
-    restored.go_on(controller.coef)
+    restored.resume(controller.coef)
     for each in (controller, restored):
         each.update(kl=0.5, num_samples=50)
     assert restored.coef == controller.coef != 0.1
@@ -76,7 +76,7 @@ def test_a_controller_that_adapts_goes_on_from_a_checkpoints_coefficient():
 @pytest.mark.parametrize("told", [0.0, float("nan")])
 def test_a_penalty_that_a_checkpoint_did_not_know_begins_with_the_configured_coefficient(told: float):
     controller = KLController(0.1, target=1.0)
-    controller.go_on(told)
+    controller.resume(told)
     assert controller.coef == 0.1
 
 
@@ -91,5 +91,5 @@ def test_a_fixed_controller_stays():
     controller = KLController(0.1)
     controller.update(kl=10.0, num_samples=100)
     assert controller.coef == 0.1
-    controller.go_on(0.7)
+    controller.resume(0.7)
     assert controller.coef == 0.1  # the configuration's, though a checkpoint was written with another

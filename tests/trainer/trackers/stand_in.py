@@ -6,7 +6,7 @@ import time
 
 from offbeat.services.telemetry import MetricRecord
 from offbeat.trainer.trackers.supervisor import TrackerProcesses
-from offbeat.trainer.trackers.worker import Order
+from offbeat.trainer.trackers.worker import StartMessage
 
 
 class NoSink:
@@ -16,5 +16,5 @@ class NoSink:
 
 
 if __name__ == "__main__":
-    with TrackerProcesses([Order(**json.loads(sys.argv[1]))], print, NoSink()):
+    with TrackerProcesses([StartMessage(**json.loads(sys.argv[1]))], print, NoSink()):
         time.sleep(600.0)

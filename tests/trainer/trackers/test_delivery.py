@@ -7,7 +7,7 @@ import pytest
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
 from offbeat.trainer.trackers.cursor import Progress, read_progress
-from offbeat.trainer.trackers.delivery import Delivery, DownError
+from offbeat.trainer.trackers.delivery import Delivery, TrackerDownError
 from offbeat.trainer.trackers.metrics_file import MetricsFile
 
 
@@ -128,7 +128,7 @@ def test_down_tracker_loses_no_rows(tmp_path: Path, first_refused: int):
     append(tmp_path, *map(step, range(1, 7)))
     down = RecordingTracker(set(range(first_refused, 100)))
     with pytest.raises(
-        DownError, match=f"ValueError: no {first_refused if first_refused > 4 else first_refused + 2}|no 6"
+        TrackerDownError, match=f"ValueError: no {first_refused if first_refused > 4 else first_refused + 2}|no 6"
     ):
         delivery(tmp_path, down).round()
     again = RecordingTracker()
@@ -139,7 +139,7 @@ def test_down_tracker_loses_no_rows(tmp_path: Path, first_refused: int):
 
 def test_unflushed_rows_are_sent_again(tmp_path: Path):
     append(tmp_path, step(1), step(2))
-    with pytest.raises(DownError, match="full"):
+    with pytest.raises(TrackerDownError, match="full"):
         delivery(tmp_path, RecordingTracker(flushes=False)).round()
     again = RecordingTracker()
     deliver(tmp_path, again)

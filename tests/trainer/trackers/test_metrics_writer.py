@@ -48,9 +48,7 @@ def test_records_reach_metrics_file_and_tensorboard(redis_url: str, tmp_path: Pa
     assert scalars(tmp_path, "eval/greedy/success") == [(1, 0.5)]
 
 
-def test_resume_continues_after_last_record_and_purges_repeated_steps(
-    redis_url: str, tmp_path: Path
-) -> None:
+def test_resume_continues_after_last_record_and_purges_repeated_steps(redis_url: str, tmp_path: Path) -> None:
     with Redis.from_url(redis_url) as redis:
         sink = RedisMetrics(redis, "run")
         with MetricsWriter(redis, "run", tmp_path, ["tensorboard"], 0):

@@ -14,7 +14,7 @@ import pytest
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.trainer.trackers.base import Ending
 from offbeat.trainer.trackers.supervisor import TrackerProcesses
-from offbeat.trainer.trackers.worker import Order
+from offbeat.trainer.trackers.worker import StartMessage
 from tests.fakes import ListSink
 from tests.trainer.trackers.test_delivery import (
     GAUGE,
@@ -42,12 +42,14 @@ def live(
     append(folder, *records)
     kept = folder / "trackers" / f"{name}.json"
     size = (folder / "metrics.jsonl").stat().st_size
-    sink, said = ListSink(), list[str]()
-    order = Order(name, kwargs, "exp", str(folder), "monday", False, 0, CONFIG | changed)
-    with TrackerProcesses([order], said.append, sink) as trackers:
-        wait_until_sync(lambda: bool(said) or (kept.exists() and json.loads(kept.read_text())["offset"] == size), 240.0)
+    sink, messages = ListSink(), list[str]()
+    order = StartMessage(name, kwargs, "exp", str(folder), "monday", False, 0, CONFIG | changed)
+    with TrackerProcesses([order], messages.append, sink) as trackers:
+        wait_until_sync(
+            lambda: bool(messages) or (kept.exists() and json.loads(kept.read_text())["offset"] == size), 240.0
+        )
         trackers.ending = ending
-    assert (said, sink.records) == ([], [])
+    assert (messages, sink.records) == ([], [])
 
 
 def two_lives(folder: Path, name: str, **kwargs: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from offbeat.services.telemetry import MetricRecord
 from offbeat.trainer.trackers.supervisor import TrackerProcess, TrackerProcesses
-from offbeat.trainer.trackers.worker import Order
+from offbeat.trainer.trackers.worker import StartMessage
 from tests.paths import ROOT
 from tests.trainer.trackers.test_delivery import append, step
 from tests.waiting import wait_until_sync
@@ -36,9 +36,9 @@ class Sink:
         return sum(record.values[name].total for record in self.records if name in record.values)
 
 
-def order(folder: Path, **kwargs: Any) -> Order:
+def order(folder: Path, **kwargs: Any) -> StartMessage:
     kwargs = {"path": str(folder / "notes"), **kwargs}
-    return Order(NOTEBOOK, kwargs, "run", str(folder), "monday", False, 0, {"max_steps": 6})
+    return StartMessage(NOTEBOOK, kwargs, "run", str(folder), "monday", False, 0, {"max_steps": 6})
 
 
 def notes(folder: Path, key: str) -> list[Any]:
@@ -48,7 +48,7 @@ def notes(folder: Path, key: str) -> list[Any]:
 
 
 @contextmanager
-def tracked(order: Order) -> Iterator[tuple[TrackerProcess, list[str], Sink]]:
+def tracked(order: StartMessage) -> Iterator[tuple[TrackerProcess, list[str], Sink]]:
     messages: list[str] = []
     sink = Sink()
     process = TrackerProcess(order, messages.append, sink, first_retry_s=0.05)
