@@ -1,7 +1,7 @@
-"""What of a run may change while it goes on, and from which step each change holds.
+"""Live settings of a run: settings that may change while it is running, and the step from which each change holds.
 
-Invariants: changes are only ever added; one that a learner has adopted holds from the same step for good, so a learner that
-repeats steps after a crash, or goes on with a resumed run, trains each step under the settings of the first time.
+Invariants: changes are only appended; one that a learner has adopted keeps its step, so a learner that repeats steps
+after a crash, or resumes a run, trains each step with its original settings.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from offbeat.services.errors import CodecError
 
 COUNTS = ("num_workers", "num_replicas")
-"""What the reconciler takes as soon as it is asked for; the learner adopts the others at a step boundary."""
+"""Settings that the reconciler applies at once; the learner adopts the others at a step boundary."""
 WHOLE = (*COUNTS, "num_env_groups")
 """Whole numbers."""
 
@@ -27,11 +27,11 @@ class Settings:
     learning_rate: float
     """Peak of the learner's schedule; `actor_train.training_args.learning_rate`."""
     temperature: float
-    """Of groups that start from then on; `actor_infer.generating_args.temperature`."""
+    """Temperature of groups that start from then on; `actor_infer.generating_args.temperature`."""
     max_staleness: float
     """`max_staleness`."""
     num_env_groups: int
-    """Groups in play at most; `train_env_manager.num_env_groups`."""
+    """Maximum number of active groups; `train_env_manager.num_env_groups`."""
 
     def changed(self, values: Mapping[str, float]) -> "Settings":
         """These settings with `values` in their place."""
@@ -40,19 +40,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Settings that somebody asked for."""
+    """A requested change."""
 
     values: dict[str, float] = field(default_factory=dict[str, float])
     at: float = 0.0
-    """Unix time at which it was asked for, s."""
+    """Unix time of the request, s."""
     step: int | None = None
-    """The optimizer batch (0-based) from which on it holds; None until a learner has adopted it."""
+    """First optimizer batch (0-based) with the change; None until a learner has adopted it."""
     why: str = ""
-    """Of the learner's controller, where it has asked."""
+    """Reason, if the learner's controller requested it."""
 
 
 def encode_settings(settings: Settings) -> str:
-    """As JSON."""
+    """Encode as JSON."""
     return json.dumps(asdict(settings))
 
 
@@ -65,12 +65,12 @@ def decode_settings(text: str | bytes) -> Settings:
 
 
 def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
-    """As JSON, for the list of changes; adopt.lua reads it too."""
+    """Encode as JSON for the list of changes, which adopt.lua reads, too."""
     return json.dumps({"values": dict(values), "at": at, "why": why})
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
-    """Undo `encode_change`. step: from which on it holds, if a learner has adopted it. Raises `CodecError`."""
+    """Decode what `encode_change` wrote. step: from which it holds, if a learner has adopted it. Raises `CodecError`."""
     try:
         tree = json.loads(blob)
         values = {str(name): value for name, value in tree["values"].items()}
@@ -80,7 +80,7 @@ def decode_change(blob: str | bytes, step: int | None) -> Change:
 
 
 def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Settings:
-    """What holds for optimizer batch `step` (0-based)."""
+    """Return the settings of optimizer batch `step` (0-based)."""
     for change in changes:
         if change.step is not None and change.step <= step:
             base = base.changed(change.values)
@@ -88,7 +88,7 @@ def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Setting
 
 
 def settings_now(base: Settings, changes: Iterable[Change]) -> Settings:
-    """What holds now: counts at once, everything else once a learner has adopted it."""
+    """Return the current settings: process counts apply at once, the rest at the learner's next step."""
     for change in changes:
         counts = {name: value for name, value in change.values.items() if name in COUNTS}
         base = base.changed(counts if change.step is None else change.values)

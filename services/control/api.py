@@ -25,9 +25,9 @@ def create_api(
     tokens: Tokens = NO_TOKENS,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """The API over `service`; with `tokens`, for callers who carry one as `Authorization: Bearer`.
+    """Build the API over `service`; with `tokens`, calls must carry one as `Authorization: Bearer`.
 
-    lifespan: what runs beside the API for as long as it answers.
+    lifespan: context that is entered while the API is serving.
     """
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
@@ -38,7 +38,7 @@ def create_api(
 
     @api.get("/healthz", tags=["service"], responses={503: refusals()[503]})
     async def healthz() -> HealthView:
-        """Whether the service lives and reaches its state; needs no token."""
+        """Report liveness and access to Redis; needs no token."""
         await service.healthy()
         return HealthView()
 

@@ -1,7 +1,7 @@
-"""The control service as a Ray Serve application; wiring only.
+"""The control service as a Ray Serve application.
 
-`services/control` knows neither the trainer nor the command line: how a configuration is validated and what a run is made
-of come in by import string.
+`services/control` is independent of the trainer and the command line: validation of configurations and the components
+of a run come in by import string.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ControlSettings:
     """`module:name` of a callable (redis, redis_url, working_dir) -> `RunFactory` with `build_mesh`."""
     token: str | None = None
     read_token: str | None = None
-    """Of callers who may look and change nothing."""
+    """Token for read access."""
     reconcile_s: float = 0.5
     log_dir: Path | None = None
     working_dir: Path | None = None
@@ -60,7 +60,7 @@ class ControlDeployment:
             _refuse_other_hosts()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Called by Serve once the service runs, and when a changed file is deployed: nothing is started anew."""
+        """Apply `user_config`; called by Serve at startup and at redeployment, without starting anything anew."""
         tuning = ControlTuning.model_validate_json(json.dumps(user_config))
         assert self._reconciler is not None
         policy = RestartPolicy(max_restarts=tuning.max_restarts, drain_timeout_s=tuning.drain_timeout_s)

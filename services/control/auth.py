@@ -1,9 +1,7 @@
-"""Who may call the API, and how often: with tokens, who carries one; without, programs on this machine.
+"""Authentication and rate limits of the API: with tokens, callers that carry one; without, programs on this machine.
 
-Invariants: without a token, no web page in the user's browser can make a call that is answered; a token that reads changes
-nothing; what is refused costs nothing but its answer.
-
-How often somebody may do something: a bucket of tokens that fills at a constant rate.
+Invariants: without a token, no web page in the user's browser gets an answer; the read token changes nothing; a refused
+call costs only its response.
 """
 
 import hmac
@@ -20,7 +18,7 @@ from offbeat.services.control.http_errors import error_response
 
 
 class TokenBucket:
-    """Lets `burst` calls through at once, and `per_s` in the long run."""
+    """Rate limiter: admits `burst` calls at once, and `per_s` in the long run."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -42,26 +40,26 @@ class TokenBucket:
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/healthz",)
-"""Answered to everybody: who asks whether a service lives has no token."""
+"""Paths without authentication: health checks have no token."""
 DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
-"""Answered without the token: a browser has no way to send one before the page is there, and nothing here is secret."""
+"""Paths without a token: a browser can't send one before the page is loaded, and nothing in them is secret."""
 
 
 READING = ("GET", "HEAD", "OPTIONS")
 CALLS_PER_S, CALLS_AT_ONCE = 200.0, 1000
-"""Of everybody together: more is refused before anything is done for it."""
+"""Rate limit of all callers together; calls beyond it are refused before any work."""
 WRONG_PER_S, WRONG_AT_ONCE = 1.0, 30
-"""Calls with a wrong token: whoever guesses learns one answer a second."""
+"""Rate limit of calls with a wrong token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Who may do what."""
+    """Tokens of the API."""
 
     operate: str | None = None
-    """Everything; None: programs on this machine may, and nobody else anything."""
+    """Token for everything; None: programs on this machine only."""
     read: str | None = None
-    """Calls that change nothing."""
+    """Token for calls that change nothing."""
 
 
 NO_TOKENS = Tokens()

@@ -1,7 +1,4 @@
-"""What the command line asks of the control service, over HTTP.
-
-Reading `text/event-stream`, as far as the control service writes it.
-"""
+"""HTTP client of the control service, and parser of its event stream."""
 
 import asyncio
 import json
@@ -53,7 +50,7 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[Message]:
 JSON = {"Content-Type": "application/json"}
 RECONNECT_S = 1.0
 SILENT_S = 30.0
-"""A stream of events that says nothing for so long is broken; the service speaks three times as often."""
+"""Silence after which an event stream counts as broken; the service sends keep-alives three times as often."""
 
 
 class ControlRefusedError(ControlError):
@@ -94,7 +91,7 @@ class ControlClient:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def create(self, config: str) -> RunView:
@@ -127,7 +124,7 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
 
     async def resume(self, run_id: str) -> RunView:
-        """Let a paused run go on."""
+        """Resume a paused run."""
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
@@ -135,7 +132,7 @@ class ControlClient:
         return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
 
     async def why(self, run_id: str) -> WhyView:
-        """Who waits for whom."""
+        """Return which component waits for which."""
         return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
@@ -148,7 +145,7 @@ class ControlClient:
         return DeletedView.model_validate(await self._call("DELETE", f"/runs/{run_id}", params=params))
 
     async def metrics(self, run_id: str, after: str = "0", limit: int = 1000) -> MetricsView:
-        """Metric records that came after the id `after`."""
+        """Return metric records after the id `after`."""
         params = {"after": after, "limit": str(limit)}
         return MetricsView.model_validate(await self._call("GET", f"/runs/{run_id}/metrics", params=params))
 
@@ -202,7 +199,7 @@ class ControlClient:
 
 
 def _raise_for(response: httpx.Response) -> None:
-    """Raise what an answer that is no success says; its body must have been read."""
+    """Raise the error of a failed response, whose body must have been read."""
     if response.status_code < 400:
         return
     if response.status_code >= 500:

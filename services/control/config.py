@@ -1,4 +1,4 @@
-"""What the control service can be told (`control` in a run's YAML)."""
+"""Configuration of the control service (`control` in a run's YAML)."""
 
 from typing import Literal
 
@@ -17,12 +17,12 @@ class ControlConfig(Config):
     token: str | None = None
     """Bearer token that each call must carry."""
     read_token: str | None = None
-    """A second one, for callers who may look and change nothing."""
+    """Second token, for read access."""
     learner: Literal["managed", "external"] = "managed"
     """`managed`: the mesh starts the learner and replaces a dead one; `external`: it waits for `offbeat learner attach`."""
     standby_learner: bool = False
-    """Keep a second learner process beside the managed one: it has imported and built everything, waits, and takes over as
-    soon as the first one dies. It costs that process's memory, on `actor_train.device` too."""
+    """Keep a second learner process: fully started, waiting, it takes over as soon as the first one dies. Costs that
+    process's memory, on `actor_train.device`, too."""
     reconcile_s: float = Field(default=0.5, gt=0)
     """Seconds between two looks at what runs and what should."""
 
@@ -36,11 +36,11 @@ class ControlConfig(Config):
 
 
 class ControlTuning(Config):
-    """What may be changed under a control service that runs (`user_config` of its deployment)."""
+    """Settings that can change while the service runs (`user_config` of its deployment)."""
 
     reconcile_s: float = Field(default=0.5, gt=0)
     """Seconds between two looks at what runs and what should."""
     max_restarts: int = Field(default=5, ge=0)
     """Deaths of a part without progress between them before its run is failed."""
     drain_timeout_s: float = Field(default=60.0, gt=0)
-    """A graceful stop that takes longer goes on as one without grace."""
+    """Timeout of a graceful stop, after which the run is stopped at once."""

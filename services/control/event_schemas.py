@@ -1,4 +1,4 @@
-"""What happens in a run, as REST tells it: metric records, lives of groups, the run's own history."""
+"""REST schemas of events: metric records, lives of groups, the run's history."""
 
 import math
 from typing import Any, Literal
@@ -42,21 +42,21 @@ class MetricView(View):
         )
 
     def record(self) -> MetricRecord:
-        """The record that this shows; what JSON can't say (NaN) is NaN again."""
+        """Return the record; null values become NaN again."""
         values = {name: each.partial() for name, each in self.values.items()}
         return MetricRecord(self.source, values, self.step, self.labels, self.time)
 
 
 class MetricsView(View):
-    """Metric records in the order in which they came."""
+    """Metric records in order."""
 
     records: list[MetricView]
     next: str
-    """Ask with `after` set to this for what comes next."""
+    """Value of `after` for the next page."""
 
 
 class LifeView(View):
-    """What happened to one group."""
+    """Event in the life of one group."""
 
     group: int
     event: Literal["admitted", "submitted", "trained", "dropped", "failed"]
@@ -65,7 +65,7 @@ class LifeView(View):
 
 
 class HistoryView(View):
-    """What happened to the run itself."""
+    """Event in the history of the run."""
 
     event: Literal["created", "wanted", "state", "died", "asked", "adopted"]
     at: float

@@ -1,6 +1,6 @@
-"""A run's events for whoever watches it: resumable, and without holding a connection to Redis while nothing happens.
+"""Event stream of a run: resumable, and without a Redis connection per watcher while idle.
 
-Invariant: a watcher that comes back with the id of the last event that it saw gets every later one that is still kept, once.
+Invariant: a watcher that reconnects with the id of its last event gets every later event that is still kept, once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ START = "0-0"
 
 
 class EventKind(StrEnum):
-    """What an event tells."""
+    """Kinds of events."""
 
     RUN = "run"
     """`RunView`: at first, and whenever it has changed."""
@@ -42,7 +42,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a watcher has read: an id of each stream."""
+    """Position of a watcher: an id in each stream."""
 
     metrics: str = START
     life: str = START
@@ -61,14 +61,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event, and where its watcher stands after it."""
+    """One event, and the watcher's position after it."""
 
     kind: EventKind
     position: Position
     body: BaseModel
 
     def encode(self) -> bytes:
-        """As `text/event-stream` wants it."""
+        """Encode as `text/event-stream`."""
         return f"id: {self.position}\nevent: {self.kind}\ndata: {self.body.model_dump_json()}\n\n".encode()
 
 
@@ -82,7 +82,7 @@ class Feed:
         view: Callable[[], Awaitable[RunView]],
         kinds: Collection[EventKind] = tuple(EventKind),
     ) -> None:
-        """kinds: others are not told."""
+        """kinds: events to send."""
         self._redis: Any = redis
         self._view = view
         self._kinds = kinds
@@ -92,7 +92,7 @@ class Feed:
         self._shown_at = float("-inf")
 
     async def newest(self) -> Position:
-        """Where who wants only what is to come begins."""
+        """Return the position after all existing events."""
         ids: dict[str, str] = {}
         for name, key in self._streams.items():
             entries = await self._redis.xrevrange(key, count=1)
@@ -100,7 +100,7 @@ class Feed:
         return Position(**ids)
 
     async def follow(self, position: Position) -> AsyncIterator[Event | None]:
-        """Everything after `position` until the run is over; None now and then, when there is nothing to tell."""
+        """Yield every event after `position` until the run is over; None at intervals without events."""
         while True:
             view = await self._due_view()
             over = view is not None and view.state.over

@@ -1,7 +1,6 @@
-"""Who waits for whom in a run, as a chain from the learner down to whoever is busy, and as one sentence.
+"""Explains what a run waits for: a chain from the learner to the busy component, and one sentence.
 
-Invariant: each link is made of what that part itself, or the buffer, says at this moment; nothing is guessed, and what is
-not known is said to be not known.
+Invariant: each link is what that component or the buffer currently reports; unknown states are reported as unknown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +13,13 @@ from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import ReplicaReport
 
 SILENT_S = 5.0
-"""A part whose last word is so old is not believed to do what it said."""
+"""Age from which a component's report is ignored."""
 UNATTENDED_S = 15.0
-"""A run whose reconciler has not looked for so long is said to be without one."""
+"""Age of the reconciler's last look from which a run counts as unattended."""
 NOTABLE_S = 0.05
 """A wait that is shorter is not worth its time in the sentence."""
 SLOW_FETCH_S = 30.0
-"""A replica that reads weights for so long is told of, whoever waits."""
+"""Duration from which a replica's read of weights is reported, even if nothing waits for it."""
 EVALUATING = "evaluating"
 
 
@@ -32,13 +31,13 @@ class Cause:
     """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component's
     name."""
     state: str
-    """In a word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
+    """State in one word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
     says: str
-    """A clause that a person understands."""
+    """State as a clause for humans."""
     waits_for: str | None = None
-    """Who is the next link; None for who is busy itself."""
+    """Next link; None for a busy component."""
     since_s: float | None = None
-    """How long it has been so, where that is known."""
+    """Duration of the state, if known."""
     detail: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -58,18 +57,18 @@ class RunSnapshot:
     version: int
     """Newest published; -1 before the first."""
     leased: bool = True
-    """A learner holds the run."""
+    """True if a learner holds the run."""
     redis_trouble: str = ""
-    """What is wrong with Redis, where it lets itself be read and nothing be written."""
+    """Error of a Redis that can be read but refuses writes."""
 
 
 def chain(picture: RunSnapshot) -> list[Cause]:
-    """From the one who waits most to the one who keeps all waiting; never empty."""
+    """Return the chain from the waiting component to the one that it ultimately waits for; never empty."""
     return [*_refused(picture), *_chain(picture), *_unattended(picture)]
 
 
 def _refused(picture: RunSnapshot) -> list[Cause]:
-    """Before all others: what they said last is old, and none of them goes on."""
+    """Comes first: other reports are outdated, as nothing proceeds while writes are refused."""
     if not picture.redis_trouble or picture.record.state.over:
         return []
     says = f"{picture.redis_trouble}: all wait for it, and go on by themselves then; what follows was said before"
@@ -77,7 +76,7 @@ def _refused(picture: RunSnapshot) -> list[Cause]:
 
 
 def _unattended(picture: RunSnapshot) -> list[Cause]:
-    """What dies in a run that nobody looks after stays dead."""
+    """Report a run without a reconciler: its dead components are not replaced."""
     silent_s = picture.now - picture.record.beat
     if picture.record.state.over or picture.redis_trouble or not picture.record.beat or silent_s < UNATTENDED_S:
         return []
@@ -161,14 +160,14 @@ def _running(picture: RunSnapshot) -> list[Cause]:
 
 
 def _trouble(picture: RunSnapshot) -> list[Cause]:
-    """What goes wrong though nobody waits for it yet."""
+    """Report problems that nothing waits for yet."""
     what = picture.learner.trouble
     unsaved = [Cause("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
     return [*unsaved, *_slow_fetches(picture)]
 
 
 def _slow_fetches(picture: RunSnapshot) -> list[Cause]:
-    """Replicas that go on with what they serve because newer weights do not come."""
+    """Report replicas that keep an older version because newer weights do not arrive."""
     links: list[Cause] = []
     for name, each in picture.replicas.items():
         if each.fetching is None or picture.now - each.at >= SILENT_S:
@@ -193,7 +192,7 @@ def _no_learner(picture: RunSnapshot, seen: Observation) -> Cause:
 
 
 def _learner_busy(picture: RunSnapshot) -> Cause | None:
-    """What the learner is at, unless it waits for groups."""
+    """Return the learner's activity, unless it waits for groups."""
     doing = picture.learner.doing
     stage, step = doing.get("stage"), doing.get("step", 0)
     clauses = {
@@ -235,7 +234,7 @@ def _learner_waits(picture: RunSnapshot) -> list[Cause]:
 
 
 def _nothing_played(picture: RunSnapshot, step: int, since: float) -> list[Cause]:
-    """No group is being played though the learner wants one."""
+    """Explain why no group is active though the learner needs one."""
     admission = picture.buffer.admission
     reasons = {
         Admission.PAUSED: "no new group may start while the run is paused",
@@ -275,7 +274,7 @@ def _group(picture: RunSnapshot, group: GroupProgress) -> list[Cause]:
 
 
 def _episodes(picture: RunSnapshot, said: Mapping[str, tuple[int, float]], whom: str | None, still: int) -> list[Cause]:
-    """What the `still` episodes wait for, by the one that has waited longest; their workers spoke a moment ago."""
+    """Explain what the `still` running episodes wait for, by the longest wait; their workers reported recently."""
     if whom is None:
         silent = [each for each in picture.buffer.workers if each.silent_s > SILENT_S]
         about = f"their env worker has been silent for {max(each.silent_s for each in silent):.0f} s" if silent else ""
@@ -340,7 +339,7 @@ def _evaluating(picture: RunSnapshot) -> list[Cause]:
 
 
 def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:
-    """What the episodes of a unit wait for: wait -> (episodes, since when the longest), by workers that spoke lately."""
+    """Return the waits of a unit's episodes from recent reports: wait -> (number of episodes, start of the longest)."""
     said: dict[str, tuple[int, float]] = {}
     for report in reports:
         if now - float(report.get("at", 0.0)) < SILENT_S:

@@ -1,6 +1,6 @@
-"""Errors as bodies that a program can read.
+"""Errors as JSON bodies.
 
-Invariants: bad input is answered by 4xx; no answer holds a traceback.
+Invariants: bad input is answered by 4xx; no response contains a traceback.
 """
 
 import logging
@@ -57,14 +57,14 @@ class HttpError(MeshError):
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer besides its success, for its documentation; each route also says 401, 403, 429 and 503."""
+    """Return the error responses of a route for its documentation; every route also has 401, 403, 429 and 503."""
     return {
         status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 429, 503, *statuses})
     }
 
 
 def error_response(status: int, code: str, message: str, problems: list[ProblemView] | None = None) -> JSONResponse:
-    """An error's body. Characters that are no text (lone surrogates) come back as question marks."""
+    """Build an error response. Lone surrogates are replaced by question marks."""
     body = ErrorView(error=ErrorBody(code=code, message=_text(message), problems=[_clean(p) for p in problems or []]))
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(body.model_dump(mode="json"), status, headers)

@@ -1,7 +1,6 @@
-"""What the reconciler asks of the parts of a run, whatever they are made of.
+"""Interface of the reconciler to the components of a run.
 
-Invariant: `ensure` and `stop` may be called again at any time, by any control replica, and change nothing that is right
-already.
+Invariant: `ensure` and `stop` are idempotent: any control replica may call them at any time.
 """
 
 from collections.abc import Sequence
@@ -13,27 +12,27 @@ from offbeat.services.live_settings import Settings
 
 
 class Health(StrEnum):
-    """How a component is."""
+    """Health of a component."""
 
     ABSENT = "absent"
-    """Not there, and nothing says that it should be: never started, or stopped on purpose."""
+    """Not running, and not expected to: never started, or stopped on purpose."""
     STARTING = "starting"
     READY = "ready"
     DEAD = "dead"
     """Was there and is gone, or does not answer: start it again."""
     DONE = "done"
-    """Has finished all that it had to do (the learner, after the last step)."""
+    """Finished its work (the learner, after the last step)."""
     BROKEN = "broken"
     """Starting it again would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """How a component was when somebody looked."""
+    """Observed state of a component."""
 
     health: Health
     detail: str = ""
-    """One clause that a person understands: `exit code 1`, `waits for version 0`."""
+    """Detail as a clause: `exit code 1`, `waits for version 0`."""
     log: str = ""
     """File to read, relative to the run's folder."""
     incident: str = ""
@@ -55,7 +54,7 @@ class Component(Protocol):
         ...
 
     async def observe(self) -> Observation:
-        """How it is; answers within a few seconds."""
+        """Return the component's state within a few seconds."""
         ...
 
 
@@ -64,7 +63,7 @@ class RunMesh(Protocol):
 
     @property
     def components(self) -> Sequence[Component]:
-        """In the order in which they are stopped."""
+        """Return the components in the order in which they are stopped."""
         ...
 
     async def prepare(self) -> None:
@@ -72,12 +71,12 @@ class RunMesh(Protocol):
         ...
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
-        """Want as many workers and replicas as `settings` says, and let new episodes begin unless `paused`; what is right
-        already is left alone. `ensure` and `observe` go by it from then on."""
+        """Set the numbers of workers and replicas, and allow new episodes unless `paused`; idempotent. `ensure` and
+        `observe` use these numbers from then on."""
         ...
 
     async def drain(self) -> None:
-        """Let no new episode begin."""
+        """Start no new episodes."""
         ...
 
     async def clean_up(self) -> None:

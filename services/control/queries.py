@@ -1,4 +1,4 @@
-"""A run as REST tells it, put together from what Redis holds; reads only."""
+"""REST views of a run, read from Redis."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from offbeat.services.live_settings import Settings, settings_now
 from offbeat.services.telemetry import MetricRecord
 
 RATE_S = 15.0
-"""Rates are means over so many seconds."""
+"""Window of rates, s."""
 RATED = {
     "trajectories": ("rollout", "episodes"),
     "tokens_generated": ("generation", "tokens"),
@@ -40,7 +40,7 @@ class BufferReader(Protocol):
         ...
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
-        """The groups that are being played."""
+        """Return the active groups."""
         ...
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
@@ -49,7 +49,7 @@ class BufferReader(Protocol):
 
 
 class Overview:
-    """Tells how runs are."""
+    """Builds views of runs."""
 
     def __init__(self, store: RunStore, buffer: BufferReader, redis_trouble: Callable[[], str]) -> None:
         self._redis_trouble = redis_trouble
@@ -57,7 +57,7 @@ class Overview:
         self._buffer = buffer
 
     async def view(self, record: RunRecord) -> RunView:
-        """All there is to tell of a run but its events. Raises `ForeignRecordError`."""
+        """Return the view of a run. Raises `ForeignRecordError`."""
         try:
             return await self._view(record)
         except CodecError as error:
@@ -104,7 +104,7 @@ class Overview:
         )
 
     async def why(self, record: RunRecord) -> list[Cause]:
-        """Who waits for whom."""
+        """Return which component waits for which."""
         store, run_id = self._store, record.run_id
         seen, learner, progress, reports = await asyncio.gather(
             store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)

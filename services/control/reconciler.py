@@ -1,7 +1,7 @@
-"""Makes the runs that are match the runs that are wanted.
+"""Drives every run from its actual to its desired state.
 
-Level-triggered: each look reads the record and the components, and does the next thing that is missing; nothing is
-remembered between two looks but in Redis, so a control replica that comes back, or a second one, does the same.
+Level-triggered: each look reads the record and the components, and does the next missing thing; state between two looks
+is kept in Redis only, so a restarted or second control replica does the same.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
 """
@@ -35,15 +35,15 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 logger = logging.getLogger(__name__)
 
 LONGEST_LOOK_S = 900.0
-"""A look that takes longer hangs, in a call that Ray never answers, say: the next one begins, and does what is missing."""
+"""Timeout of a look (a call that Ray never answers, for example), after which the next one starts."""
 SETTLE_S = 3.0
-"""After a time in which Redis took nobody's word: who lives has said so by then, and nobody is missed before."""
+"""Grace period after Redis refused writes, in which live components can report before any is considered dead."""
 GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How patient the reconciler is with a component that dies; the count starts anew whenever the run gets further."""
+    """Restart limits of components; the count is reset whenever the run progresses."""
 
     max_restarts: int = 5
     """Deaths without progress between them before the run is failed."""
@@ -51,7 +51,7 @@ class RestartPolicy:
     """Delay before the second restart; doubles with each further one. The first is at once."""
     max_backoff_s: float = 15.0
     drain_timeout_s: float = 60.0
-    """A graceful stop that takes longer goes on as one without grace."""
+    """Timeout of a graceful stop, after which the run is stopped at once."""
 
     def delay_s(self, count: int) -> float:
         """Seconds to wait before restart number `count` (from 1)."""
@@ -59,7 +59,7 @@ class RestartPolicy:
 
 
 def _of_redis(error: BaseException | None) -> redis_errors.RedisError | None:
-    """What is behind `error` if that is a Redis that does not answer, or refuses writes."""
+    """Return the Redis outage behind `error`, if any."""
     while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
         error = error.__cause__
     return error
@@ -86,15 +86,15 @@ class Reconciler:
         self._meshes: dict[tuple[str, float], RunMesh] = {}
         self._foreign: set[str] = set()
         self._excused: set[tuple[str, str]] = set()
-        """Components of runs whose last start failed for Redis alone, which nobody else has missed since."""
+        """Components whose last start failed only because of Redis, and that have not failed since."""
         self._troubled_at = float("-inf")
         """Monotonic time at which Redis last could not be used."""
         self.redis_trouble = ""
-        """What a Redis says that refuses writes, for people; empty once it takes them."""
+        """Error of a Redis that refuses writes; empty otherwise."""
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
-        """From the next look on, go by these."""
+        """Apply new settings from the next look on."""
         self._reconcile_s = reconcile_s
         self._policy = policy
 
@@ -103,7 +103,7 @@ class Reconciler:
         self._wake.set()
 
     async def run(self) -> None:
-        """Look after all runs that are not over until cancelled; one that hangs does not hold up the others."""
+        """Reconcile all active runs until cancelled; a hanging one does not delay the others."""
         looking: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
@@ -156,7 +156,7 @@ class Reconciler:
             self.redis_trouble = str(error)
 
     async def look(self, run_id: str) -> RunState:
-        """Do the next thing that the run needs, and say what it is then."""
+        """Do the next thing that the run needs and return its state."""
         record = await self._store.load(run_id)
         if record.state.over:
             self._forget(run_id)
@@ -211,7 +211,7 @@ class Reconciler:
         return await self._runs(record)
 
     async def _runs(self, record: RunRecord) -> RunState:
-        """Note that the run goes on, or that it pauses."""
+        """Record that the run is running or paused."""
         state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING
         if state is not record.state:
             first = {} if record.running_at else {"running_at": self._store.clock()}
@@ -219,7 +219,7 @@ class Reconciler:
         return state
 
     async def _mend(self, record: RunRecord, component: Component, seen: Observation) -> str:
-        """Start `component` if it is not there; returns why that is hopeless, or nothing."""
+        """Start `component` if it is absent; return why that is hopeless, or an empty string."""
         if seen.health is Health.BROKEN:
             return f"{component.name}: {seen.detail}"
         if seen.health is Health.DEAD:
@@ -248,7 +248,7 @@ class Reconciler:
         return ""
 
     async def _count(self, run_id: str, component: str, seen: Observation) -> Restarts:
-        """How often it has died by now; one incident counts once."""
+        """Return the number of its deaths; one incident counts once."""
         before = (await self._store.restarts(run_id)).get(component, Restarts())
         if before.incident == seen.incident:
             return before

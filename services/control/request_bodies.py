@@ -19,7 +19,7 @@ BIGGEST_ID_PART = 2**64 - 1
 CLOSE = 0.6
 """Similarity from which on a name is taken for a misspelt other one."""
 LEAVES = {"rollout.num_workers": "num_workers", "env_workers": "num_workers", "replicas": "num_replicas"}
-"""Names by which people look for a setting, and what it is called."""
+"""Common names of settings -> their names here."""
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
@@ -61,7 +61,7 @@ def _problem(key: str, kind: str, message: str) -> ProblemView:
 
 
 def read_position(text: str) -> Position:
-    """Where a watcher stands. Raises `HttpError`."""
+    """Parse a watcher's position. Raises `HttpError`."""
     try:
         return Position.parse(text)
     except ValueError as error:

@@ -39,7 +39,7 @@ MAX_WATCHERS = 32
 """Streams of events at a time; each polls Redis."""
 COMMENT_EVERY_S = 10.0
 RETRY_MS = 1000
-"""How soon a browser's EventSource comes back when the stream breaks."""
+"""Reconnection delay of a browser's EventSource."""
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="The run's `exp_name`.")]
 EntryId = Annotated[str, Query(pattern=r"^\d{1,20}(-\d{1,20})?$"), AfterValidator(entry_id)]
@@ -98,12 +98,12 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.get("/runs/{run_id}", responses=refusals(404, 409, 422))
     async def show_run(run_id: RunId) -> RunView:
-        """State, step, version, staleness, rates, counters, settings, and where things lie."""
+        """State, step, version, staleness, rates, counters, settings, and paths."""
         return await service.view(run_id)
 
     @routes.patch("/runs/{run_id}", openapi_extra=CHANGE, responses=refusals(400, 404, 409, 413, 415, 422))
     async def change_run(run_id: RunId, request: Request) -> RunView:
-        """Change settings while the run goes on: numbers of processes at once, the others from the next step on."""
+        """Change live settings: process counts at once, others at the next step."""
         return await service.change(run_id, await read_change(request))
 
     @routes.delete("/runs/{run_id}", responses=refusals(404, 409, 422))
@@ -118,17 +118,17 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.post("/runs/{run_id}/pause", status_code=202, responses=refusals(404, 409, 422))
     async def pause_run(run_id: RunId) -> RunView:
-        """Begin no episode and no step until it is resumed; what is being played is played to its end."""
+        """Start no episode and no step until resumed; running episodes finish."""
         return await service.want(run_id, DesiredState.PAUSED)
 
     @routes.post("/runs/{run_id}/resume", status_code=202, responses=refusals(404, 409, 422))
     async def resume_run(run_id: RunId) -> RunView:
-        """Let a paused run go on."""
+        """Resume a paused run."""
         return await service.want(run_id, DesiredState.RUNNING)
 
     @routes.get("/runs/{run_id}/why", responses=refusals(404, 409, 422))
     async def explain_run(run_id: RunId) -> WhyView:
-        """Who waits for whom at this moment, as a chain and as one sentence."""
+        """Components that currently wait for each other, as a chain and as one sentence."""
         return await service.why(run_id)
 
     @routes.get("/runs/{run_id}/quarantine", responses=refusals(404, 409, 422))
@@ -140,7 +140,7 @@ def run_routes(service: ControlService) -> APIRouter:
     async def read_metrics(
         run_id: RunId, after: EntryId = "0", limit: Annotated[int, Query(ge=1, le=5000)] = 1000
     ) -> MetricsView:
-        """Metric records that came after the id `after`."""
+        """Metric records after the id `after`."""
         return await service.metrics(run_id, after, limit)
 
     _add_events(routes, service)
@@ -159,7 +159,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
         from_start: Annotated[bool, Query(description="Begin with the oldest that is kept, not with now.")] = False,
         last_event_id: Annotated[str | None, Header(max_length=200)] = None,
     ) -> Response:
-        """What happens, as server-sent events, until the run is over; goes on after `Last-Event-ID`."""
+        """Server-sent events until the run is over; resumes after `Last-Event-ID`."""
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
             raise HttpError(429, "too_many_watchers", f"{MAX_WATCHERS} streams of events are open already")

@@ -1,4 +1,4 @@
-"""What a run should be and what it is: the words, the record, and how the record lies in Redis."""
+"""Desired and actual state of a run, its record, and the record's form in Redis."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -11,7 +11,7 @@ from offbeat.services.weights.replica_reports import ReplicaReport
 
 
 class DesiredState(StrEnum):
-    """What a person wants of a run."""
+    """Desired state of a run."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -27,7 +27,7 @@ class DesiredState(StrEnum):
 
 
 class RunState(StrEnum):
-    """What a run is."""
+    """Actual state of a run."""
 
     PREPARING = "preparing"
     STARTING = "starting"
@@ -65,7 +65,7 @@ class ForeignRecordError(ControlError):
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A validated run, as much of it as the control service needs to know."""
+    """The part of a validated run that the control service needs."""
 
     run_id: str
     config: str
@@ -74,40 +74,40 @@ class RunSpec:
     """Absolute."""
     max_steps: int
     settings: Settings
-    """What may be changed while it goes on, as the configuration has it."""
+    """Live settings with their configured values."""
     resume: bool = False
-    """Go on with what an earlier run of this name left in Redis, instead of forgetting it."""
+    """Resume what an earlier run of this name left in Redis, instead of deleting it."""
     claims: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What no other run may use at the same time: kind (`folder`, `app`) -> name."""
+    """Exclusive resources: kind (`folder`, `app`) -> name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run as Redis holds it; times are Unix seconds, 0 where it has not come to that."""
+    """A run in Redis; times are Unix seconds, 0 if not reached."""
 
     run_id: str
     config: str
     output_dir: str
     max_steps: int
     settings: Settings
-    """As the configuration has them; `RunStore.changes` came after."""
+    """Configured values; `RunStore.changes` come on top."""
     wanted: DesiredState = DesiredState.RUNNING
     state: RunState = RunState.PREPARING
     outcome: RunState = RunState.FINISHED
-    """What it becomes when it has drained."""
+    """Final state after draining."""
     error: str = ""
     log: str = ""
-    """File that tells more about `error`."""
+    """File with details of `error`."""
     attempt: int = 1
     """Times it was started: 1, and one more each time it was resumed."""
     created_at: float = 0.0
     started_at: float = 0.0
-    """Of this attempt."""
+    """Start of this attempt."""
     running_at: float = 0.0
     draining_at: float = 0.0
     ended_at: float = 0.0
     beat: float = 0.0
-    """When a reconciler last looked."""
+    """Time of the reconciler's last look."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}
@@ -115,7 +115,7 @@ class RunRecord:
 
     @classmethod
     def decode(cls, raw: dict[bytes, bytes]) -> "RunRecord":
-        """The record that a hash of Redis holds. Raises `ForeignRecordError`."""
+        """Parse a Redis hash. Raises `ForeignRecordError`."""
         needed = [each.name for each in fields(cls) if each.default is MISSING]
         if lacking := [name for name in needed if name.encode() not in raw]:
             raise _foreign(raw, f"no {', '.join(lacking)}")
@@ -149,7 +149,7 @@ def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """How often a component has died without the run getting further in between."""
+    """Deaths of a component since the run last progressed."""
 
     count: int = 0
     total: int = 0
@@ -160,7 +160,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the published weights have come; -1 before version 0."""
+    """Progress of the published weights; -1 before version 0."""
 
     version: int = -1
     step: int = -1
@@ -168,24 +168,24 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class LearnerReport:
-    """What the learner says of itself in the run's record."""
+    """The learner's report in the run's record."""
 
     phase: str = ""
-    """For people: `warming up 120/300`, `training`."""
+    """Phase for humans: `warming up 120/300`, `training`."""
     doing: dict[str, Any] = field(default_factory=dict[str, Any])
     """`stage`, the `step` it belongs to (0-based batches trained) and `since` when, Unix time; see `Reporter.doing`."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Of its newest step."""
+    """Metrics of its newest step."""
     trouble: str = ""
-    """What goes wrong while it trains on: a checkpoint that can't be written."""
+    """Current problem of a training learner, such as a failed checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentReports:
-    """What the parts of a run said last, however long ago."""
+    """Latest reports of the components, of any age."""
 
     workers: Mapping[str, Mapping[str, Any]]
     """Env worker -> what its episodes wait for; see `offbeat.services.rollout.wait_status`."""
     replicas: Mapping[str, ReplicaReport]
     leased: bool
-    """A learner holds the run."""
+    """True if a learner holds the run."""

@@ -1,4 +1,4 @@
-"""What the control service tells of a run: the bodies of REST answers."""
+"""Response bodies of the REST API."""
 
 import math
 from collections.abc import Sequence
@@ -56,12 +56,12 @@ class CountersView(View):
 
 
 class StalenessView(View):
-    """How many versions the groups of the newest step lagged behind."""
+    """Staleness of the newest step's groups, in versions."""
 
     mean: float | None
     max: float | None
     bound: float
-    """`max_staleness` as it holds now."""
+    """Current `max_staleness`."""
 
 
 class RatesView(View):
@@ -69,13 +69,13 @@ class RatesView(View):
 
     steps: float
     trajectories: float
-    """Played, whether they are trained on or not."""
+    """Finished trajectories, trained or not."""
     tokens_generated: float
     tokens_trained: float
 
 
 class SettingsView(View):
-    """What may be changed while the run goes on, as it holds now."""
+    """Current live settings."""
 
     num_workers: int
     """Env worker processes (`rollout.num_workers`)."""
@@ -84,10 +84,10 @@ class SettingsView(View):
     learning_rate: float
     """Peak of the schedule (`actor_train.training_args.learning_rate`)."""
     temperature: float
-    """Of groups that start now (`actor_infer.generating_args.temperature`)."""
+    """Temperature of groups that start now (`actor_infer.generating_args.temperature`)."""
     max_staleness: float
     num_env_groups: int
-    """Groups in play at most (`train_env_manager.num_env_groups`)."""
+    """Maximum number of active groups (`train_env_manager.num_env_groups`)."""
 
     @classmethod
     def of(cls, settings: Settings) -> "SettingsView":
@@ -106,28 +106,28 @@ class SettingsPatch(BaseModel):
     learning_rate: float | None = Field(default=None, ge=0)
     """Peak of the learner's schedule (`actor_train.training_args.learning_rate`): from the next step on."""
     temperature: float | None = Field(default=None, gt=0)
-    """Of groups that start after the next step boundary (`actor_infer.generating_args.temperature`)."""
+    """Temperature of groups that start after the next step boundary (`actor_infer.generating_args.temperature`)."""
     max_staleness: float | None = Field(default=None, ge=0)
     """Versions that a consumed group may lag behind: from the next step on, at admission and at consumption."""
     num_env_groups: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Groups in play at most (`train_env_manager.num_env_groups`): from the next step on."""
+    """Maximum number of active groups (`train_env_manager.num_env_groups`), from the next step on."""
 
     def values(self) -> dict[str, float]:
-        """What is to change."""
+        """Return the settings to change."""
         return self.model_dump(exclude_none=True)
 
 
 class ChangeView(View):
-    """A change of settings that somebody asked for."""
+    """A requested change of settings."""
 
     values: dict[str, float]
     at: float
-    """Unix time at which it was asked for."""
+    """Unix time of the request."""
     from_step: int | None
-    """The optimizer batch (0-based) from which on it holds; null until the learner has come to a step boundary.
-    Numbers of workers and replicas hold at once."""
+    """First optimizer batch (0-based) with the new value; null until the learner has reached a step boundary. Process
+    counts apply at once."""
     why: str = ""
-    """Of the learner's staleness controller, where it has asked; empty for a person's."""
+    """Reason of the learner's staleness controller; empty for a manual change."""
 
     @classmethod
     def of(cls, change: Change) -> "ChangeView":
@@ -135,7 +135,7 @@ class ChangeView(View):
 
 
 class PathsView(View):
-    """Where things lie on the host that runs it."""
+    """Paths on the run's host."""
 
     output_dir: str
     logs: str
@@ -150,10 +150,10 @@ class RunView(View):
     state: RunState
     wanted: DesiredState
     phase: str
-    """What the learner is at, in a word: `warm start`, `evaluating`, `training`."""
+    """The learner's phase: `warm start`, `evaluating`, `training`."""
     error: str
     log: str
-    """File in the run's folder that tells more about `error`."""
+    """File in the run's folder with details of `error`."""
     step: int
     """Optimizer batches published; -1 before version 0."""
     version: int
@@ -166,12 +166,12 @@ class RunView(View):
     components: dict[str, ComponentView] = Field(default_factory=dict[str, ComponentView])
     counters: CountersView | None = None
     quarantined: int = 0
-    """Trajectories that could not be read and are kept aside, at most 16; their groups count as dropped (`corrupt`)."""
+    """Undecodable trajectories that are kept, at most 16; their groups count as dropped (`corrupt`)."""
     staleness: StalenessView | None = None
     rates: RatesView | None = None
     settings: SettingsView
     changes: list[ChangeView] = Field(default_factory=list[ChangeView])
-    """Of the settings, in the order in which they were asked for."""
+    """Changes of the settings, in order of request."""
     metrics: dict[str, float | None] = Field(default_factory=dict[str, float | None])
     """The learner's newest record."""
     places: PathsView
@@ -189,7 +189,7 @@ class RunsView(View):
 
     runs: list[RunView]
     unreadable: list[UnreadableView] = Field(default_factory=list[UnreadableView])
-    """Runs in the same stretch of the list that can't be told, whatever their state."""
+    """Runs in this page of the list that can't be shown, in whatever state."""
     next: str | None = None
     """Ask with `after` set to this for older ones; null when these were the last."""
 
@@ -201,15 +201,15 @@ class QuarantinedView(View):
     """Number of its group, which was dropped."""
     member: int
     complaint: str
-    """What is wrong with it."""
+    """Error of decoding."""
     size: int
     """Bytes."""
     head: str
-    """Its first 64 bytes, as hex."""
+    """First 64 bytes, as hex."""
 
 
 class QuarantineView(View):
-    """What is kept aside, newest first."""
+    """Undecodable trajectories, newest first."""
 
     trajectories: list[QuarantinedView]
 
@@ -226,12 +226,12 @@ class LinkView(View):
 
 
 class WhyView(View):
-    """Who waits for whom."""
+    """Components that wait for each other."""
 
     run: str
     sentence: str
     chain: list[LinkView]
-    """From the one who waits most to the one who keeps all waiting."""
+    """From the waiting component to the one that it ultimately waits for."""
 
     @classmethod
     def of(cls, run_id: str, links: Sequence[Cause]) -> "WhyView":
@@ -240,11 +240,11 @@ class WhyView(View):
 
 
 class DeletedView(View):
-    """What a deletion has removed."""
+    """Result of a deletion."""
 
     id: str
     files: list[str]
-    """Folders and files that are gone, where it was asked for."""
+    """Removed folders and files, if requested."""
 
 
 class HealthView(View):
@@ -254,7 +254,7 @@ class HealthView(View):
 
 
 class ProblemView(View):
-    """One thing that is wrong with a configuration."""
+    """One problem of a configuration."""
 
     path: str
     message: str
@@ -263,7 +263,7 @@ class ProblemView(View):
 
 
 class ErrorBody(View):
-    """Why a call was refused."""
+    """Reason for a refused call."""
 
     code: str
     message: str
@@ -277,12 +277,12 @@ class ErrorView(View):
 
 
 def finite(value: float) -> float | None:
-    """JSON knows no NaN and no infinity."""
+    """Return None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
 def places(record: RunRecord) -> PathsView:
-    """Where a run's things lie."""
+    """Return the paths of a run."""
     folder = record.output_dir
     return PathsView(
         output_dir=folder,

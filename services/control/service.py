@@ -1,6 +1,6 @@
-"""Commands and questions about runs: plain Python over the store, so that a test builds it with fakes.
+"""Commands and queries about runs, as plain Python over the store, so that a test builds it with fakes.
 
-Invariant: a command changes what is wanted and wakes the reconciler; it never acts on a run itself.
+Invariant: a command changes the desired state and wakes the reconciler; it never acts on a run itself.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class InvalidPlaceError(ControlError):
 
 
 class RunFactory(BufferReader, Protocol):
-    """What the control service asks of the project that it serves."""
+    """Interface of the control service to the project's runs: validation and components."""
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
         """The run that a YAML text or a tree of plain values describes. Raises `InvalidRunError` with every problem."""
@@ -70,7 +70,7 @@ class RunFactory(BufferReader, Protocol):
 
 
 class ControlService:
-    """What the REST API offers. Every method that names a run raises `UnknownRunError` where there is none."""
+    """Operations of the REST API. Every method that names a run raises `UnknownRunError` if there is none."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ControlService:
         self._validating = ThreadPoolExecutor(VALIDATED_AT_ONCE, thread_name_prefix="validate")
 
     async def _validated(self, validate: Callable[..., T], *args: Any) -> T:
-        """In threads of its own: validation resets the run's envs once, which are the user's own code and may hang."""
+        """Run in dedicated threads: validation resets the run's envs, which are user code and may hang."""
         try:
             async with asyncio.timeout(VALIDATE_S):
                 return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
@@ -97,12 +97,12 @@ class ControlService:
             raise InvalidRunError([ProblemView(path="custom_envs", message=what)]) from None
 
     async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:
-        """Start a run; returns it, and whether it is new. `dry_run` validates alone.
+        """Start a run; return it, and whether it is new. `dry_run` only validates.
 
         Raises:
             InvalidRunError: the configuration was refused.
-            RunExistsError: a run of that name goes on with another configuration.
-            BusyError: another run has the use of something that it needs.
+            RunExistsError: a run of that name is active with another configuration.
+            BusyError: another run has claimed a resource that it needs.
         """
         spec = await self._validated(self._wiring.validate, document)
         if dry_run:
@@ -165,7 +165,7 @@ class ControlService:
         return await self.view(run_id)
 
     async def why(self, run_id: str) -> WhyView:
-        """Who waits for whom."""
+        """Return which component waits for which."""
         return WhyView.of(run_id, await self._overview.why(await self.store.load(run_id)))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
@@ -186,12 +186,12 @@ class ControlService:
         )
 
     async def delete(self, run_id: str, *, files: bool) -> DeletedView:
-        """Forget a run that is over, and with `files` remove what it wrote.
+        """Delete a run that is over, and with `files` what it wrote.
 
         Raises:
             RunStateError: it is not over.
             BusyError: its files are in use.
-            ForeignRecordError: where its files are stands in a record that can't be read.
+            ForeignRecordError: its record, which holds the folder's path, can't be read.
         """
         removed: list[str] = []
         if files:
@@ -202,14 +202,14 @@ class ControlService:
         return DeletedView(id=run_id, files=removed)
 
     async def metrics(self, run_id: str, after: str, limit: int) -> MetricsView:
-        """Metric records that came after the id `after`."""
+        """Return metric records after the id `after`."""
         await self.store.load(run_id)
         entries = await AsyncRedisMetrics(self.store.redis, run_id).read(after, count=limit)
         records = [MetricView.of(entry_id, record) for entry_id, record in entries]
         return MetricsView(records=records, next=records[-1].id if records else after)
 
     async def healthy(self) -> bool:
-        """Whether the state can be reached."""
+        """Return True if Redis can be reached."""
         await self.store.redis.exists(RUNS)  # Redis answers no PING while its disk is full
         return True
 

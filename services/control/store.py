@@ -1,8 +1,8 @@
-"""Run records, all of them in Redis.
+"""Run records in Redis.
 
-Invariants: only the API changes `wanted`, only the reconciler changes `state`; a run id names at most one run that is
-not over, and so does a thing that runs claim; whatever a control replica knows, the next one reads here; the epochs of a
-run id never begin again, so that a learner that was cut off finds itself fenced, by the next run of its name too.
+Invariants: only the API changes `wanted`, only the reconciler changes `state`; a run id names at most one active run,
+and a claimed resource belongs to at most one; all knowledge of a control replica is in Redis; the epochs of a run id
+never restart, so that an isolated learner is fenced, also by a later run of its name.
 """
 
 import fnmatch
@@ -45,12 +45,12 @@ from offbeat.services.telemetry import MetricRecord, decode_record
 from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
-"""A run that no reconciler has looked at for so long runs nowhere, as far as who is no reconciler can tell."""
+"""Time without a reconciler's look after which a run counts as not running, for callers that are no reconciler."""
 OF_ONE_ATTEMPT = ("restarts", "components", "learner", "doing")
-"""What is known of the processes that run a run; void when it is started again."""
+"""Fields about a run's processes; cleared when it is started again."""
 HISTORY_KEPT = 1000
 EPOCH_KEPT_S = 7 * 24 * 3600
-"""A deleted run's epoch outlives it by so much: longer than any learner that was cut off could take to come back."""
+"""Time that a deleted run's epoch is kept: longer than an isolated learner could take to return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,22 @@ class RunStore:
     redis: Redis
     clock: Callable[[], float] = field(default=time.time)
     orphaned_after_s: float = ORPHANED_AFTER_S
-    """See `ORPHANED_AFTER_S`; infinite for who looks after all runs itself: however long it was away, they go on."""
+    """See `ORPHANED_AFTER_S`; infinite for a control service that attends all runs itself: they continue however long
+    it was away."""
 
     async def create(self, spec: RunSpec, *, takeover: bool = False) -> tuple[RunRecord, bool]:
-        """Record a run that shall go on; creating the same run again changes nothing.
+        """Record a new run; creating the same active run again changes nothing.
 
-        A run of that name that is over is forgotten but for its epoch, which goes up and so fences who still holds it; or it
-        is resumed if `spec.resume` says so, and keeps its settings, but for those that its configuration now has otherwise.
-        takeover: treat one that is not over as if nothing of it ran, because the caller knows so.
+        A run of that name that is over is deleted except for its epoch, which is incremented and so fences its
+        learners; or it is resumed if `spec.resume`, and keeps its settings unless its configuration overrides them.
+        takeover: treat an active run as not running, because the caller knows that it is not.
 
         Returns:
-            the record, and whether this call made it.
+            the record, and whether this call created it.
 
         Raises:
-            RunExistsError: a run of that name goes on with another configuration.
-            BusyError: another run that goes on claims the same.
+            RunExistsError: a run of that name is active with another configuration.
+            BusyError: another active run has claimed the same resource.
         """
         keys, claimed = RunKeys(spec.run_id), [claims_key(kind) for kind in spec.claims]
         while True:
@@ -124,14 +125,14 @@ class RunStore:
                 )
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
-        """What a run is that goes on; empty where nothing of it runs."""
+        """Return the state of an active run; empty if nothing of it is running."""
         try:
             return record.state if raw and self._goes_on(record := RunRecord.decode(raw)) else ""
         except ForeignRecordError:
             return "looked after by another version of Offbeat" if self._beats(raw) else ""
 
     def _beats(self, raw: Mapping[bytes, bytes]) -> bool:
-        """Whether somebody looks after a run, whoever has recorded it."""
+        """Return True if a reconciler attends the run, whichever version recorded it."""
         try:
             beat = float(raw.get(b"beat", b"0"))
         except ValueError:
@@ -187,11 +188,11 @@ class RunStore:
         ]
 
     async def want(self, run_id: str, wanted: DesiredState) -> RunRecord:
-        """Say what a run should be. Ending what is over or ends already changes nothing.
+        """Set the desired state of a run. Ending a run that is over or ending changes nothing.
 
         Raises:
             UnknownRunError: there is no such run.
-            RunStateError: it is to pause or go on, and is over or ends.
+            RunStateError: pause or resume of a run that is over or ending.
         """
         key = RunKeys(run_id).record
         while True:
@@ -211,7 +212,7 @@ class RunStore:
 
     @staticmethod
     def _may_want(record: RunRecord, wanted: DesiredState) -> bool:
-        """Whether that is news. Raises `RunStateError`."""
+        """Return True if the state changes. Raises `RunStateError`."""
         if wanted.ends:
             return not record.state.over and record.wanted not in (wanted, DesiredState.KILLED)
         verb = "pause" if wanted is DesiredState.PAUSED else "go on"
@@ -235,7 +236,7 @@ class RunStore:
         return change
 
     async def changes(self, run_id: str) -> list[Change]:
-        """Every change of the run's settings, in the order in which they were asked for."""
+        """Return every change of the run's settings, in order of request."""
         keys = RunKeys(run_id)
         # Not a transaction, which a Redis without memory refuses to queue
         async with self.redis.pipeline(transaction=False) as pipe:
@@ -246,7 +247,7 @@ class RunStore:
         return [decode_change(blob, steps.get(place)) for place, blob in enumerate(blobs)]
 
     async def settings(self, record: RunRecord) -> Settings:
-        """What holds now."""
+        """Return the current settings."""
         return settings_now(record.settings, await self.changes(record.run_id))
 
     async def update(self, run_id: str, **changes: str | float) -> None:
@@ -260,8 +261,8 @@ class RunStore:
             await pipe.execute()
 
     async def delete(self, run_id: str) -> None:
-        """Forget a run: every key of it but its epoch, which goes up, to fence who still holds it, and stays for a while.
-        One that another version has recorded must have been silent for a while.
+        """Delete all keys of a run except its epoch, which is incremented to fence its learners, and expires later. A
+        run that another version recorded must have been silent for a while.
 
         Raises:
             UnknownRunError: there is none.
@@ -287,12 +288,12 @@ class RunStore:
             await pipe.execute()
 
     async def progress(self, run_id: str) -> Progress:
-        """How far the published weights have come."""
+        """Return the progress of the published weights."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).progress))
         return Progress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
 
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
-        """How often each component has died."""
+        """Return the number of deaths of each component."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("restarts")))
         return {name.decode(): Restarts(**json.loads(value)) for name, value in raw.items()}
 
@@ -304,7 +305,7 @@ class RunStore:
             await pipe.execute()
 
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
-        """Keep how the components were, for who asks; also says that a reconciler looks after the run."""
+        """Store the observed states of the components, and the time of this look."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
         async with self.redis.pipeline() as pipe:
             if mapping:
@@ -313,13 +314,13 @@ class RunStore:
             await pipe.execute()
 
     async def observations(self, run_id: str) -> dict[str, Observation]:
-        """How the components were when the reconciler last looked."""
+        """Return the states of the components at the reconciler's last look."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).key("components")))
         seen = {name.decode(): json.loads(value) for name, value in raw.items()}
         return {name: Observation(**{**tree, "health": Health(tree["health"])}) for name, tree in seen.items()}
 
     async def learner(self, run_id: str) -> LearnerReport:
-        """What the learner says of itself."""
+        """Return the learner's report."""
         names = ["learner_phase", "learner_doing", "learner_metrics", "learner_trouble"]
         phase, doing, metrics, trouble = await cast(Any, self.redis.hmget(RunKeys(run_id).record, names))
         return LearnerReport(
@@ -330,7 +331,7 @@ class RunStore:
         )
 
     async def reports(self, run_id: str) -> ComponentReports:
-        """What env workers and replicas said last, and whether a learner holds the run."""
+        """Return the latest reports of env workers and replicas, and whether a learner holds the run."""
         keys = RunKeys(run_id)
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.doing)
