@@ -74,7 +74,7 @@ class Steering:
                 watching.wait()
 
 
-def set_learning_rate(run: Steering) -> int:
+def steer(run: Steering) -> int:
     """Change, pause and resume the run; returns the step from which on its new settings hold."""
     assert "learner" in run.offbeat("why")
     assert run.why().endswith(".")
