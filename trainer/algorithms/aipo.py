@@ -8,8 +8,7 @@ from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
 def one_sided_policy_gradient(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, rho: float
 ) -> TokenLosses:
-    """Return -sg(min(pi / mu, rho)) A log pi with the behavior policy mu: corrected for staleness, truncated from above
-    only.
+    """Return -sg(min(pi / mu, rho)) A log pi with the behavior policy mu: staleness-corrected, truncated from above only.
 
     All [M] float; `clipped` marks tokens whose weight was truncated to rho.
     """

@@ -5,8 +5,7 @@ from torch import Tensor
 
 
 def informative_share_inverse(rewards: Tensor, group: Tensor, silent: int = 0, eps: float = 1e-6) -> float:
-    """Return alpha = B / (B - M) (eq. 9), trajectories over those of groups with differing rewards, or 1 if there
-    are none.
+    """Return alpha = B / (B - M) (eq. 9), trajectories over those of groups with differing rewards; 1 if there are none.
 
     rewards: [T] float; group: [T] int64, 0-based; silent: further trajectories, of groups without signal
     """

@@ -8,8 +8,7 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return log p - log q: unbiased, high variance, may be negative (Schulman, Approximating KL Divergence, 2020). [M]
-    -> [M]"""
+    """Return log p - log q: unbiased, high variance, any sign (Schulman, Approximating KL Divergence, 2020). [M] -> [M]"""
     return logprobs - ref_logprobs
 
 

@@ -1,1 +1,1 @@
-"""Groups of trajectories: selection, reward shaping, replay, packing into batches."""
+"""Selection, reward shaping, replay and packing of groups of trajectories."""

@@ -1,17 +1,17 @@
-"""Trajectories to packed tensors; the one place where shapes are born.
+"""Packing of trajectories into tensors, and their division into mini- and micro-batches.
 
-N tokens of S sequences lie end to end, without padding. Only M of them were sampled; everything that is trained on
-(logprobs, advantages, weights) is an array [M] over those, trajectory after trajectory, each in the order of sampling.
-Entry m belongs to the token at `positions[m]`; its logprob (and value) is predicted at the position before it, so a
-sequence's first token is never a sampled one. Tokens after a sequence's last sampled one are left out: none is trained on.
+N tokens of S sequences are concatenated without padding. M of them were sampled; everything trained on (logprobs,
+advantages, weights) is an array [M] over these, trajectory after trajectory in sampling order. Entry m belongs to the token
+at `positions[m]`; its logprob (and value) is predicted at the position before it, so a sequence's first token is never a
+sampled one. Tokens after a sequence's last sampled one are dropped.
 
     batch = pack(groups)                                    one row of tokens, arrays [M]
     for part in minibatches(batch, n):                      one optimizer step each
         for micro in microbatches(batch, part, max_tokens): one forward and backward pass each
-            micro.tokens [n], micro.cu_seqlens [s + 1], micro.positions [m]: what the model reads
-            micro.index [m]: where its sampled tokens stand in the batch's [M] arrays
+            micro.tokens [n], micro.cu_seqlens [s + 1], micro.positions [m]: model inputs
+            micro.index [m]: indexes of its sampled tokens in the batch's [M] arrays
 
-Sequences into bins under a token budget: as few as the budget allows, alike in tokens, similar lengths together.
+Micro-batches are bins of sequences under a token budget: as few as possible, balanced, with similar lengths together.
 """
 
 import math
@@ -35,28 +35,28 @@ from offbeat.services.messages.types import (
 
 
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
-    """Indexes of `lengths` in bins of at most `budget` in sum; one that is longer is alone in its bin.
+    """Divide the indexes of `lengths` into bins of at most `budget` in sum; a longer sequence is alone in its bin.
 
-    Neighbours by length share a bin. The number of bins is a multiple of `multiple_of` where there are sequences enough.
+    Sequences of similar length share a bin. The number of bins is a multiple of `multiple_of` if there are enough sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    fewest = len(_fill(order, lengths, budget))
-    wanted = min(-(-fewest // multiple_of) * multiple_of, len(order))
+    min_bins = len(_fill(order, lengths, budget))
+    num_bins = min(-(-min_bins // multiple_of) * multiple_of, len(order))
     low, high = 1, budget
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(order, lengths, middle)) <= wanted:
+        if len(_fill(order, lengths, middle)) <= num_bins:
             high = middle
         else:
             low = middle + 1
     bins = _fill(order, lengths, high)
-    while len(bins) < wanted:
+    while len(bins) < num_bins:
         _split_largest(bins, lengths)
     return bins
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Runs of `order`, each as long as `capacity` allows."""
+    """Cut `order` greedily into bins of at most `capacity`."""
     bins: list[list[int]] = []
     filled = 0
     for i in order:
@@ -69,7 +69,7 @@ def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[l
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
-    """Halve, in place, the fullest of the bins that hold more than one sequence."""
+    """Halve, in place, the fullest bin with more than one sequence."""
     divisible = [k for k, members in enumerate(bins) if len(members) > 1]
     fullest = max(divisible, key=lambda k: sum(lengths[i] for i in bins[k]))
     members = bins[fullest]
@@ -84,13 +84,13 @@ class Batch:
     """Packed sequences of T trajectories with R turns.
 
     tokens: [N] int64; cu_seqlens: [S + 1] int64; positions: [M] int64 into tokens; sequence, trajectory, turn: [M] int64
-    (turns count through the whole batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
+    (turns are numbered across the batch); behavior_logprobs: [M] float32; versions: [M] int64; turn_reward: [M] float32,
     each turn's reward on its last token; last: [M] bool, the last sampled token of its trajectory; episode_reward: [T]
-    float32; group: [T] int64; tag: [T] int64, a place in `tags`; truncated: [T] bool, ended for want of room; temperatures:
-    [M] float32 that the tokens were sampled at, NaN where the run's own was, or None where it was for all; greedy_reward:
-    [G] float32, of each group's greedy episodes (their mean), or None where a group has none.
-    Of turns, trajectory after trajectory: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64,
-    one number for the turns of a group that answered the same state, and one of its own for a turn without a state hash.
+    float32; group: [T] int64; tag: [T] int64, an index into `tags`; truncated: [T] bool, ended by the length limit;
+    temperatures: [M] float32, sampling temperatures, NaN for the run's default, or None if all have the default;
+    greedy_reward: [G] float32, the mean reward of each group's greedy episodes, or None if a group has none.
+    Per turn, trajectory after trajectory: owner [R] int64, its trajectory; score [R] float32, its reward; anchor [R] int64,
+    shared by a group's turns at the same state and unique for a turn without a state hash.
     """
 
     tokens: Tensor
@@ -114,11 +114,11 @@ class Batch:
     temperatures: Tensor | None = None
     greedy_reward: Tensor | None = None
     pictures: tuple[tuple[Picture, ...], ...] = ()
-    """Of each sequence, by their places in it; empty where none has any."""
+    """Images of each sequence, in order; empty if there are none."""
 
     @property
     def last_turn(self) -> Tensor:
-        """[R] bool: the last turn of its trajectory."""
+        """Mask of the last turn of each trajectory, [R] bool."""
         return self.owner.diff(append=self.owner.new_full((1,), -1)) != 0
 
     @property
@@ -127,7 +127,7 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """[T] int64: sampled tokens of each trajectory."""
+        """Sampled tokens per trajectory, [T] int64."""
         return torch.bincount(self.trajectory, minlength=self.num_trajectories)
 
     @property
@@ -143,7 +143,7 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
     def sampled_by(self, version: int) -> Tensor:
-        """[M] bool: `version` sampled the token and all sampled tokens before it in its trajectory."""
+        """Return a mask of tokens that `version` sampled together with all earlier ones of their trajectory, [M] bool."""
         others = (self.versions != version).long().cumsum(0)
         starts = torch.searchsorted(self.trajectory, self.trajectory)
         before = torch.cat([others.new_zeros(1), others])[starts]
@@ -152,9 +152,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Whole sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
-    parents [s] or None as in `trainer.models.prefix_attention` (then cu_seqlens are the borders of roots and branches),
-    temperatures [m] as in the batch; pictures by their places in tokens."""
+    """Complete sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
+    parents [s] or None as in `trainer.models.prefix_attention` (then cu_seqlens separates roots and branches), temperatures
+    [m] as in the batch, images at offsets into tokens."""
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -167,7 +167,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class _Columns:
-    """What `pack` collects: a piece per sequence, or a number per turn."""
+    """Columns that `pack` collects: an array per sequence, or a number per turn."""
 
     tokens: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
     positions: list[IntArray] = field(default_factory=list[IntArray])
@@ -194,8 +194,8 @@ class _Columns:
             if not len(sampled):
                 continue
             if sampled[0] == 0 or turns[sampled].min() < 0:
-                what = "a segment starts with a sampled token" if sampled[0] == 0 else "a sampled token is of no turn"
-                raise ValueError(f"{trajectory.group_id}/{trajectory.index}: {what}")
+                fault = "a segment starts with a sampled token" if sampled[0] == 0 else "a sampled token is of no turn"
+                raise ValueError(f"{trajectory.group_id}/{trajectory.index}: {fault}")
             end = int(sampled[-1]) + 1
             self.tokens.append(segment.tokens[:end])
             self.positions.append(sampled + self.num_tokens)
@@ -207,13 +207,13 @@ class _Columns:
             self.num_tokens += end
 
     def _anchor(self, group: int, state_hash: str) -> int:
-        """A number for the state; an unknown state is like no other."""
+        """Return a number for the state; a turn without a state hash gets a unique one."""
         key = (group, state_hash) if state_hash else (-1, str(len(self.anchors)))
         return self.states.setdefault(key, len(self.states))
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Lay the groups' trajectories end to end. A segment without a sampled token is left out: nothing trains on it.
+    """Concatenate the groups' trajectories; segments without a sampled token are dropped.
 
     Raises:
         ValueError: a segment starts with a sampled token, or a sampled token belongs to no turn.
@@ -229,7 +229,7 @@ def pack(groups: Sequence[Group]) -> Batch:
     trajectory_of = np.repeat(np.array(columns.owners, dtype=np.int64), counts)[order]
     lengths = [len(part) for part in columns.tokens]
     tags = sorted({trajectory.tag for _, trajectory in members})
-    of_members = [groups[number].temperature for number, _ in members]
+    temperatures = [groups[number].temperature for number, _ in members]
     return Batch(
         tokens=torch.from_numpy(_ints(columns.tokens)),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int64),
@@ -249,41 +249,41 @@ def pack(groups: Sequence[Group]) -> Batch:
         owner=torch.tensor(columns.turn_owners, dtype=torch.int64),
         score=torch.tensor(columns.turn_rewards, dtype=torch.float32),
         anchor=torch.tensor(columns.anchors, dtype=torch.int64),
-        temperatures=_temperatures(of_members, trajectory_of),
+        temperatures=_token_temperatures(temperatures, trajectory_of),
         pictures=tuple(columns.pictures) if any(columns.pictures) else (),
         greedy_reward=_greedy_rewards(groups),
     )
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
-    """[G]"""
+    """Return the mean greedy reward of each group, [G]."""
     if not all(group.baselines for group in groups):
         return None
     means = [fmean(trajectory.reward for trajectory in group.baselines) for group in groups]
     return torch.tensor(means, dtype=torch.float32)
 
 
-def _temperatures(of_members: Sequence[float | None], trajectory: IntArray) -> Tensor | None:
-    """[M], from each trajectory's."""
-    if all(temperature is None for temperature in of_members):
+def _token_temperatures(temperatures: Sequence[float | None], trajectory: IntArray) -> Tensor | None:
+    """Expand the trajectories' temperatures to tokens, [M]; None if none is set."""
+    if all(temperature is None for temperature in temperatures):
         return None
-    known = np.array([math.nan if temperature is None else temperature for temperature in of_members], dtype=np.float32)
-    return torch.from_numpy(known[trajectory])
+    values = np.array([math.nan if value is None else value for value in temperatures], dtype=np.float32)
+    return torch.from_numpy(values[trajectory])
 
 
 def _place_rewards(turn: IntArray, trajectory: IntArray, columns: _Columns) -> npt.NDArray[np.float32]:
-    """[M]: each turn's reward on its last sampled token; without one, on the last token before it in its trajectory, else
-    on the first one after it.
+    """Assign each turn's reward to its last sampled token, [M]; for a turn without one, to the last token before it in its
+    trajectory, or else the first after it.
 
     turn, trajectory: [M], both ascending
     """
     owners = np.array(columns.turn_owners, dtype=np.int64)
-    place = np.searchsorted(turn, np.arange(len(owners)), side="right") - 1
+    index = np.searchsorted(turn, np.arange(len(owners)), side="right") - 1
     first, end = np.searchsorted(trajectory, owners, side="left"), np.searchsorted(trajectory, owners, side="right")
-    heard = end > first
-    place = np.maximum(place, first)[heard]
-    rewards = np.array(columns.turn_rewards, dtype=np.float64)[heard]
-    return np.bincount(place, weights=rewards, minlength=len(turn)).astype(np.float32)
+    has_tokens = end > first
+    index = np.maximum(index, first)[has_tokens]
+    rewards = np.array(columns.turn_rewards, dtype=np.float64)[has_tokens]
+    return np.bincount(index, weights=rewards, minlength=len(turn)).astype(np.float32)
 
 
 def _ints(parts: Sequence[npt.NDArray[np.integer[Any]]]) -> IntArray:
@@ -295,20 +295,20 @@ def _floats(parts: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]
 
 
 def minibatches(batch: Batch, count: int) -> list[list[int]]:
-    """Split the sequences into at most `count` parts, none of them empty, alike in number and in lengths; deterministic."""
+    """Split the sequences deterministically into at most `count` nonempty parts, balanced in number and in lengths."""
     by_length = torch.argsort(batch.cu_seqlens.diff(), descending=True, stable=True).tolist()
     parts: list[list[int]] = [[] for _ in range(min(count, batch.num_sequences))]
-    for dealt, sequence in enumerate(by_length):
-        turn, seat = divmod(dealt, len(parts))
-        parts[seat if turn % 2 == 0 else -1 - seat].append(sequence)
+    for rank, sequence in enumerate(by_length):
+        pass_index, k = divmod(rank, len(parts))
+        parts[k if pass_index % 2 == 0 else -1 - k].append(sequence)
     return [sorted(part) for part in parts]
 
 
 def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
-    """Bins of whole sequences of at most `max_tokens` tokens (a longer sequence is alone), alike in tokens, and of similar
-    length inside, so that little is padded where a kernel pads.
+    """Pack complete sequences into micro-batches of at most `max_tokens` tokens (a longer sequence is alone), balanced in
+    tokens and with similar lengths inside, which limits padding in kernels that pad.
 
-    multiple_of: make the number of bins a multiple of it, where there are sequences enough: the ranks that share them.
+    multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there are enough sequences.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     bins = balanced_bins([lengths[s] for s in sequences], max_tokens, multiple_of)
@@ -319,7 +319,7 @@ def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, mul
 
 
 def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> MicroBatch:
-    """sampled: for each sequence of the batch, where its sampled tokens stand in [M] arrays."""
+    """sampled: indexes into [M] arrays of each sequence's sampled tokens."""
     starts = batch.cu_seqlens[:-1][chosen]
     ends = batch.cu_seqlens[1:][chosen]
     borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
@@ -336,7 +336,7 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> Mi
 
 
 def _pictures(batch: Batch, chosen: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
-    """Those of the chosen sequences, which start at `borders`."""
+    """Return the images of the chosen sequences, which start at `borders`."""
     if not batch.pictures:
         return ()
     shifted = zip(chosen, borders[:-1], strict=True)

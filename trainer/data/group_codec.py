@@ -1,4 +1,4 @@
-"""Groups as plain values that msgpack packs: between ranks, and in checkpoints."""
+"""Encoding of groups as plain values for msgpack, used between ranks and in checkpoints."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from offbeat.services.messages.types import Group
 
 
 def pack_group(group: Group) -> list[object]:
-    """Plain values; trajectories in the buffer's own form."""
+    """Encode a group; trajectories are in the buffer's format."""
     members = [encode_trajectory(trajectory) for trajectory in (*group.trajectories, *group.baselines)]
     head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
     return [*head, group.temperature, members]
 
 
 def unpack_group(body: list[Any]) -> Group:
-    """What `pack_group` was given."""
+    """Decode a group."""
     *head, temperature, members = body
-    everybody = [decode_trajectory(member) for member in members]
+    trajectories = [decode_trajectory(member) for member in members]
     return Group(
         *head,
-        trajectories=tuple(each for each in everybody if not each.baseline),
+        trajectories=tuple(trajectory for trajectory in trajectories if not trajectory.baseline),
         temperature=temperature,
-        baselines=tuple(each for each in everybody if each.baseline),
+        baselines=tuple(trajectory for trajectory in trajectories if trajectory.baseline),
     )

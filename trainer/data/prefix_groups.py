@@ -1,7 +1,7 @@
-"""Which sequences of a batch begin alike, and micro-batches in which that beginning stands once.
+"""Prefix sharing: micro-batches in which the common prompt of sibling sequences is stored once.
 
-A family is sequences of one group (siblings of one task and seed) with the tokens that all of them begin with before any of
-them samples one: the common prompt. Invariant: every sequence, with its sampled tokens, is in one family of one micro-batch.
+A prefix group is sequences of one group (same task and seed) with their common prefix, which ends before the first sampled
+token. Invariant: every sequence, with its sampled tokens, is in exactly one prefix group of one micro-batch.
 """
 
 from collections.abc import Sequence
@@ -14,81 +14,83 @@ from torch import Tensor
 from offbeat.services.messages.types import Picture
 from offbeat.trainer.data.batch import Batch, MicroBatch, balanced_bins
 
-SHORTEST = 8
-"""Common tokens that are worth a family."""
+MIN_PREFIX_TOKENS = 8
+"""Shortest common prefix that is shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences of a batch and the number of tokens that they have in common, 0 for one that is alone."""
+    """Sequences of a batch and the length of their common prefix, 0 for a single sequence."""
 
     sequences: list[int]
     common: int
     num_tokens: int
-    """That are computed."""
+    """Tokens to compute, the prefix counted once."""
 
 
 def shared_microbatches(
     batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1
 ) -> list[MicroBatch]:
-    """As `batch.microbatches`, of whole families; one that is too large is cut, each part with its beginning."""
+    """Pack like `batch.microbatches`, keeping prefix groups together; a too large one is split and its prefix repeated."""
     sampled = _sampled(batch)
-    families = _families(batch, sequences, sampled, max_tokens)
-    bins = balanced_bins([family.num_tokens for family in families], max_tokens, multiple_of)
-    return [_micro(batch, sampled, [families[i] for i in sorted(chosen)]) for chosen in bins]
+    prefix_groups = _prefix_groups(batch, sequences, sampled, max_tokens)
+    bins = balanced_bins([prefix_group.num_tokens for prefix_group in prefix_groups], max_tokens, multiple_of)
+    return [_micro(batch, sampled, [prefix_groups[i] for i in sorted(chosen)]) for chosen in bins]
 
 
 def _sampled(batch: Batch) -> list[Tensor]:
-    """Of each sequence, where its sampled tokens stand in [M] arrays."""
+    """Return the indexes into [M] arrays of each sequence's sampled tokens."""
     by_sequence = torch.argsort(batch.sequence, stable=True)
     borders = torch.searchsorted(batch.sequence[by_sequence], torch.arange(batch.num_sequences + 1)).tolist()
     return [by_sequence[start:end] for start, end in pairwise(borders)]
 
 
-def _families(batch: Batch, sequences: Sequence[int], sampled: Sequence[Tensor], most: int) -> list[PrefixGroup]:
+def _prefix_groups(
+    batch: Batch, sequences: Sequence[int], sampled: Sequence[Tensor], max_tokens: int
+) -> list[PrefixGroup]:
     lengths = batch.cu_seqlens.diff().tolist()
     siblings: dict[int, list[int]] = {}
     for s in sequences:
         siblings.setdefault(int(batch.group[batch.trajectory[sampled[s][0]]]), []).append(s)
-    families: list[PrefixGroup] = []
+    prefix_groups: list[PrefixGroup] = []
     for members in siblings.values():
         common = _common(batch, members, sampled)
-        if common < SHORTEST:
-            families += [PrefixGroup([s], 0, lengths[s]) for s in members]
+        if common < MIN_PREFIX_TOKENS:
+            prefix_groups += [PrefixGroup([s], 0, lengths[s]) for s in members]
             continue
-        families += _parts(members, common, lengths, most)
-    return families
+        prefix_groups += _parts(members, common, lengths, max_tokens)
+    return prefix_groups
 
 
 def _common(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> int:
-    """Tokens that all members begin with, none of them sampled; 0 for one that is alone, or that looks at pictures."""
+    """Return the length of the members' common unsampled prefix; 0 for a single member or sequences with images."""
     if len(members) < 2 or (batch.pictures and any(batch.pictures[s] for s in members)):
         return 0
     starts = batch.cu_seqlens[:-1][members]
     first = min(int(batch.positions[sampled[s][0]] - start) for s, start in zip(members, starts, strict=True))
-    beginnings = torch.stack([batch.tokens[start : start + first] for start in starts.tolist()])
-    alike = (beginnings == beginnings[0]).all(0)
-    return first if bool(alike.all()) else int(alike.long().argmin())
+    prefixes = torch.stack([batch.tokens[start : start + first] for start in starts.tolist()])
+    is_equal = (prefixes == prefixes[0]).all(0)
+    return first if bool(is_equal.all()) else int(is_equal.long().argmin())
 
 
-def _parts(members: Sequence[int], common: int, lengths: Sequence[int], most: int) -> list[PrefixGroup]:
+def _parts(members: Sequence[int], common: int, lengths: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
     parts: list[PrefixGroup] = []
     chosen, total = list[int](), common
     for s in sorted(members, key=lambda s: lengths[s]):
         own = lengths[s] - common
-        if chosen and total + own > most:
-            parts.append(_family(chosen, common, total))
+        if chosen and total + own > max_tokens:
+            parts.append(_make_group(chosen, common, total))
             chosen, total = [], common
         chosen.append(s)
         total += own
-    return [*parts, _family(chosen, common, total)]
+    return [*parts, _make_group(chosen, common, total)]
 
 
-def _family(chosen: list[int], common: int, total: int) -> PrefixGroup:
+def _make_group(chosen: list[int], common: int, total: int) -> PrefixGroup:
     return PrefixGroup(chosen, common if len(chosen) > 1 else 0, total)
 
 
-def _micro(batch: Batch, sampled: Sequence[Tensor], families: Sequence[PrefixGroup]) -> MicroBatch:
+def _micro(batch: Batch, sampled: Sequence[Tensor], prefix_groups: Sequence[PrefixGroup]) -> MicroBatch:
     starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     pieces: list[Tensor] = []
     parents: list[int] = []
@@ -103,13 +105,13 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], families: Sequence[PrefixGro
         parents.append(parent)
         row += len(piece)
 
-    for family in families:
-        root = len(pieces) if family.common else -1
-        if family.common:
-            start = starts[family.sequences[0]]
-            add(batch.tokens[start : start + family.common], -1)
-        for s in family.sequences:
-            begin = starts[s] + family.common
+    for prefix_group in prefix_groups:
+        root = len(pieces) if prefix_group.common else -1
+        if prefix_group.common:
+            start = starts[prefix_group.sequences[0]]
+            add(batch.tokens[start : start + prefix_group.common], -1)
+        for s in prefix_group.sequences:
+            begin = starts[s] + prefix_group.common
             positions.append(batch.positions[sampled[s]] - begin + row)
             index.append(sampled[s])
             if batch.pictures:

@@ -1,9 +1,9 @@
-"""Groups that were trained on and may be again: which ones join a step's batch, and what they weigh there.
+"""Replay buffer of groups already trained on: selection and weights of those that join a step's batch.
 
-Invariants: a group joins at most `max_times_sampled` batches, its first counted, none twice, and none in which it lags more
-than the bound; the choice depends on the run's seed, the step and what is kept, so a learner that goes on from a checkpoint,
-which holds all of it, chooses as the dead one did. Buffer and admission know of first times only: a group is acknowledged
-once, after a checkpoint in which it is kept here.
+Invariants: a group is in at most `max_times_sampled` batches including its first, at most once per batch, and never beyond
+the bound on its lag; the selection depends only on the run's seed, the step and the entries, all of which a checkpoint
+holds, so a resumed learner selects the same groups. The trajectory buffer and admission count only a group's first use:
+it is acknowledged once, after a checkpoint that includes it.
 """
 
 import math
@@ -23,12 +23,12 @@ from offbeat.trainer.data.group_codec import pack_group, unpack_group
 
 FILE = Path("state", "replay.msgpack")
 STREAM = 0x4E91A7
-"""Sets these draws apart from everything else that the run's seed fixes."""
+"""Separates these random draws from others with the run's seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayEntry:
-    """A group with the number of batches that it was part of."""
+    """A group and the number of batches that contained it."""
 
     group: Group
     times: int = 1
@@ -41,7 +41,7 @@ class ReplayEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedGroups:
-    """Old groups that join a batch, and what each one's policy loss is multiplied with."""
+    """Old groups that join a batch, and the weight of each one's policy loss."""
 
     groups: tuple[Group, ...] = ()
     weights: tuple[float, ...] = ()
@@ -51,78 +51,78 @@ NO_REPLAY = ReplayedGroups()
 
 
 class ReplayBuffer:
-    """The groups that a learner keeps; oldest first."""
+    """Groups kept for reuse, oldest first."""
 
     def __init__(self, config: ReplayConfig, groups_per_step: int, seed: int) -> None:
         self._config = config
         self._groups_per_step = groups_per_step
         self._seed = seed
-        self._kept: list[ReplayEntry] = []
+        self._entries: list[ReplayEntry] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def choose(self, step: int, max_staleness: float) -> ReplayedGroups:
-        """Groups that join optimizer batch `step` (0-based); changes nothing."""
-        due = self._due(step)
-        fresh_enough = [kept for kept in self._kept if self._may_join(kept, step, max_staleness)]
-        if not due or not fresh_enough:
+        """Select the groups that join optimizer batch `step` (0-based), without changing the buffer."""
+        num_due = self._num_due(step)
+        eligible = [entry for entry in self._entries if self._is_eligible(entry, step, max_staleness)]
+        if not num_due or not eligible:
             return NO_REPLAY
-        count = min(due, len(fresh_enough))
+        count = min(num_due, len(eligible))
         rng = np.random.default_rng([self._seed, STREAM, step])
-        shares = self._shares(fresh_enough)
+        probabilities = self._probabilities(eligible)
         match self._config.sampler:
             case "fifo":
-                places = list(range(count))
+                indexes = list(range(count))
             case "lifo":
-                places = list(range(len(fresh_enough) - count, len(fresh_enough)))
+                indexes = list(range(len(eligible) - count, len(eligible)))
             case _:
-                places = sorted(rng.choice(len(fresh_enough), count, replace=False, p=shares).tolist())
-        return ReplayedGroups(
-            tuple(fresh_enough[i].group for i in places), self._weights(shares[places], len(fresh_enough))
-        )
+                indexes = sorted(rng.choice(len(eligible), count, replace=False, p=probabilities).tolist())
+        weights = self._weights(probabilities[indexes], len(eligible))
+        return ReplayedGroups(tuple(eligible[i].group for i in indexes), weights)
 
     def trained(self, fresh: Sequence[Group], again: ReplayedGroups) -> None:
-        """A batch of `fresh` groups and of those that joined it is behind the weights."""
+        """Record that a batch of `fresh` groups and replayed ones was trained on."""
         if self._config.samples_per_insert is None:
             return
-        joined = {group.number for group in again.groups}
-        kept = [replace(each, times=each.times + (each.group.number in joined)) for each in self._kept]
-        kept += [ReplayEntry(group) for group in fresh]
-        self._kept = [each for each in kept if each.times < self._config.max_times_sampled][-self._config.max_size :]
+        replayed = {group.number for group in again.groups}
+        entries = [replace(entry, times=entry.times + (entry.group.number in replayed)) for entry in self._entries]
+        entries += [ReplayEntry(group) for group in fresh]
+        reusable = [entry for entry in entries if entry.times < self._config.max_times_sampled]
+        self._entries = reusable[-self._config.max_size :]
 
     def save(self, folder: Path) -> None:
-        """Write what is kept into a checkpoint's folder."""
-        rows = [[each.times, pack_group(each.group)] for each in self._kept]
+        """Write the entries to a checkpoint's folder."""
+        rows = [[entry.times, pack_group(entry.group)] for entry in self._entries]
         (folder / FILE).parent.mkdir(exist_ok=True)
         (folder / FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint's folder; one that was written without any holds none."""
+        """Load the entries from a checkpoint's folder; empty if it has none."""
         path = folder / FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
-        self._kept = [ReplayEntry(unpack_group(body), times) for times, body in rows]
+        self._entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
 
-    def _due(self, step: int) -> int:
-        """Old groups that this step's batch has room for, so that the mean over all steps is `samples_per_insert`."""
+    def _num_due(self, step: int) -> int:
+        """Return the number of old groups in this step's batch, so that the mean over steps is `samples_per_insert`."""
         if self._config.samples_per_insert is None:
             return 0
         rate = (self._config.samples_per_insert - 1) * self._groups_per_step
         return math.floor(rate * (step + 1)) - math.floor(rate * step)
 
-    def _may_join(self, kept: ReplayEntry, step: int, max_staleness: float) -> bool:
+    def _is_eligible(self, entry: ReplayEntry, step: int, max_staleness: float) -> bool:
         bound = max_staleness if self._config.max_staleness is None else self._config.max_staleness
-        return step - kept.group.oldest_version < bound + 1  # a lag is a whole number of versions
+        return step - entry.group.oldest_version < bound + 1  # lags are whole numbers of versions
 
-    def _shares(self, kept: Sequence[ReplayEntry]) -> npt.NDArray[np.float64]:
-        """[N]: probability of each in one draw."""
+    def _probabilities(self, entries: Sequence[ReplayEntry]) -> npt.NDArray[np.float64]:
+        """Return the probability of each entry in one draw, [N]."""
         if self._config.sampler != "prioritized":
-            return np.full(len(kept), 1.0 / len(kept))
-        raw = np.array([each.priority + 1e-6 for each in kept]) ** self._config.priority_exponent
+            return np.full(len(entries), 1.0 / len(entries))
+        raw = np.array([entry.priority + 1e-6 for entry in entries]) ** self._config.priority_exponent
         return raw / raw.sum()
 
-    def _weights(self, shares: npt.NDArray[np.float64], size: int) -> tuple[float, ...]:
+    def _weights(self, probabilities: npt.NDArray[np.float64], size: int) -> tuple[float, ...]:
         if self._config.sampler != "prioritized":
-            return (1.0,) * len(shares)
-        weights = (1.0 / (size * shares)) ** self._config.importance_sampling_exponent
+            return (1.0,) * len(probabilities)
+        weights = (1.0 / (size * probabilities)) ** self._config.importance_sampling_exponent
         return tuple((weights / weights.max()).tolist())

@@ -1,6 +1,7 @@
-"""Which groups and episodes of a step are learnt from.
+"""Selection of the groups and episodes that a step trains on.
 
-Invariant: the same groups are chosen whatever their order, except that ties of the variance filter go to the earlier group.
+Invariant: the selection does not depend on the groups' order, except that the variance filter breaks ties in favor of the
+earlier group.
 """
 
 import statistics
@@ -21,10 +22,10 @@ from offbeat.trainer.data.reward_shaping import shape_rewards
 
 
 def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
-    """Whether a step can learn from the group: a filter of the configuration has not refused it, and where its members are
-    compared with each other, not all did equally well.
+    """True if a step can learn from the group: it passes the configured filters, and its rewards differ if the estimator
+    compares siblings.
 
-    What becomes of a group without signal is the caller's to do, by `config.zero_variance`; with `train` all carry one.
+    The caller handles groups without signal by `config.zero_variance`; with `train` every group has signal.
     """
     if config.zero_variance == "train":
         return True
@@ -41,15 +42,15 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
     rewards = [trajectory.reward for trajectory in compared]
     if config.adv_estimator == "step_reinforce":
         return _turns_differ(group, config, by_state=config.reward_normalization.grouping == "state")
-    of_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0
-    of_episodes = config.adv_estimator != "gigpo" or config.episode_reward_weight > 0
-    return (of_episodes and has_signal(torch.tensor(rewards))) or (
-        of_turns and _turns_differ(group, config, by_state=True)
+    compares_turns = config.adv_estimator == "gigpo" and config.step_reward_weight > 0
+    compares_episodes = config.adv_estimator != "gigpo" or config.episode_reward_weight > 0
+    return (compares_episodes and has_signal(torch.tensor(rewards))) or (
+        compares_turns and _turns_differ(group, config, by_state=True)
     )
 
 
 def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
-    """Whether turns that are compared, those at the same state or all of the group, have different returns."""
+    """True if returns differ among the group's turns, or with `by_state` among those at the same state."""
     returns: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         value = 0.0
@@ -68,11 +69,11 @@ def _filter(path: str) -> Callable[[Group], bool]:
 def most_varied(
     groups: Sequence[Group], ratio: float, silent: MaskedCounts = NO_MASKED
 ) -> tuple[list[Group], MaskedCounts]:
-    """StarPO-S (RAGEN, arXiv:2504.20073): the share `ratio` of a step's groups, at least one, whose rewards deviate most, in
-    the order in which they came.
+    """Select the share `ratio` of a step's groups, at least one, with the largest reward deviation, in their original order
+    (StarPO-S; RAGEN, arXiv:2504.20073).
 
-    silent: the part of the step that is masked; its groups are the last to be chosen. Gives what is chosen of it, too, as if
-    they were of one size.
+    silent: the masked part of the step; its groups are selected last. The selected part of it is returned, too, under the
+    assumption of groups of equal size.
     """
     if ratio >= 1 or not groups:
         return list(groups), silent
@@ -80,14 +81,14 @@ def most_varied(
     deviation = [statistics.pstdev([t.reward for t in group.trajectories] or [0.0]) for group in groups]
     chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
     masked = max(0, count - len(groups))
-    part = masked / max(1, silent.groups)
+    share = masked / max(1, silent.groups)
     return [groups[i] for i in chosen], MaskedCounts(
-        round(silent.tokens * part), round(silent.sequences * part), masked
+        round(silent.tokens * share), round(silent.sequences * share), masked
     )
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """[T] bool: episodes whose tokens are in the loss; the others still count in their groups' statistics."""
+    """Return a mask of the episodes in the loss, [T] bool; the others still count in their groups' statistics."""
     trained = torch.ones(batch.num_trajectories, dtype=torch.bool)
     if config.max_len_mask:
         trained &= ~batch.truncated
@@ -97,14 +98,14 @@ def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
 
 def masked_counts(masked: Sequence[Group], config: AlgorithmConfig) -> MaskedCounts:
-    """How much of a batch is without signal: a policy loss would be zero there, yet its denominators count that part."""
+    """Count the tokens, sequences and groups of groups without signal, which still count in the loss denominators."""
     batch = pack(shape_rewards(masked, config))
     trained = trained_episodes(batch, config)
     return MaskedCounts(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
 
 
 def episode_weights(batch: Batch, config: AlgorithmConfig) -> Tensor | None:
-    """[T] float: what each episode's policy loss is multiplied with, or None if with nothing."""
+    """Return the factor of each episode's policy loss, [T] float, or None if all are 1."""
     if not (config.difficulty_loss_weight or config.length_loss_weight) or not batch.num_trajectories:
         return None
     weights = torch.ones(batch.num_trajectories)
