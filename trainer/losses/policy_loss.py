@@ -1,6 +1,6 @@
 """Policy and critic losses of a micro-batch, and `StepLosses`, which binds them to one optimizer step for an engine.
 
-    targets = prepare(batch, config, ...)                          offbeat.trainer.losses.targets
+    targets = build_targets(batch, config, ...)                    offbeat.trainer.losses.targets
     loss, gauges = policy_loss(config, logprobs, entropy, targets.at(micro.index))
     loss, gauges = critic_loss(config, values, targets.at(micro.index))
 

@@ -1,6 +1,6 @@
 """Constants of the losses, computed for a batch before the first optimizer step: advantages, weights, old logprobs.
 
-    targets = prepare(batch, config, kl_coef=..., old_logprobs=..., ref_logprobs=..., values=..., num_minibatches=...)
+    targets = build_targets(batch, config, kl_coef=..., old_logprobs=..., ref_logprobs=..., values=..., num_minibatches=...)
     targets.at(micro.index)                         those of one micro-batch
 
 Every rank prepares the whole batch (a few arrays of M numbers), so that whitening, masks and denominators are global.

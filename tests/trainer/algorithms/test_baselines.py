@@ -23,7 +23,7 @@ rows_of = st.lists(
 
 @settings(max_examples=40)
 @given(rows_of)
-def test_each_baseline_is_its_definition(rows: list[tuple[int, float, int]]):
+def test_baselines_equal_their_definitions(rows: list[tuple[int, float, int]]):
     group = torch.tensor([g for g, _, _ in rows])
     rewards = torch.tensor([r for _, r, _ in rows], dtype=torch.float64)
     lengths = torch.tensor([n for _, _, n in rows], dtype=torch.float64)
@@ -48,15 +48,13 @@ def test_each_baseline_is_its_definition(rows: list[tuple[int, float, int]]):
 
 
 @given(rows_of, st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4))
-def test_remax_takes_off_what_the_greedy_episode_of_the_same_task_got(
-    rows: list[tuple[int, float, int]], greedy: list[float]
-):
+def test_remax_subtracts_greedy_reward(rows: list[tuple[int, float, int]], greedy: list[float]):
     group, rewards = torch.tensor([g for g, _, _ in rows]), torch.tensor([r for _, r, _ in rows], dtype=torch.float64)
     got = less_greedy(rewards, torch.tensor(greedy, dtype=torch.float64), group)
     assert got.tolist() == pytest.approx([r - greedy[g] for g, r, _ in rows], abs=1e-12)
 
 
-def test_the_gradient_under_remax_is_the_policy_gradient_without_a_baseline():
+def test_remax_gradient_is_unbiased():
     """Over all actions of a softmax policy: sum_a p(a) (R(a) - b) d log p(a) = sum_a p(a) R(a) d log p(a), b = R(greedy)."""
     logits = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([1.0, 0.0, 0.25, 2.0], dtype=torch.float64)
@@ -71,7 +69,7 @@ def test_the_gradient_under_remax_is_the_policy_gradient_without_a_baseline():
     torch.testing.assert_close(found, expected)
 
 
-def test_maxrl_is_the_mean_of_the_successes_scores_less_that_of_all():
+def test_maxrl_gradient_is_mean_success_score_minus_mean_score():
     """Binary rewards: (1/N) sum A_i s_i = mean of the successes' scores - mean of all scores (eq. 10 of the paper)."""
     rewards, scores = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 0], dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     got = (mean_normalized(rewards, torch.zeros(8, dtype=torch.int64), eps=0.0) * scores).mean()
@@ -79,13 +77,13 @@ def test_maxrl_is_the_mean_of_the_successes_scores_less_that_of_all():
 
 
 @pytest.mark.parametrize("baseline", [leave_one_out, mean_normalized])
-def test_no_trajectories_have_no_baseline(baseline):
+def test_baselines_accept_no_trajectories(baseline):
     assert baseline(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
     assert length_weighted_baseline(*(torch.zeros(0),) * 2, torch.zeros(0, dtype=torch.int64)).shape == (0,)
     assert informative_share_inverse(torch.zeros(0), torch.zeros(0, dtype=torch.int64)) == 1.0
 
 
-def test_mean_and_deviation_may_be_of_different_groupings():
+def test_mean_and_deviation_can_use_different_groupings():
     rewards, group = torch.tensor([1.0, 0.0, 4.0, 6.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     everyone = torch.zeros_like(group)
     got = normalize(rewards, moments_of_group(rewards, group), moments_of_group(rewards, everyone))
@@ -97,7 +95,7 @@ def test_mean_and_deviation_may_be_of_different_groupings():
 
 @settings(max_examples=30)
 @given(st.lists(st.lists(st.floats(-5, 5), max_size=5), min_size=1, max_size=5))
-def test_running_moments_are_those_of_all_rewards_so_far_and_survive_a_checkpoint(batches: list[list[float]]):
+def test_running_moments_cover_all_rewards_and_survive_checkpoint(batches: list[list[float]]):
     running = RunningMoments()
     for batch in batches:
         running.update("a", torch.tensor(batch, dtype=torch.float64))
@@ -124,7 +122,7 @@ turns_of = st.lists(
 
 @settings(max_examples=40)
 @given(turns_of, st.booleans())
-def test_gigpo_compares_episodes_in_their_group_and_returns_at_their_state(episodes, scale: bool):
+def test_gigpo_normalizes_episodes_by_group_and_returns_by_state(episodes, scale: bool):
     """episodes: (group, turns of (state, reward))."""
 
     def compared(value: float, peers: list[float]) -> float:
@@ -165,5 +163,5 @@ def test_gigpo_compares_episodes_in_their_group_and_returns_at_their_state(episo
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(0, 0.0), (60, 0.0), (80, -0.5), (100, -1.0), (500, -1.0)])
-def test_the_overlong_penalty_rises_over_the_buffer(length: int, penalty: float):
+def test_overlong_penalty_rises_over_the_buffer(length: int, penalty: float):
     assert overlong_penalty(length, max_length=100, buffer=40) == pytest.approx(penalty)

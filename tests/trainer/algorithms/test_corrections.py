@@ -15,7 +15,7 @@ from offbeat.trainer.algorithms.m2po import second_moment_mask
 from offbeat.trainer.algorithms.proximal import proximal_logprobs, proximal_share
 
 
-def test_importance_weights_are_kept_within_their_bounds():
+def test_importance_weights_are_clipped_to_bounds():
     ratio = torch.tensor([3.0, -3.0, 0.5], dtype=torch.float64, requires_grad=True)
     got = importance_weights(ratio, 0.1, 2.0)
     torch.testing.assert_close(got, torch.tensor([2.0, 0.1, math.exp(0.5)], dtype=torch.float64))
@@ -27,14 +27,14 @@ def test_extreme_ratios_stay_finite():
     assert torch.isfinite(binary_kl(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))).all()
 
 
-def test_both_bounds_are_part_of_the_band_and_none_is_no_bound():
+def test_bounds_are_inclusive_and_none_is_unbounded():
     values = torch.tensor([0.4, 0.5, 2.0, 2.1])
     assert inside(values, 0.5, 2.0).tolist() == [False, True, True, False]
     assert inside(values, None, 2.0).tolist() == [True, True, True, False]
     assert inside(values, 0.5, None).tolist() == [False, True, True, True]
 
 
-def test_a_unit_is_judged_whole():
+def test_unit_is_aggregated_as_a_whole():
     values, turn, sequence = torch.tensor([1.0, 3.0, 5.0, 7.0]), torch.tensor([0, 0, 1, 2]), torch.tensor([4, 4, 4, 9])
     assert over_unit(values, "token", turn, sequence).tolist() == [1, 3, 5, 7]
     assert over_unit(values, "turn", turn, sequence).tolist() == [2, 2, 5, 7]
@@ -44,7 +44,7 @@ def test_a_unit_is_judged_whole():
 
 @settings(max_examples=30)
 @given(st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-def test_the_binary_divergence_is_the_larger_of_both_directions(p: float, q: float):
+def test_binary_kl_is_larger_of_both_directions(p: float, q: float):
     forward = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     backward = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     got = binary_kl(torch.tensor([p], dtype=torch.float64).log(), torch.tensor([q], dtype=torch.float64).log())
@@ -54,7 +54,7 @@ def test_the_binary_divergence_is_the_larger_of_both_directions(p: float, q: flo
 
 @settings(max_examples=40)
 @given(st.lists(st.sampled_from([0.0, 0.1, -0.3, 0.5, -1.0, 2.0]), max_size=12), st.floats(0.01, 2))
-def test_m2po_drops_the_fewest_outliers_that_bring_the_mean_square_down(log_ratio: list[float], threshold: float):
+def test_m2po_drops_fewest_outliers_to_reach_threshold(log_ratio: list[float], threshold: float):
     kept = list(log_ratio)
     while kept and sum(x * x for x in kept) / len(kept) > threshold:
         largest = max(x * x for x in kept)
@@ -64,7 +64,7 @@ def test_m2po_drops_the_fewest_outliers_that_bring_the_mean_square_down(log_rati
     assert got.tolist() == [x * x <= limit for x in log_ratio]
 
 
-def test_the_log_linear_proximal_policy_lies_between_by_versions():
+def test_loglinear_proximal_policy_interpolates_by_version():
     share = proximal_share(torch.tensor([5, 4, 2, 6]), 5)
     assert share.tolist() == pytest.approx([0.0, 1 / 2, 3 / 4, 0.0])
     new = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)

@@ -17,7 +17,7 @@ def slow(row: list[tuple[float, float]], gamma: float, lambd: float) -> list[flo
 
 
 @given(rows_of, st.floats(0, 1), st.floats(0, 1))
-def test_gae_is_the_sum_of_discounted_residuals_inside_each_trajectory(
+def test_gae_sums_discounted_residuals_within_trajectory(
     rows: list[list[tuple[float, float]]], gamma: float, lambd: float
 ):
     rewards, values = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64).T
@@ -31,16 +31,16 @@ REWARDS, VALUES = torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.3, -0.2, 0.7])
 LAST = torch.tensor([False, False, True])
 
 
-def test_with_lambda_one_it_is_the_return_less_the_value():
+def test_gae_with_lambda_one_is_return_minus_value():
     expected = discounted_returns(REWARDS, LAST, 0.9) - VALUES
     torch.testing.assert_close(generalized_advantages(REWARDS, VALUES, LAST, 0.9, 1.0), expected)
 
 
-def test_with_lambda_zero_it_is_the_one_step_residual():
+def test_gae_with_lambda_zero_is_one_step_residual():
     expected = torch.tensor([0.9 * -0.2 - 0.3, 2.0 + 0.9 * 0.7 + 0.2, 1.0 - 0.7])
     torch.testing.assert_close(generalized_advantages(REWARDS, VALUES, LAST, 0.9, 0.0), expected)
 
 
-def test_nothing_gives_nothing():
+def test_empty_input_gives_empty_output():
     empty = torch.zeros(0)
     assert generalized_advantages(empty, empty, torch.zeros(0, dtype=torch.bool), 0.9, 0.9).shape == (0,)

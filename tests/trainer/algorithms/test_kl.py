@@ -15,13 +15,13 @@ Q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ["kl", "k3"])
-def test_unbiased_estimators_have_the_exact_divergence_as_their_mean(name: str):
+def test_mean_of_unbiased_estimators_is_exact_kl(name: str):
     exact = float((P * (P / Q).log()).sum())
     assert float((P * KL_PENALTIES[name](P.log(), Q.log())).sum()) == pytest.approx(exact, rel=1e-12)
 
 
 @given(st.floats(-8, 0), st.floats(-8, 0))
-def test_each_penalty_is_its_formula(p: float, q: float):
+def test_penalties_equal_their_formulas(p: float, q: float):
     got = {
         name: float(penalty(torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)))
         for name, penalty in KL_PENALTIES.items()
@@ -32,7 +32,7 @@ def test_each_penalty_is_its_formula(p: float, q: float):
     assert got["k3"] >= 0
 
 
-def test_the_mean_gradient_of_k2_under_the_policy_is_that_of_the_divergence():
+def test_mean_gradient_of_k2_is_that_of_the_kl():
     logits = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(0)
     exact = (logprobs.exp() * (logprobs - Q.log())).sum()
@@ -41,7 +41,7 @@ def test_the_mean_gradient_of_k2_under_the_policy_is_that_of_the_divergence():
     torch.testing.assert_close(got, expected)
 
 
-def test_k3_pulls_towards_the_reference_and_rests_there():
+def test_k3_pulls_towards_the_reference_with_zero_gradient_there():
     logprobs = torch.tensor([-1.0, -2.0, -1.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -1.5, -1.5], dtype=torch.float64)
     (gradient,) = torch.autograd.grad(k3(logprobs, reference).sum(), logprobs)
@@ -53,7 +53,7 @@ def test_extreme_ratios_stay_finite():
         assert torch.isfinite(penalty(torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))).all()
 
 
-def test_the_adaptive_controller_moves_towards_its_target_within_bounds():
+def test_adaptive_controller_moves_towards_target_within_bounds():
     controller = KLController(0.1, target=1.0, horizon=1000)
     controller.update(kl=1.1, num_samples=100)
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
@@ -63,7 +63,7 @@ def test_the_adaptive_controller_moves_towards_its_target_within_bounds():
     assert controller.coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
 
 
-def test_a_controller_that_adapts_goes_on_from_a_checkpoints_coefficient():
+def test_adaptive_controller_resumes_from_checkpoint():
     controller = KLController(0.1, target=1.0, horizon=1000)
     controller.update(kl=3.0, num_samples=50)
     restored = KLController(0.1, target=1.0, horizon=1000)
@@ -73,21 +73,21 @@ def test_a_controller_that_adapts_goes_on_from_a_checkpoints_coefficient():
     assert restored.coef == controller.coef != 0.1
 
 
-@pytest.mark.parametrize("told", [0.0, float("nan")])
-def test_a_penalty_that_a_checkpoint_did_not_know_begins_with_the_configured_coefficient(told: float):
+@pytest.mark.parametrize("stored_coef", [0.0, float("nan")])
+def test_resume_ignores_coefficient_of_run_without_penalty(stored_coef: float):
     controller = KLController(0.1, target=1.0)
-    controller.resume(told)
+    controller.resume(stored_coef)
     assert controller.coef == 0.1
 
 
 @pytest.mark.parametrize("kl", [float("nan"), float("inf"), -float("inf")])
-def test_a_batch_that_is_not_finite_leaves_the_coefficient_alone(kl: float):
+def test_non_finite_kl_keeps_the_coefficient(kl: float):
     controller = KLController(0.1, target=1.0, horizon=10)
     controller.update(kl, num_samples=10)
     assert controller.coef == 0.1
 
 
-def test_a_fixed_controller_stays():
+def test_fixed_controller_keeps_its_coefficient():
     controller = KLController(0.1)
     controller.update(kl=10.0, num_samples=100)
     assert controller.coef == 0.1

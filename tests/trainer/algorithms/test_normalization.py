@@ -11,7 +11,7 @@ rows_of = st.lists(st.tuples(st.integers(0, 3), st.floats(-5, 5)), min_size=1, m
 
 
 @given(rows_of)
-def test_rewards_are_compared_with_the_statistics_of_their_own_group(rows: list[tuple[int, float]]):
+def test_rewards_are_normalized_within_their_group(rows: list[tuple[int, float]]):
     groups = torch.tensor([g for g, _ in rows])
     rewards = torch.tensor([r for _, r in rows], dtype=torch.float64)
     centered = normalize_by_group(rewards, groups)
@@ -27,7 +27,7 @@ def test_rewards_are_compared_with_the_statistics_of_their_own_group(rows: list[
 
 
 @given(rows_of, st.randoms())
-def test_the_order_of_trajectories_changes_nothing(rows: list[tuple[int, float]], random):
+def test_result_does_not_depend_on_trajectory_order(rows: list[tuple[int, float]], random):
     order = list(range(len(rows)))
     random.shuffle(order)
     groups = torch.tensor([g for g, _ in rows])
@@ -36,7 +36,7 @@ def test_the_order_of_trajectories_changes_nothing(rows: list[tuple[int, float]]
     torch.testing.assert_close(shuffled, normalize_by_group(rewards, groups, scale=True)[order], rtol=1e-6, atol=1e-6)
 
 
-def test_a_group_of_one_and_equal_rewards_say_nothing():
+def test_single_or_equal_rewards_give_zero():
     assert normalize_by_group(torch.tensor([3.0]), torch.tensor([0])).tolist() == [0.0]
     assert (
         normalize_by_group(torch.full((8,), 0.1), torch.zeros(8, dtype=torch.int64), scale=True).tolist() == [0.0] * 8
@@ -44,7 +44,7 @@ def test_a_group_of_one_and_equal_rewards_say_nothing():
     assert normalize_by_group(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
-def test_signal_is_a_difference_inside_the_group():
+def test_signal_requires_different_rewards():
     assert has_signal(torch.tensor([0.0, 1.0]))
     assert not has_signal(torch.tensor([1.0, 1.0, 1.0]))
     assert not has_signal(torch.tensor([1.0]))
@@ -59,6 +59,6 @@ def test_whitened_values_have_mean_zero_and_unbiased_deviation_one(values: list[
     torch.testing.assert_close(white, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
-def test_whitening_leaves_fewer_than_two_values_alone():
+def test_whitening_keeps_fewer_than_two_values():
     assert whiten(torch.tensor([5.0])).tolist() == [5.0]
     assert whiten(torch.zeros(0)).shape == (0,)

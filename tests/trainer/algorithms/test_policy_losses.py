@@ -120,7 +120,7 @@ LOSSES: dict[str, tuple[Loss, ByHand]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @settings(max_examples=25)
 @given(rows=rows_of)
-def test_loss_and_gradient_are_those_of_the_formula(name: str, rows: list[tuple[float, float, float]]):
+def test_loss_and_gradient_equal_the_formula(name: str, rows: list[tuple[float, float, float]]):
     loss, by_hand = LOSSES[name]
     new, old, advantages = torch.tensor(rows, dtype=torch.float64).T
     new = new.clone().requires_grad_()
@@ -134,7 +134,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, rows: list[tuple[
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "ppo"])
-def test_at_ratio_one_the_gradient_is_reinforces(name: str):
+def test_gradient_at_ratio_one_equals_reinforce(name: str):
     ppo: Loss = lambda n, o, a: clipped_surrogate(ratio_of(n, o), a, clip_low=0.2, clip_high=0.2)  # noqa: E731
     loss = ppo if name == "ppo" else LOSSES[name][0]
     new = torch.tensor([-0.5, -1.5, -2.5], dtype=torch.float64, requires_grad=True)
@@ -145,7 +145,7 @@ def test_at_ratio_one_the_gradient_is_reinforces(name: str):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_extreme_ratios_and_no_tokens_at_all_stay_finite(name: str):
+def test_extreme_ratios_and_empty_inputs_stay_finite(name: str):
     loss, _ = LOSSES[name]
     for advantages in ([-1.0, 1.0], [1.0, -1.0]):
         new = torch.tensor([0.0, -1e4], requires_grad=True)
@@ -161,7 +161,7 @@ units_of = st.lists(st.tuples(st.integers(0, 3), logprob, logprob), min_size=1, 
 
 @settings(max_examples=30)
 @given(units_of)
-def test_a_units_ratio_is_that_of_its_tokens(rows: list[tuple[int, float, float]]):
+def test_unit_ratio_aggregates_its_tokens(rows: list[tuple[int, float, float]]):
     unit = torch.tensor([u for u, _, _ in rows])
     new = torch.tensor([n for _, n, _ in rows], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([o for _, _, o in rows], dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_a_units_ratio_is_that_of_its_tokens(rows: list[tuple[int, float, float]
         assert float(whole[i].detach()) == pytest.approx(math.exp(min(max(total, -20), 20)), rel=1e-9)
 
 
-def test_gspo_token_moves_each_token_by_itself():
+def test_gspo_token_gradient_is_per_token():
     new = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     old, one = torch.tensor([-1.5, -1.0], dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     token = ratio_at("sequence-token", new, old, one, one)

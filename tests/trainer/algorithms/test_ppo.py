@@ -21,7 +21,7 @@ def float64(*values: float) -> torch.Tensor:
 
 
 @given(rows_of, st.floats(0.05, 0.9), st.floats(0.05, 0.9), st.none() | st.floats(1.1, 5))
-def test_the_clipped_surrogate_is_its_definition(
+def test_clipped_surrogate_equals_its_definition(
     rows: list[tuple[float, float, float]], low: float, high: float, dual: float | None
 ):
     new, old, advantage = float64(*(x for row in rows for x in row)).reshape(-1, 3).T
@@ -36,7 +36,7 @@ def test_the_clipped_surrogate_is_its_definition(
 
 
 @given(rows_of)
-def test_at_ratio_one_its_gradient_is_reinforces(rows: list[tuple[float, float, float]]):
+def test_ppo_gradient_at_ratio_one_equals_reinforce(rows: list[tuple[float, float, float]]):
     new, _, advantage = float64(*(x for row in rows for x in row)).reshape(-1, 3).T
     new = new.clone().requires_grad_()
     loss = clipped_surrogate(new, new.detach(), advantage, clip_low=0.2, clip_high=0.2, dual_clip=3.0).loss
@@ -44,7 +44,7 @@ def test_at_ratio_one_its_gradient_is_reinforces(rows: list[tuple[float, float, 
     torch.testing.assert_close(gradient, -advantage)
 
 
-def test_the_clip_takes_the_gradient_only_where_going_on_would_gain_nothing():
+def test_clip_removes_gradient_only_beyond_the_trust_region():
     new = float64(math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5)).requires_grad_()
     out = clipped_surrogate(new, torch.zeros_like(new), float64(1, -1, 1, -1), clip_low=0.2, clip_high=0.2)
     (gradient,) = torch.autograd.grad(out.loss.sum(), new)
@@ -52,7 +52,7 @@ def test_the_clip_takes_the_gradient_only_where_going_on_would_gain_nothing():
     torch.testing.assert_close(gradient, float64(0.0, 1.5, -0.5, 0.0))
 
 
-def test_each_bound_is_its_own():
+def test_clip_bounds_are_independent():
     new = float64(math.log(1.25), math.log(0.75))
     advantage = float64(1, -1)
     wide_above = clipped_surrogate(new, torch.zeros(2), advantage, clip_low=0.2, clip_high=0.3)
@@ -61,7 +61,7 @@ def test_each_bound_is_its_own():
     assert wide_below.clipped.tolist() == [True, False]
 
 
-def test_the_dual_clip_stops_pushing_down_what_has_become_far_more_likely():
+def test_dual_clip_bounds_negative_advantage_loss():
     new = float64(math.log(5.0), math.log(2.0), math.log(5.0)).requires_grad_()
     out = clipped_surrogate(new, torch.zeros_like(new), float64(-1, -1, 0), clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     (gradient,) = torch.autograd.grad(out.loss.sum(), new)
@@ -79,7 +79,7 @@ def test_extreme_ratios_stay_finite(advantages: list[float]):
     assert torch.isfinite(gradient).all()
 
 
-def test_the_gradient_is_the_derivative_of_the_loss():
+def test_gradient_equals_numerical_derivative():
     new = float64(-0.9, -1.7, -0.3, -2.0).requires_grad_()
     old, advantage = float64(-1.0, -1.0, -1.2, -0.4), float64(0.7, -0.3, -1.1, 0.9)
     assert torch.autograd.gradcheck(

@@ -5,16 +5,16 @@ from offbeat.trainer.algorithms.reinforce import discounted_returns
 LAST = torch.tensor([False, False, True, False, True])
 
 
-def test_an_undiscounted_terminal_reward_reaches_every_token_of_its_trajectory_and_no_other():
+def test_undiscounted_terminal_reward_reaches_all_tokens_of_its_trajectory():
     rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0])
     assert discounted_returns(rewards, LAST, 1.0).tolist() == [1.0, 1.0, 1.0, -1.0, -1.0]
 
 
-def test_a_discount_counts_sampled_tokens():
+def test_discount_counts_sampled_tokens():
     rewards = torch.tensor([8.0, 0.0, 4.0, 2.0, 1.0])
     assert discounted_returns(rewards, LAST, 0.5).tolist() == [9.0, 2.0, 4.0, 2.5, 1.0]
 
 
-def test_without_a_future_each_token_has_its_own_reward():
+def test_gamma_zero_returns_own_rewards():
     rewards = torch.tensor([8.0, 0.0, 4.0, 2.0, 1.0])
     assert torch.equal(discounted_returns(rewards, LAST, 0.0), rewards)

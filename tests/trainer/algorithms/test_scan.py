@@ -30,5 +30,5 @@ def test_values_that_end_nowhere_are_refused():
         discounted_sums(torch.ones(2), torch.tensor([True, False]), 1.0)
 
 
-def test_nothing_gives_nothing():
+def test_empty_input_gives_empty_output():
     assert discounted_sums(torch.zeros(0), torch.zeros(0, dtype=torch.bool), 0.5).shape == (0,)

@@ -12,7 +12,7 @@ rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, ma
 
 
 @given(rows_of, st.floats(0.5, 4))
-def test_its_gradient_is_the_truncated_ratio_times_reinforces(rows: list[tuple[float, float, float]], cap: float):
+def test_gradient_is_truncated_ratio_times_reinforce(rows: list[tuple[float, float, float]], cap: float):
     new, old, advantage = torch.tensor(rows, dtype=torch.float64).T
     new = new.clone().requires_grad_()
     out = truncated_importance_sampling(ratio_of(new, old), new, advantage, upper_bound=cap)

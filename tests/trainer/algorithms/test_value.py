@@ -9,7 +9,7 @@ rows_of = st.lists(st.tuples(number, number, number), min_size=1, max_size=12)
 
 
 @given(rows_of, st.none() | st.floats(0.05, 2))
-def test_it_is_half_the_squared_error_or_the_larger_one_of_the_clipped_value(
+def test_value_loss_is_half_squared_error_or_larger_clipped_one(
     rows: list[tuple[float, float, float]], clip: float | None
 ):
     values, old, returns = torch.tensor(rows, dtype=torch.float64).T
@@ -24,7 +24,7 @@ def test_it_is_half_the_squared_error_or_the_larger_one_of_the_clipped_value(
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
-def test_a_value_that_has_moved_far_towards_its_return_moves_no_further():
+def test_clipped_value_gets_no_gradient_beyond_the_clip():
     values = torch.tensor([2.0, 0.1, -2.0], dtype=torch.float64, requires_grad=True)
     old, returns = torch.zeros(3, dtype=torch.float64), torch.tensor([3.0, 1.0, 1.0], dtype=torch.float64)
     (gradient,) = torch.autograd.grad(value_loss(values, old, returns, clip=0.5).sum(), values)

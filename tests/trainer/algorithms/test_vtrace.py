@@ -21,9 +21,7 @@ def last_of(rows: Rows) -> torch.Tensor:
 
 @settings(max_examples=40)
 @given(rows_of, st.floats(0, 1), st.floats(0, 1), st.floats(0.5, 3), st.floats(0.1, 2))
-def test_targets_are_the_sums_of_the_papers_equation(
-    rows: Rows, gamma: float, lambd: float, rho_bar: float, c_bar: float
-):
+def test_targets_equal_the_papers_equation(rows: Rows, gamma: float, lambd: float, rho_bar: float, c_bar: float):
     expected = []
     for row in rows:
         values = [v for _, v, _ in row] + [0.0]
@@ -41,9 +39,7 @@ def test_targets_are_the_sums_of_the_papers_equation(
 
 @settings(max_examples=40)
 @given(rows_of, st.floats(0, 1), st.floats(0, 1), st.floats(0.5, 3), st.floats(0.1, 2))
-def test_weighed_by_the_losss_ratio_advantages_are_rlaxs_policy_gradient(
-    rows: Rows, gamma: float, lambd: float, rho_bar: float, c_bar: float
-):
+def test_advantages_times_ratio_equal_rlax(rows: Rows, gamma: float, lambd: float, rho_bar: float, c_bar: float):
     """`rlax.vtrace_td_error_and_advantage`: errors backwards by e_t = rho_t d_t + gamma c_t e_{t+1}, targets v = V + e, and
     min(rho_bar, ratio) (r_t + gamma (lambda v_{t+1} + (1 - lambda) V_{t+1}) - V_t)."""
     expected = []
@@ -64,7 +60,7 @@ def test_weighed_by_the_losss_ratio_advantages_are_rlaxs_policy_gradient(
 
 @settings(max_examples=20)
 @given(rows_of, st.floats(0, 1), st.floats(0, 1))
-def test_on_policy_it_is_gae(rows: Rows, gamma: float, lambd: float):
+def test_on_policy_vtrace_equals_gae(rows: Rows, gamma: float, lambd: float):
     rewards, values, ratio = torch.tensor([x for row in rows for x in row], dtype=torch.float64).T
     last = last_of(rows)
     got = vtrace(rewards, values, torch.ones_like(ratio), last, gamma=gamma, lambd=lambd, rho_bar=1.0, c_bar=1.0)
@@ -73,7 +69,7 @@ def test_on_policy_it_is_gae(rows: Rows, gamma: float, lambd: float):
     torch.testing.assert_close(got.targets, expected + values)
 
 
-def test_a_scan_that_ends_inside_a_trajectory_is_refused_and_nothing_gives_nothing():
+def test_scan_requires_complete_trajectories():
     with pytest.raises(ValueError, match="last"):
         weighted_sums(torch.ones(2), torch.ones(2), torch.tensor([True, False]))
     assert weighted_sums(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool)).shape == (0,)

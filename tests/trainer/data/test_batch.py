@@ -23,7 +23,7 @@ def packed(shapes: list[list[tuple[int, int, float]]]) -> Batch:
     return pack([group(i, trajectory(0, shape, base=100 * i)) for i, shape in enumerate(shapes)])
 
 
-def test_sampled_tokens_keep_their_place_version_logprob_turn_and_reward():
+def test_pack_keeps_position_version_logprob_turn_and_reward():
     batch = pack([group(0, trajectory(0, [(2, 2, 0.0), (1, 1, 1.0)], base=10), trajectory(1, [(3, 1, -0.5)], base=50))])
     assert batch.tokens.tolist() == [10, 11, 12, 13, 14, 15, 50, 51, 52, 53]
     assert batch.cu_seqlens.tolist() == [0, 6, 10]
@@ -49,7 +49,7 @@ def test_groups_and_tags_of_trajectories_are_numbered():
     assert batch.tag.tolist() == [1, 1, 0]
 
 
-def test_an_empty_batch_has_empty_arrays_and_no_parts():
+def test_empty_batch_has_empty_arrays_and_no_minibatches():
     for batch in (pack([]), pack([group(0, trajectory(0, [(3, 0, 0.0)]))])):
         assert (batch.num_tokens, batch.num_sampled, batch.num_sequences) == (0, 0, 0)
         assert batch.last.dtype == torch.bool
@@ -58,7 +58,7 @@ def test_an_empty_batch_has_empty_arrays_and_no_parts():
         assert batch.sampled_by(0).shape == (0,)
 
 
-def test_segments_are_sequences_of_one_trajectory_whose_last_token_ends_it():
+def test_segments_are_sequences_of_one_trajectory():
     whole = trajectory(0, [(1, 1, 0.25), (2, 2, 1.0)], base=10)
     batch = pack([group(0, cut_into_segments(whole))])
     assert batch.tokens.tolist() == [10, 11, 10, 11, 12, 13, 14, 15]
@@ -70,7 +70,7 @@ def test_segments_are_sequences_of_one_trajectory_whose_last_token_ends_it():
     assert batch.last.tolist() == [False, False, True]
 
 
-def test_tokens_are_in_the_order_of_their_turns_even_where_an_earlier_segment_goes_on():
+def test_tokens_follow_turn_order_across_interleaved_segments():
     whole = trajectory(0, [(1, 1, 0.0), (1, 1, 1.0), (1, 1, 2.0)], base=10)
     first, side, third = whole.turns
     aside = Segment(
@@ -90,13 +90,13 @@ def test_tokens_are_in_the_order_of_their_turns_even_where_an_earlier_segment_go
     assert micro.index.tolist() == [1]
 
 
-def test_the_reward_of_a_turn_without_tokens_goes_to_the_token_before_it_or_else_to_the_first():
+def test_reward_of_tokenless_turn_goes_to_a_neighbouring_token():
     batch = pack([group(0, trajectory(0, [(2, 0, 4.0), (1, 2, 1.0), (1, 0, 0.5), (1, 1, 0.0), (1, 0, 2.0)]))])
     assert batch.turn_reward.tolist() == [4.0, 1.5, 2.0]
     assert batch.last.tolist() == [False, False, True]
 
 
-def test_a_trajectory_without_sampled_tokens_has_a_reward_and_no_tokens():
+def test_trajectory_without_sampled_tokens_keeps_its_reward():
     batch = pack([group(0, trajectory(0, [(3, 0, 4.0)]), trajectory(1, [(1, 1, 1.0)], base=50))])
     assert batch.episode_reward.tolist() == [4.0, 1.0]
     assert batch.trajectory.tolist() == [1]
@@ -104,22 +104,22 @@ def test_a_trajectory_without_sampled_tokens_has_a_reward_and_no_tokens():
     assert batch.tokens.tolist() == [50, 51]
 
 
-def test_tokens_after_the_last_sampled_one_are_left_out():
+def test_tokens_after_last_sampled_one_are_dropped():
     batch = pack([group(0, trajectory(0, [(1, 1, 0.0), (5, 0, 0.0)], base=10))])
     assert batch.tokens.tolist() == [10, 11]
 
 
-def test_a_segment_that_starts_with_a_sampled_token_is_refused():
+def test_segment_starting_with_sampled_token_is_refused():
     with pytest.raises(ValueError, match="starts with a sampled token"):
         pack([group(0, trajectory(0, [(0, 1, 0.0)]))])
 
 
-def test_a_sampled_token_of_no_turn_is_refused():
+def test_sampled_token_without_turn_is_refused():
     with pytest.raises(ValueError, match="of no turn"):
         pack([group(0, replace(trajectory(0, [(1, 1, 0.0)]), turns=()))])
 
 
-def test_a_token_is_fresh_only_if_all_before_it_in_its_trajectory_are():
+def test_token_is_fresh_only_if_all_earlier_ones_are():
     old_first = trajectory(0, [(1, 2, 0.0), (1, 1, 0.0)], versions=[3, 4])
     new_first = trajectory(1, [(1, 1, 0.0), (1, 1, 0.0), (1, 1, 0.0)], versions=[4, 3, 4])
     batch = pack([group(0, old_first, new_first, trajectory(2, [(1, 2, 0.0)], versions=[4]))])
@@ -128,7 +128,7 @@ def test_a_token_is_fresh_only_if_all_before_it_in_its_trajectory_are():
 
 
 @given(episodes)
-def test_sequences_are_found_whole_in_the_packed_row(shapes: list[list[tuple[int, int, float]]]):
+def test_packed_row_contains_each_sequence(shapes: list[list[tuple[int, int, float]]]):
     batch = packed(shapes)
     for i, shape in enumerate(shapes):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
@@ -139,7 +139,7 @@ def test_sequences_are_found_whole_in_the_packed_row(shapes: list[list[tuple[int
 
 
 @given(episodes, st.integers(1, 5), st.integers(1, 40), st.integers(1, 3))
-def test_parts_hold_every_sampled_token_once_with_its_context(
+def test_micro_batches_hold_each_sampled_token_once_with_context(
     shapes: list[list[tuple[int, int, float]]], count: int, budget: int, ranks: int
 ):
     batch = packed(shapes)
@@ -163,7 +163,7 @@ def test_parts_hold_every_sampled_token_once_with_its_context(
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 6))
-def test_minibatches_are_alike_in_number_and_in_tokens(prompts: list[int], count: int):
+def test_minibatches_are_balanced_in_number_and_tokens(prompts: list[int], count: int):
     batch = packed([[(prompt, 1, 0.0)] for prompt in prompts])
     parts = minibatches(batch, count)
     sizes = [len(part) for part in parts]
@@ -173,6 +173,6 @@ def test_minibatches_are_alike_in_number_and_in_tokens(prompts: list[int], count
     assert parts == minibatches(batch, count)
 
 
-def test_minibatches_take_turns_at_the_longest_sequence():
+def test_minibatches_alternate_in_taking_the_longest_sequence():
     batch = packed([[(length - 1, 1, 0.0)] for length in (9, 8, 7, 6, 5, 4, 3, 2)])
     assert minibatches(batch, 2) == [[0, 3, 4, 7], [1, 2, 5, 6]]

@@ -29,7 +29,7 @@ def test_every_sequence_is_in_one_bin_inside_the_budget(lengths: list[int], budg
 
 
 @given(lengths_of, st.integers(1, 120))
-def test_there_are_no_more_bins_than_neighbours_by_length_need(lengths: list[int], budget: int):
+def test_number_of_bins_is_minimal_for_neighbours_by_length(lengths: list[int], budget: int):
     assert len(balanced_bins(lengths, budget)) == fewest_by_length(lengths, budget)
 
 
@@ -42,16 +42,16 @@ def test_a_bin_holds_neighbours_by_length(lengths: list[int], budget: int, ranks
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
 
 
-def test_equal_sequences_are_shared_out_evenly_rather_than_filled_up():
+def test_equal_sequences_are_spread_evenly():
     assert [len(members) for members in balanced_bins([10] * 12, 50)] == [4, 4, 4]
     assert [len(members) for members in balanced_bins([10] * 12, 1000, multiple_of=4)] == [3, 3, 3, 3]
 
 
-def test_a_bin_is_split_where_equal_lengths_would_leave_a_rank_without_work():
+def test_bin_is_split_when_a_rank_would_be_idle():
     bins = balanced_bins([5] * 4, 100, multiple_of=3)
     assert sorted(len(members) for members in bins) == [1, 1, 2]
     assert len(balanced_bins([5] * 2, 100, multiple_of=3)) == 2
 
 
-def test_nothing_needs_no_bins():
+def test_no_sequences_need_no_bins():
     assert balanced_bins([], 10, 4) == []

@@ -1,4 +1,4 @@
-"""A group's common prompt is computed once: the same logprobs and gradients as each sequence's own forward."""
+"""Prefix sharing: a common prompt is computed once, with the logprobs and gradients of separate forward passes."""
 
 from pathlib import Path
 from typing import Any
@@ -77,15 +77,15 @@ def read(micro: MicroBatch) -> PackedInput:
 def everything(module: torch.nn.Module, parts: list[MicroBatch], size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Of every sampled token, and the gradient of a sum with different weights."""
     weights = torch.sin(torch.arange(size, dtype=torch.float64))
-    found = torch.zeros(size, dtype=torch.float64)
+    result = torch.zeros(size, dtype=torch.float64)
     module.zero_grad()
     for micro in parts:
-        said = module(read(micro))
-        values = said if isinstance(said, torch.Tensor) else said.logprobs
-        found[micro.index] = values.detach().double()
-        extra = 0 if isinstance(said, torch.Tensor) else (said.entropies * weights[micro.index]).sum()
+        output = module(read(micro))
+        values = output if isinstance(output, torch.Tensor) else output.logprobs
+        result[micro.index] = values.detach().double()
+        extra = 0 if isinstance(output, torch.Tensor) else (output.entropies * weights[micro.index]).sum()
         ((values * weights[micro.index]).sum() + extra).backward()
-    return found, [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    return result, [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
 def model(kind: Any, **more: Any) -> PackedPolicy:
@@ -100,7 +100,7 @@ def model(kind: Any, **more: Any) -> PackedPolicy:
 
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 @pytest.mark.parametrize("most", [20, 4096])
-def test_logprobs_and_gradients_are_those_of_whole_sequences(kind: Any, most: int) -> None:
+def test_shared_prefix_gives_same_logprobs_and_gradients(kind: Any, most: int) -> None:
     policy, batch = model(kind), pack(ragged())
     whole = everything(policy, microbatches(batch, range(batch.num_sequences), most), batch.num_sampled)
     shared = everything(policy, shared_microbatches(batch, range(batch.num_sequences), most), batch.num_sampled)
@@ -109,7 +109,7 @@ def test_logprobs_and_gradients_are_those_of_whole_sequences(kind: Any, most: in
         torch.testing.assert_close(one, two, rtol=1e-5, atol=2e-6)
 
 
-def test_a_critic_reads_the_same_values() -> None:
+def test_shared_prefix_gives_same_critic_values() -> None:
     torch.manual_seed(0)
     policy, batch = model(Qwen2Config), pack(ragged())
     critic = PackedCritic(policy.model.model).double()
@@ -127,7 +127,7 @@ groups = st.lists(st.tuples(st.integers(1, 24), st.lists(shapes, min_size=1, max
 
 @settings(max_examples=15, deadline=None)
 @given(groups, st.integers(8, 120), st.integers(1, 3))
-def test_every_sampled_token_is_asked_about_once_after_the_tokens_that_came_before_it(
+def test_each_sampled_token_occurs_once_after_its_history(
     drawn: list[tuple[int, list[list[tuple[int, int]]]]], most: int, ranks: int
 ) -> None:
     batch = pack([siblings(n, prompt, members) for n, (prompt, members) in enumerate(drawn)])
@@ -144,7 +144,7 @@ def test_every_sampled_token_is_asked_about_once_after_the_tokens_that_came_befo
 
 
 def history(x: PackedInput, place: int) -> list[int]:
-    """The tokens up to `place`, by way of what stands before each."""
+    """Return the tokens up to `place`, following each token's predecessor."""
     branches, out = x.packing.branches, list[int]()
     while True:
         out.append(int(x.tokens[place]))
@@ -153,7 +153,7 @@ def history(x: PackedInput, place: int) -> list[int]:
         place = place - 1 if branches is None else int(branches.before[place])
 
 
-def test_a_prompt_is_computed_once_for_as_many_siblings_as_fit() -> None:
+def test_prompt_is_computed_once_per_fitting_siblings() -> None:
     batch = pack([siblings(0, 40, [[(0, 2)]] * 8)])
     (whole,) = shared_microbatches(batch, range(8), 1000)
     assert len(whole.tokens) == 40 + 8 * 2
@@ -162,7 +162,7 @@ def test_a_prompt_is_computed_once_for_as_many_siblings_as_fit() -> None:
     assert sum(len(micro.tokens) for micro in microbatches(batch, range(8), 1000)) == 8 * 42
 
 
-def test_the_common_beginning_ends_before_the_first_token_that_differs_or_was_sampled() -> None:
+def test_prefix_ends_before_first_differing_or_sampled_token() -> None:
     batch = pack([siblings(0, 20, [[(5, 2)], [(5, 2)]])])
     batch.tokens[27 + 20] = (batch.tokens[20] + 1) % WORDS
     (micro,) = shared_microbatches(batch, range(2), 1000)
@@ -179,19 +179,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "options",
     [
         {"adv_estimator": "gae", "zero_variance": "train"},
         {"adv_estimator": "grpo", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "full", "ppo_epochs": 2},
         {"adv_estimator": "grpo", "old_logprobs": "recompute"},
     ],
 )
-def test_a_step_trains_the_same_weights(told: dict[str, Any], folder: Path) -> None:
+def test_step_gives_same_weights_with_shared_prefixes(options: dict[str, Any], folder: Path) -> None:
     ends: list[list[torch.Tensor]] = []
     gauges: list[dict[str, float]] = []
     for shares in (False, True):
         tree = {"actor_train": {"model_args": {"shared_prefix": shares}, "training_args": {"num_minibatches": 2}}}
-        config = LearnerConfig.model_validate(tree | told)
+        config = LearnerConfig.model_validate(tree | options)
         args = config.actor_train.model_args
         policy = PlainEngine(load_policy(folder, args, seed=1))
         critic = PlainEngine(load_critic(folder, args, seed=1)) if config.adv_estimator == "gae" else None
@@ -206,7 +206,7 @@ def test_a_step_trains_the_same_weights(told: dict[str, Any], folder: Path) -> N
     assert gauges[1]["tokens/shared"] > 0
 
 
-def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
+def test_gradient_checkpointing_gives_same_result(folder: Path) -> None:
     batch, grads = pack(ragged()), []
     for disable in (True, False):
         args = ModelArgs(disable_gradient_checkpointing=disable, shared_prefix=True)
@@ -218,13 +218,13 @@ def test_gradient_checkpointing_changes_nothing(folder: Path) -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
 
 
-def test_minibatches_share_what_falls_to_each() -> None:
+def test_minibatches_share_prefixes_of_their_sequences() -> None:
     batch: Batch = pack([siblings(0, 40, [[(0, 2)]] * 8)])
     parts = [shared_microbatches(batch, part, 1000) for part in minibatches(batch, 2)]
     assert [len(micro.tokens) for (micro,) in parts] == [48, 48]
 
 
-def test_a_model_that_is_not_known_to_be_right_is_refused_by_name(tmp_path: Path) -> None:
+def test_unverified_model_is_refused_by_name(tmp_path: Path) -> None:
     from transformers import GPT2Config
 
     GPT2Config(vocab_size=WORDS, n_embd=64, n_layer=1, n_head=2).save_pretrained(tmp_path)
@@ -232,13 +232,13 @@ def test_a_model_that_is_not_known_to_be_right_is_refused_by_name(tmp_path: Path
         load_policy(tmp_path, ModelArgs(shared_prefix=True), seed=0)
 
 
-def test_a_sliding_window_that_a_sequence_exceeds_is_refused() -> None:
+def test_sequence_longer_than_sliding_window_is_refused() -> None:
     policy = model(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=0)
     batch = pack(ragged())
     with pytest.raises(NotImplementedError, match="shared_prefix"):
         policy(read(shared_microbatches(batch, range(batch.num_sequences), 4096)[0]))
 
 
-def test_other_kinds_of_attention_do_not_share() -> None:
+def test_other_attention_implementations_do_not_share() -> None:
     with pytest.raises(ValidationError, match="attn_implementation=auto"):
         ModelArgs(shared_prefix=True, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""Groups that are trained on again: which, how often, how old, and what they weigh."""
+"""Replay buffer: selection, use counts, staleness and weights of replayed groups."""
 
 import math
 from pathlib import Path
@@ -25,9 +25,11 @@ from tests.trainer.outcome import inputs_of, rich_groups
 PER_STEP = 4
 
 
-def replayed(steps: int, *, per_step: int = PER_STEP, staleness: float = math.inf, **told: Any) -> list[ReplayedGroups]:
+def replayed(
+    steps: int, *, per_step: int = PER_STEP, staleness: float = math.inf, **options: Any
+) -> list[ReplayedGroups]:
     """What joined each step's batch when `per_step` new groups, sampled by the newest weights, came in each."""
-    replay = ReplayBuffer(ReplayConfig(**told), per_step, seed=7)
+    replay = ReplayBuffer(ReplayConfig(**options), per_step, seed=7)
     joined: list[ReplayedGroups] = []
     for step in range(steps):
         again = replay.choose(step, staleness)
@@ -45,7 +47,7 @@ def numbers(again: ReplayedGroups) -> list[int]:
     return [group.number for group in again.groups]
 
 
-def test_nothing_joins_unless_it_is_asked_for() -> None:
+def test_nothing_is_replayed_by_default() -> None:
     assert replayed(5) == [ReplayedGroups()] * 5
 
 
@@ -57,11 +59,11 @@ def test_nothing_joins_unless_it_is_asked_for() -> None:
     bound=st.integers(0, 6),
     sampler=st.sampled_from(["fifo", "lifo", "uniform", "prioritized"]),
 )
-def test_no_group_joins_too_often_twice_at_once_or_too_old(
+def test_replay_respects_max_times_uniqueness_and_staleness(
     rate: float, most: int, size: int, bound: int, sampler: str
 ) -> None:
-    told = {"samples_per_insert": rate, "max_times_sampled": most, "max_size": size, "sampler": sampler}
-    joined = replayed(12, staleness=bound, **told)
+    options = {"samples_per_insert": rate, "max_times_sampled": most, "max_size": size, "sampler": sampler}
+    joined = replayed(12, staleness=bound, **options)
     times = dict.fromkeys(range(12 * PER_STEP), 1)
     for step, again in enumerate(joined):
         assert len(set(numbers(again))) == len(again.groups) == len(again.weights) <= size
@@ -72,12 +74,12 @@ def test_no_group_joins_too_often_twice_at_once_or_too_old(
 
 
 @pytest.mark.parametrize("rate", [1.25, 1.6, 2.0, 3.0])
-def test_the_mean_number_of_times_is_the_one_that_was_asked_for(rate: float) -> None:
+def test_mean_use_count_is_samples_per_insert(rate: float) -> None:
     joined = replayed(41, samples_per_insert=rate, max_times_sampled=6)[2:]
     assert sum(len(again.groups) for again in joined) == pytest.approx((rate - 1) * PER_STEP * 39, abs=1)
 
 
-def test_the_oldest_the_newest_and_any() -> None:
+def test_samplers_select_oldest_newest_or_random() -> None:
     one_each = {"samples_per_insert": 1.25, "max_times_sampled": 5}
     assert [numbers(again) for again in replayed(4, sampler="fifo", **one_each)] == [[], [0], [0], [0]]
     assert [numbers(again) for again in replayed(4, sampler="lifo", **one_each)] == [[], [3], [7], [11]]
@@ -85,20 +87,20 @@ def test_the_oldest_the_newest_and_any() -> None:
     assert {number % PER_STEP for number in drawn} == {0, 1, 2, 3}
 
 
-def test_the_table_has_its_own_bound_on_age() -> None:
-    told = {"samples_per_insert": 2.0, "max_times_sampled": 9, "max_size": 100}
+def test_replay_has_its_own_staleness_bound() -> None:
+    options = {"samples_per_insert": 2.0, "max_times_sampled": 9, "max_size": 100}
     ages = [
         step - group.oldest_version
-        for step, again in enumerate(replayed(12, staleness=1, max_staleness=3.0, **told))
+        for step, again in enumerate(replayed(12, staleness=1, max_staleness=3.0, **options))
         for group in again.groups
     ]
     assert max(ages) == 3
 
 
-def test_groups_whose_rewards_differ_more_are_drawn_more_often_and_weigh_less() -> None:
-    told = {"samples_per_insert": 1.25, "max_times_sampled": 10**6, "max_size": PER_STEP, "sampler": "prioritized"}
+def test_prioritized_groups_are_drawn_more_often_and_weigh_less() -> None:
+    options = {"samples_per_insert": 1.25, "max_times_sampled": 10**6, "max_size": PER_STEP, "sampler": "prioritized"}
     replay = ReplayBuffer(
-        ReplayConfig(**told, priority_exponent=1.0, importance_sampling_exponent=1.0), PER_STEP, seed=3
+        ReplayConfig(**options, priority_exponent=1.0, importance_sampling_exponent=1.0), PER_STEP, seed=3
     )
     replay.trained(fresh(0), ReplayedGroups())
     counts = [0] * PER_STEP
@@ -106,18 +108,18 @@ def test_groups_whose_rewards_differ_more_are_drawn_more_often_and_weigh_less() 
         (number,) = numbers(replay.choose(step, math.inf))
         counts[number] += 1
     assert [count / 4000 for count in counts] == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
-    everything = ReplayBuffer(ReplayConfig(**told | {"samples_per_insert": 2.0}, priority_exponent=1.0,
+    everything = ReplayBuffer(ReplayConfig(**options | {"samples_per_insert": 2.0}, priority_exponent=1.0,
                                      importance_sampling_exponent=1.0), PER_STEP, seed=3)  # fmt: skip
     everything.trained(fresh(0), ReplayedGroups())
     assert everything.choose(1, math.inf).weights == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4], rel=1e-4)
     flat = ReplayBuffer(
-        ReplayConfig(**told | {"samples_per_insert": 2.0}, importance_sampling_exponent=0.0), PER_STEP, seed=3
+        ReplayConfig(**options | {"samples_per_insert": 2.0}, importance_sampling_exponent=0.0), PER_STEP, seed=3
     )
     flat.trained(fresh(0), ReplayedGroups())
     assert flat.choose(1, math.inf).weights == (1.0,) * PER_STEP
 
 
-def test_what_is_kept_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+def test_entries_are_restored_from_checkpoint(tmp_path: Path) -> None:
     config = ReplayConfig(samples_per_insert=2.0, max_times_sampled=3)
     one, two = ReplayBuffer(config, PER_STEP, seed=7), ReplayBuffer(config, PER_STEP, seed=7)
     for step in range(3):
@@ -136,7 +138,7 @@ def test_what_is_kept_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert not len(two)
 
 
-def test_a_groups_weight_multiplies_its_policy_loss_alone() -> None:
+def test_group_weight_scales_only_its_policy_loss() -> None:
     config = AlgorithmConfig(entropy_loss_coef=0.1)
     batch = pack(rich_groups())
     targets = build_targets(batch, config, **inputs_of(batch, config))
@@ -167,12 +169,12 @@ def test_a_groups_weight_multiplies_its_policy_loss_alone() -> None:
         ({}, None),
     ],
 )
-def test_old_groups_without_a_correction_are_complained_about(settings: dict[str, Any], path: str | None) -> None:
+def test_replay_without_correction_is_reported(settings: dict[str, Any], path: str | None) -> None:
     config = LearnerConfig.model_validate({"replay": {"samples_per_insert": 2.0}} | settings)
     assert [issue.path for issue in check_learner(config)] == ([path] if path else [])
 
 
-@pytest.mark.parametrize("told", [{"max_times_sampled": 3}, {"samples_per_insert": 2.0, "priority_exponent": 1.0}])
-def test_a_key_without_effect_is_refused(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"max_times_sampled": 3}, {"samples_per_insert": 2.0, "priority_exponent": 1.0}])
+def test_replay_key_without_effect_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="has no effect"):
-        ReplayConfig(**told)
+        ReplayConfig(**options)

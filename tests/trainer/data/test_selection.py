@@ -1,4 +1,4 @@
-"""Which groups and episodes are learnt from, and how their rewards are shaped before."""
+"""Selection of groups and episodes, and reward shaping."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ class LongGroups:
         return len(group.trajectories) > 2
 
 
-def test_the_most_varied_groups_stay_in_the_order_in_which_they_came():
+def test_most_varied_groups_keep_their_order():
     groups = [of_rewards(0, 0, 1), of_rewards(1, 0, 0.2), of_rewards(2, 0, 3), of_rewards(3, 1, 1), of_rewards(4, 0, 3)]
 
     def chosen(ratio: float) -> list[int]:
@@ -45,7 +45,7 @@ def test_the_most_varied_groups_stay_in_the_order_in_which_they_came():
     assert most_varied([], 0.5, MaskedCounts(8, 4, 2)) == ([], MaskedCounts(8, 4, 2))
 
 
-def test_the_share_is_of_all_groups_of_a_step_and_masked_ones_are_chosen_last():
+def test_share_counts_all_groups_and_selects_masked_ones_last():
     groups = [of_rewards(n, 0, 1 + n) for n in range(4)]
     masked = masked_counts([of_rewards(9 + n, 1, 1, 1) for n in range(4)], AlgorithmConfig())
     assert masked == MaskedCounts(tokens=24, sequences=12, groups=4)
@@ -59,14 +59,14 @@ def test_the_share_is_of_all_groups_of_a_step_and_masked_ones_are_chosen_last():
         assert ([each.number for each in chosen], silent) == (numbers, counted)
 
 
-def test_difficulty_is_the_mean_reward_between_two_thresholds():
+def test_difficulty_mask_bounds_the_mean_reward():
     config = AlgorithmConfig(difficulty_mask=True, difficulty_low_threshold=0.2, difficulty_high_threshold=0.8)
     assert carries_signal(of_rewards(0, 0.0, 1.0), config)
     assert not carries_signal(of_rewards(0, 0.0, 0.4), config)
     assert not carries_signal(of_rewards(0, 0.8, 0.8, 0.9), config)
 
 
-def test_remax_learns_from_a_group_unless_all_did_as_well_as_the_greedy_episode():
+def test_remax_group_has_signal_unless_all_equal_the_greedy_reward():
     config = AlgorithmConfig(adv_estimator="remax")
     greedy = replace(trajectory(3, [(1, 1, 1.0)], base=90), baseline=True)
     assert carries_signal(replace(of_rewards(0, 0.0, 0.0), baselines=(greedy,)), config)
@@ -75,7 +75,7 @@ def test_remax_learns_from_a_group_unless_all_did_as_well_as_the_greedy_episode(
     assert not carries_signal(replace(of_rewards(0, 0.0, 0.0), baselines=(greedy,)), AlgorithmConfig())
 
 
-def test_the_greedy_episode_is_shaped_like_the_others_and_its_tokens_are_not_in_the_batch():
+def test_greedy_episode_is_shaped_but_not_packed():
     config = AlgorithmConfig(adv_estimator="remax", reward_shaping=RewardShaping(response_length_penalty_coef=0.1))
     greedy = replace(trajectory(3, [(1, 4, 1.0)], base=90), baseline=True)
     batch = pack(shape_rewards([replace(of_rewards(0, 0.0, 0.5), baselines=(greedy,))], config))
@@ -85,7 +85,7 @@ def test_the_greedy_episode_is_shaped_like_the_others_and_its_tokens_are_not_in_
     assert int(batch.tokens.max()) < 90
 
 
-def test_a_filter_by_its_class_path_has_the_last_word():
+def test_custom_filter_is_applied():
     config = AlgorithmConfig(group_filter_cls=f"{__name__}:LongGroups")
     assert carries_signal(of_rewards(0, 0, 1, 0), config)
     assert not carries_signal(of_rewards(0, 0, 1), config)
@@ -100,7 +100,7 @@ def test_a_filter_by_its_class_path_has_the_last_word():
         ("offbeat.services.messages.types:Turn", "instances can be called"),
     ],
 )
-def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: str, says: str):
+def test_unusable_filter_is_refused_at_validation(path: str, says: str):
     issues = list(
         check_algorithm(AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=())
     )
@@ -129,12 +129,12 @@ def test_a_filter_that_cannot_be_made_is_refused_before_anything_starts(path: st
         ),
     ],
 )
-def test_algorithms_that_the_run_around_them_makes_impossible_are_refused(settings: dict, path: str):
+def test_algorithm_incompatible_with_run_is_refused(settings: dict, path: str):
     issues = list(check_algorithm(AlgorithmConfig(**settings), group_size=1, groups_per_step=1, max_steps=10, tags=()))
     assert [c.path for c in issues] == [path]
 
 
-def test_episodes_that_are_left_out_of_the_loss_still_count_in_their_groups():
+def test_masked_episodes_count_in_group_statistics():
     config = AlgorithmConfig(max_len_mask=True, reward_normalization=RewardNormalization(method="mean"))
     got = outcome(config)
     plain = outcome(AlgorithmConfig(reward_normalization=config.reward_normalization))
@@ -148,7 +148,7 @@ def test_episodes_that_are_left_out_of_the_loss_still_count_in_their_groups():
     torch.testing.assert_close(got.gradient[~left_out], plain.gradient[~left_out] * scale)
 
 
-def test_long_failures_can_be_left_out_and_long_successes_stay():
+def test_long_failures_are_masked_but_long_successes_kept():
     config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
     batch = pack([of_rewards(0, 0.0, 0.0, 0.0, 1.0)])
     assert trained_episodes(batch, config).tolist() == [True, True, False, True]
@@ -156,7 +156,7 @@ def test_long_failures_can_be_left_out_and_long_successes_stay():
     assert trained_episodes(pack([group(0, cut)]), AlgorithmConfig(max_len_mask=True)).tolist() == [False]
 
 
-def test_hard_groups_and_short_episodes_weigh_more_where_that_is_asked_for():
+def test_hard_groups_and_short_episodes_weigh_more_when_configured():
     batch = pack([of_rewards(0, 0.0, 1.0), of_rewards(1, 1.0, 1.0, 1.0, 5.0)])
     hard = episode_weights(batch, AlgorithmConfig(difficulty_loss_weight=True))
     short = episode_weights(batch, AlgorithmConfig(length_loss_weight=True))
@@ -167,7 +167,7 @@ def test_hard_groups_and_short_episodes_weigh_more_where_that_is_asked_for():
     assert episode_weights(batch, AlgorithmConfig()) is None
 
 
-def test_shaping_is_taken_off_the_last_turn_and_is_seen_by_the_comparison():
+def test_shaping_changes_last_turn_and_normalization():
     config = AlgorithmConfig(
         reward_shaping=RewardShaping(
             overlong_max_length=6,

@@ -1,4 +1,4 @@
-"""From groups to advantages, against a slow reading of the rules that looks at one trajectory at a time."""
+"""From groups to advantages, against a slow reference that handles one trajectory at a time."""
 
 import statistics
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def prepared(groups: list[Group], config: AlgorithmConfig, ref_shift: float = 0.
     st.sampled_from([None, 0.3]),
     st.booleans(),
 )
-def test_advantages_follow_the_rules(shapes, estimator, grouping, method, gamma, clip, penalised):
+def test_advantages_equal_reference_implementation(shapes, estimator, grouping, method, gamma, clip, penalised):
     compares = method is not None or estimator == "grpo"
     config = AlgorithmConfig(
         adv_estimator=estimator,
@@ -109,7 +109,7 @@ def test_advantages_follow_the_rules(shapes, estimator, grouping, method, gamma,
 
 
 @given(shapes_of, st.sampled_from(["gae", "grpo", "reinforce"]), st.randoms(use_true_random=False))
-def test_the_order_of_trajectories_and_groups_changes_nothing(shapes, estimator, random):
+def test_advantages_do_not_depend_on_order(shapes, estimator, random):
     config = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True, gamma=0.9)
     shuffled = [group(g.number, *random.sample(g.trajectories, len(g.trajectories)), tag=g.tag) for g in made(shapes)]
     random.shuffle(shuffled)
@@ -117,26 +117,26 @@ def test_the_order_of_trajectories_and_groups_changes_nothing(shapes, estimator,
 
 
 @given(shapes_of, st.sampled_from(["gae", "grpo", "reinforce"]))
-def test_segments_do_not_change_what_a_turn_is_worth(shapes, estimator):
+def test_segments_do_not_change_advantages(shapes, estimator):
     config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9)
     whole = made(shapes)
     cut = [group(g.number, *(cut_into_segments(t) for t in g.trajectories), tag=g.tag) for g in whole]
     assert prepared(cut, config) == pytest.approx(prepared(whole, config), abs=1e-6)
 
 
-def test_every_token_of_a_trajectory_gets_its_reward_less_the_groups_mean():
+def test_token_advantage_is_reward_minus_group_mean():
     targets = build_targets(pack(two_groups()), AlgorithmConfig(reward_normalization=MEAN))
     expected = [0.5] * 3 + [-0.5] * 2 + [-0.3] + [0.3] * 4
     torch.testing.assert_close(targets.advantages, torch.tensor(expected))
 
 
-def test_grpo_divides_by_the_groups_deviation_unless_told_otherwise():
+def test_grpo_divides_by_group_deviation_by_default():
     targets = build_targets(pack(two_groups()), AlgorithmConfig())
     expected = [2**-0.5] * 3 + [-(2**-0.5)] * 2 + [-(2**-0.5)] + [2**-0.5] * 4
     torch.testing.assert_close(targets.advantages, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_gae_takes_the_value_of_the_next_turns_first_token_after_a_turns_last():
+def test_gae_bootstraps_from_next_turns_first_token():
     batch = pack([group(0, trajectory(0, [(2, 1, 0.0), (5, 1, 1.0)]))])
     config = AlgorithmConfig(adv_estimator="gae", gamma=0.5, lambd=0.0)
     targets = build_targets(batch, config, values=torch.tensor([0.25, 0.75]))
@@ -145,12 +145,12 @@ def test_gae_takes_the_value_of_the_next_turns_first_token_after_a_turns_last():
     assert targets.returns.tolist() == [0.5 * 0.75, 1.0]
 
 
-def test_gae_without_values_is_refused():
+def test_gae_requires_values():
     with pytest.raises(ValueError, match="critic's values"):
         build_targets(pack(two_groups()), AlgorithmConfig(adv_estimator="gae"))
 
 
-def test_whitening_comes_before_the_clip_and_leaves_the_critics_returns_alone():
+def test_whitening_precedes_clip_and_keeps_returns():
     batch = pack(two_groups())
     config = AlgorithmConfig(adv_estimator="gae", whiten_advantages=True, advantage_clip=0.5)
     plain = build_targets(batch, AlgorithmConfig(adv_estimator="gae"), values=critic_of(batch))
@@ -164,7 +164,7 @@ def test_whitening_comes_before_the_clip_and_leaves_the_critics_returns_alone():
 
 
 @pytest.mark.parametrize("kind", ["kl", "k2", "k3", "abs"])
-def test_the_penalty_of_the_named_kind_is_subtracted_per_token(kind: str):
+def test_kl_penalty_is_subtracted_per_token(kind: str):
     batch = pack([group(0, trajectory(0, [(1, 2, 0.0)]))])
     config = AlgorithmConfig(adv_estimator="reinforce", gamma=0.0, add_token_level_kl=True, kl_penalty=kind)
     targets = build_targets(batch, config, kl_coef=0.5, ref_logprobs=batch.behavior_logprobs - 2.0)
@@ -173,7 +173,7 @@ def test_the_penalty_of_the_named_kind_is_subtracted_per_token(kind: str):
     assert targets.kl_in_reward == pytest.approx(expected)
 
 
-def test_the_reported_penalty_is_a_mean_over_trajectories_of_means_over_tokens():
+def test_reported_kl_is_mean_over_trajectories_of_token_means():
     batch = pack([group(0, trajectory(0, [(1, 1, 0.0)]), trajectory(1, [(1, 3, 0.0)], base=9))])
     config = AlgorithmConfig(adv_estimator="reinforce", add_token_level_kl=True, init_kl_coef=0.1)
     shift = torch.tensor([4.0, 1.0, 2.0, 3.0])
@@ -181,7 +181,7 @@ def test_the_reported_penalty_is_a_mean_over_trajectories_of_means_over_tokens()
     assert targets.kl_in_reward == pytest.approx((4.0 + 2.0) / 2)
 
 
-def test_a_group_without_variance_carries_no_signal_where_groups_are_compared_within_themselves():
+def test_group_without_variance_has_no_signal_when_siblings_are_compared():
     equal = group(0, trajectory(0, [(1, 1, 1.0)]), trajectory(1, [(1, 2, 0.5), (1, 1, 0.5)]))
     assert not carries_signal(equal, AlgorithmConfig())
     assert not carries_signal(equal, AlgorithmConfig(zero_variance="refill"))
@@ -194,7 +194,7 @@ def test_a_group_without_variance_carries_no_signal_where_groups_are_compared_wi
 
 
 @given(shapes_of)
-def test_groups_without_signal_are_those_whose_advantages_are_zero(shapes):
+def test_groups_without_signal_have_zero_advantages(shapes):
     config = AlgorithmConfig(reward_normalization=MEAN)
     for each in made(shapes):
         silent = all(abs(a) < 1e-6 for a in prepared([each], config).values())

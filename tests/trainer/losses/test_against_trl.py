@@ -124,7 +124,7 @@ def shift_of(batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_gradients_are_trls(name: str):
+def test_losses_and_gradients_equal_trl(name: str):
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     theirs, ours = CASES[name]
@@ -144,7 +144,7 @@ def test_losses_and_gradients_are_trls(name: str):
     assert gradient.abs().max() > 0
 
 
-def test_rloo_is_trls():
+def test_rloo_equals_trl():
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     config = AlgorithmConfig(

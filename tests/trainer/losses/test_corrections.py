@@ -1,4 +1,4 @@
-"""Corrections as configured, against a loop over turns and sequences; what they say of themselves."""
+"""Corrections as configured, against a loop over turns and sequences, and their gauges."""
 
 import math
 
@@ -23,14 +23,14 @@ UNITS = ["token", "turn", "geometric", "sequence"]
 def units_of(batch, unit: str) -> list[list[int]]:
     """Places of the tokens that are judged together."""
     keys = {"token": range(batch.num_sampled), "turn": batch.turn.tolist()}.get(unit, batch.sequence.tolist())
-    found: dict[int, list[int]] = {}
+    by_unit: dict[int, list[int]] = {}
     for place, key in enumerate(keys):
-        found.setdefault(key, []).append(place)
-    return list(found.values())
+        by_unit.setdefault(key, []).append(place)
+    return list(by_unit.values())
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_units_outside_either_bound_are_dropped_whole(unit: str):
+def test_units_outside_bounds_are_masked_entirely(unit: str):
     config = AlgorithmConfig(old_logprobs="recompute")
     batch = pack(rich_groups())
     targets = build_targets(batch, config, **inputs_of(batch, config))
@@ -57,7 +57,7 @@ def test_units_outside_either_bound_are_dropped_whole(unit: str):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_weights_are_the_units_ratio_within_bounds(unit: str):
+def test_weights_are_unit_ratios_within_bounds(unit: str):
     config = AlgorithmConfig(old_logprobs="recompute")
     batch = pack(rich_groups())
     targets = build_targets(batch, config, **inputs_of(batch, config))
@@ -70,7 +70,7 @@ def test_weights_are_the_units_ratio_within_bounds(unit: str):
         assert got.weight[places].tolist() == pytest.approx([min(max(ratio, 0.9), 1.1)] * len(places), rel=1e-5)
 
 
-def test_dropped_tokens_keep_their_share_of_the_denominator_and_their_entropy():
+def test_masked_tokens_keep_denominator_and_entropy():
     plain, filtered = AlgorithmConfig(entropy_loss_coef=0.1), MismatchFilter(ratio_high=1.1)
     corrected = AlgorithmConfig(entropy_loss_coef=0.1, train_infer_correction=TrainInferCorrection(filters=(filtered,)))
     one, two = outcome(plain), outcome(corrected)
@@ -83,7 +83,7 @@ def test_dropped_tokens_keep_their_share_of_the_denominator_and_their_entropy():
     assert two.gauges["actor/maskfrac_up"] == pytest.approx(float(gone[up].float().mean()))
 
 
-def test_the_gauges_of_weights_say_their_mean_and_how_many_were_cut():
+def test_weight_gauges_report_mean_and_clipped_share():
     weight = TrainInferCorrection(is_weight=ImportanceWeight(upper_bound=1.1))
     got = outcome(AlgorithmConfig(old_logprobs="recompute", train_infer_correction=weight))
     ratio = (got.targets.old_logprobs - got.targets.behavior_logprobs).exp()
@@ -92,7 +92,7 @@ def test_the_gauges_of_weights_say_their_mean_and_how_many_were_cut():
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_the_gauges_of_every_granularity_are_shares_of_tokens_by_the_advantages_sign(unit: str):
+def test_mask_gauges_are_token_shares_by_advantage_sign(unit: str):
     bound = MismatchFilter(agg_type=unit, ratio_low=0.9, ratio_high=1.15)
     weight = ImportanceWeight(weight_type=unit, lower_bound=0.9, upper_bound=1.1)
     correction = TrainInferCorrection(filters=(bound,), is_weight=weight)
@@ -122,7 +122,7 @@ def test_the_gauges_of_every_granularity_are_shares_of_tokens_by_the_advantages_
     assert {name: got.gauges[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_m2po_drops_is_counted():
+def test_m2po_masked_tokens_are_counted():
     got = outcome(
         AlgorithmConfig(old_logprobs="recompute", train_infer_correction=TrainInferCorrection(m2_threshold=0.01))
     )
@@ -134,7 +134,7 @@ def test_what_m2po_drops_is_counted():
     assert got.gauges["actor/maskfrac"] == pytest.approx(1 - len(kept) / len(square))
 
 
-def test_the_proximal_policy_is_guessed_from_versions():
+def test_proximal_policy_is_interpolated_by_version():
     got = outcome(AlgorithmConfig(old_logprobs="loglinear"))
     age = 4 - got.batch.versions
     moved = by_token(got.batch, 0.4, 0.0)

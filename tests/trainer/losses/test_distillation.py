@@ -1,4 +1,4 @@
-"""On-policy distillation: what teachers make of what the policy sampled."""
+"""On-policy distillation: teachers' logprobs as advantages."""
 
 import json
 from pathlib import Path
@@ -36,21 +36,21 @@ TWO = {
 
 
 @pytest.mark.parametrize("old", ["behavior", "recompute"])
-def test_the_advantage_of_a_token_is_what_its_teachers_find_it_more_likely(old: str) -> None:
+def test_distilled_advantage_is_weighted_teacher_log_ratio(old: str) -> None:
     config = AlgorithmConfig.model_validate({"adv_estimator": "opd", "teacher": TWO, "old_logprobs": old})
     batch = pack(rich_groups())
-    found = build_targets(batch, config, **inputs_of(batch, config))
-    said = teacher_logprobs(batch, config).tolist()
+    targets = build_targets(batch, config, **inputs_of(batch, config))
+    teacher = teacher_logprobs(batch, config).tolist()
     for m in range(batch.num_sampled):
         tag = batch.tags[int(batch.tag[batch.trajectory[m]])]
-        own = float(found.old_logprobs[m])
-        expected = -0.5 * (own - said[0][m]) - (2.0 * (own - said[1][m]) if tag == "tag1" else 0.0)
-        assert float(found.advantages[m]) == pytest.approx(expected, abs=1e-5)
-    assert found.teacher_kl == pytest.approx(-float(found.advantages.mean()), abs=1e-6)
+        own = float(targets.old_logprobs[m])
+        expected = -0.5 * (own - teacher[0][m]) - (2.0 * (own - teacher[1][m]) if tag == "tag1" else 0.0)
+        assert float(targets.advantages[m]) == pytest.approx(expected, abs=1e-5)
+    assert targets.teacher_kl == pytest.approx(-float(targets.advantages.mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize("base", [{}, {"adv_estimator": "reinforce_plus_plus"}, {"adv_estimator": "gigpo"}])
-def test_mixed_it_is_added_to_what_rewards_say(base: dict) -> None:
+def test_use_opd_adds_distilled_advantages_to_rewards(base: dict) -> None:
     batch = pack(rich_groups())
     parts = [
         build_targets(batch, config, **inputs_of(batch, config)).advantages
@@ -63,18 +63,18 @@ def test_mixed_it_is_added_to_what_rewards_say(base: dict) -> None:
     torch.testing.assert_close(parts[0], parts[1] + parts[2])
 
 
-def test_a_group_whose_members_did_alike_has_something_to_learn_from_a_teacher() -> None:
+def test_distillation_gives_signal_to_groups_with_equal_rewards() -> None:
     equal = group(0, trajectory(0, [(2, 2, 1.0)]), trajectory(1, [(2, 3, 1.0)]))
     assert not carries_signal(equal, AlgorithmConfig())
     assert carries_signal(equal, AlgorithmConfig(use_opd=True, teacher=TWO))
     assert carries_signal(equal, AlgorithmConfig(adv_estimator="opd", teacher=TWO))
 
 
-def test_teachers_that_are_missing_or_idle_are_complained_about(tmp_path: Path) -> None:
+def test_missing_or_unused_teachers_are_reported(tmp_path: Path) -> None:
     def paths(**settings: object) -> list[str]:
         config = AlgorithmConfig.model_validate(settings)
-        found = check_algorithm(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
-        return [issue.path for issue in found]
+        issues = check_algorithm(config, group_size=4, groups_per_step=4, max_steps=9, tags=("tag0", "tag1"))
+        return [issue.path for issue in issues]
 
     here = TeacherConfig(pretrain=str(tmp_path))
     half = here.model_copy(update={"tag_included": ("tag0",)})
@@ -88,7 +88,7 @@ def test_teachers_that_are_missing_or_idle_are_complained_about(tmp_path: Path) 
     assert paths(use_opd=True, teacher={"one": stray}) == ["teacher.one.tag_included.0"]
 
 
-def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(tmp_path: Path) -> None:
+def test_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     for name, words in (("one", ["a", "b"]), ("same", ["a", "b"]), ("other", ["a", "c"])):
         write_tiny_policy(tmp_path / name, TinyPolicyConfig(), words)
     check_same_tokens(tmp_path / "one", tmp_path / "same", "teacher.x.pretrain")
@@ -96,7 +96,7 @@ def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(tmp_pa
         check_same_tokens(tmp_path / "one", tmp_path / "other", "teacher.x.pretrain")
 
 
-def test_a_student_learns_a_game_from_a_teacher_who_plays_it_and_from_no_reward(tmp_path: Path) -> None:
+def test_student_learns_from_teacher_without_rewards(tmp_path: Path) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
     draw = torch.Generator().manual_seed(0)
 
@@ -104,16 +104,16 @@ def test_a_student_learns_a_game_from_a_teacher_who_plays_it_and_from_no_reward(
         training = {"actor_train": {"training_args": {"learning_rate": 1e-2}}}
         config = LearnerConfig.model_validate_json(json.dumps(tree | training))
         batches = BatchTrainer(config, StepModels(PlainEngine(policy), teachers=teachers), ALONE)
-        seen: list[float] = []
+        means: list[float] = []
         for step in range(12):
             groups = play(policy, step, draw)
-            seen.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
+            means.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
             batches.train(groups, step)
-        return seen
+        return means
 
     teacher = load_policy(tmp_path, ModelArgs(), seed=1)
     assert rewards(teacher, {"adv_estimator": "rloo"}, [])[-1] > 0.6
     pure = {"adv_estimator": "opd", "teacher": {"own": {"pretrain": str(tmp_path)}}}
     student = load_policy(tmp_path, ModelArgs(), seed=2)
-    seen = rewards(student, pure, [FrozenModel(teacher, ALONE)])
-    assert sum(seen[-4:]) / 4 > 2 * max(seen[0], 0.2)
+    means = rewards(student, pure, [FrozenModel(teacher, ALONE)])
+    assert sum(means[-4:]) / 4 > 2 * max(means[0], 0.2)

@@ -119,9 +119,9 @@ def step_reinforce(groups: list[Group]) -> Advantages:
 
 def whitened(plain: Callable[[list[Group]], Advantages]) -> Callable[[list[Group]], Advantages]:
     def estimator(groups: list[Group]) -> Advantages:
-        found = plain(groups)
-        mean, deviation = statistics.fmean(found.values()), statistics.stdev(found.values())
-        return {token: (value - mean) / (deviation + 1e-6) for token, value in found.items()}
+        advantages = plain(groups)
+        mean, deviation = statistics.fmean(advantages.values()), statistics.stdev(advantages.values())
+        return {token: (value - mean) / (deviation + 1e-6) for token, value in advantages.items()}
 
     return estimator
 
@@ -147,7 +147,7 @@ ESTIMATORS: dict[str, tuple[AlgorithmConfig, Callable[[list[Group]], Advantages]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_advantages_are_those_of_the_definition(name: str):
+def test_advantages_equal_the_definition(name: str):
     config, by_hand = ESTIMATORS[name]
     groups = rich_groups()
     batch = pack(groups)
@@ -165,7 +165,7 @@ def of_gae(**settings: object) -> tuple[Targets, Advantages, Advantages]:
     return targets, dict(zip(ids, targets.advantages.tolist(), strict=True)), values
 
 
-def test_gae_over_turns_reads_values_before_each_turn_and_teaches_the_critic_there_alone():
+def test_turn_gae_uses_and_trains_values_at_turn_starts_only():
     targets, got, values = of_gae(gae_level="turn")
     expected: Advantages = {}
     firsts: list[bool] = []
@@ -186,7 +186,7 @@ def test_gae_over_turns_reads_values_before_each_turn_and_teaches_the_critic_the
     torch.testing.assert_close(targets.returns[firsts], (targets.advantages + targets.old_values)[firsts])
 
 
-def test_vtrace_weighs_what_older_weights_sampled_by_the_learners_own_ratio():
+def test_vtrace_uses_ratio_of_learner_to_behavior():
     """One trajectory by the recursion of remark 1: v_t - V_t = rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1})."""
     targets, got, values = of_gae(value_targets="vtrace", old_logprobs="recompute", vtrace_rho_bar=1.1)
     ratio = (targets.old_logprobs - targets.behavior_logprobs).exp()
@@ -206,7 +206,7 @@ def test_vtrace_weighs_what_older_weights_sampled_by_the_learners_own_ratio():
             assert taught[token] == pytest.approx(values[token] + correction, abs=1e-5)
 
 
-def test_states_are_compared_within_their_group_alone_and_unknown_ones_with_nobody():
+def test_states_are_compared_within_group_and_unknown_ones_never():
     groups = rich_groups()
     batch = pack(groups)
     seen: dict[int, set[tuple[int, str]]] = {}

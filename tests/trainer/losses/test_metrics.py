@@ -44,19 +44,19 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1, 2], [3]], [[3, 2], [], [0, 1]]])
-def test_gauges_are_those_of_all_tokens_however_these_are_parted(parts: list[list[int]]):
+def test_gauges_do_not_depend_on_micro_batches(parts: list[list[int]]):
     merged = merge_all(gauges_of(part) for part in parts)
     assert {name: gauge.value for name, gauge in merged.items()} == pytest.approx(EXPECTED)
 
 
-def test_the_effective_sample_size_is_of_the_whole_step():
+def test_effective_sample_size_covers_the_whole_step():
     merged = with_effective_sample_size(merge_all([gauges_of([0, 1]), gauges_of([2, 3])]))
     assert merged["actor/ess"].value == pytest.approx(6.5**2 / (4 * 14.25))
     assert with_effective_sample_size(gauges_of([0]))["actor/ess"].value == pytest.approx(1.0)
     assert with_effective_sample_size({}) == {}
 
 
-def test_on_policy_nothing_is_off():
+def test_on_policy_gauges_show_no_mismatch():
     same = torch.tensor([-1.0, -2.0])
     surrogate = TokenLosses(torch.zeros(2), torch.ones(2), torch.zeros(2, dtype=torch.bool))
     got = policy_gauges(surrogate, same, same, torch.ones(2), same, same, None)
@@ -64,7 +64,7 @@ def test_on_policy_nothing_is_off():
     assert "actor/mismatch_kl_fresh" not in got
 
 
-def test_a_losss_gauge_is_its_sum_over_an_optimizer_step_and_a_mean_over_steps():
+def test_loss_gauge_is_sum_per_step_and_mean_over_steps():
     term, weights = torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.full((4,), 0.5)
     parts = [loss_gauges({"x": term[:1]}, weights[:1], 0.5), loss_gauges({"x": term[1:2]}, weights[1:2], 0.5)]
     assert merge_all(parts)["x"].value == pytest.approx(1.5)
@@ -72,7 +72,7 @@ def test_a_losss_gauge_is_its_sum_over_an_optimizer_step_and_a_mean_over_steps()
     assert merge_all(parts)["x"].value == pytest.approx((1.5 + 6.0) / 2)
 
 
-def test_a_batchs_gauges_say_what_it_is_made_of():
+def test_batch_gauges_describe_the_batch():
     batch = pack([*two_groups(), group(2, trajectory(0, [(1, 0, -3.0)]))])
     advantages, values = torch.linspace(-1, 2, 10), torch.zeros(10)
     returns = torch.tensor([1.0, 3.0] * 5)
@@ -98,5 +98,5 @@ def test_a_batchs_gauges_say_what_it_is_made_of():
     assert {name: got[name].value for name in expected} == pytest.approx(expected)
 
 
-def test_an_empty_batch_has_no_gauges():
+def test_empty_batch_has_no_gauges():
     assert batch_gauges(pack([]), torch.zeros(0), None, None, 1) == {}

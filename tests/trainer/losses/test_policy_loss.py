@@ -28,7 +28,7 @@ MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 
 def shifted(batch: Batch) -> Tensor:
-    """What some policy says of each token, by the token alone, so that it does not depend on the order."""
+    """Return logprobs that depend on the token id alone, hence not on the order."""
     return batch.behavior_logprobs + 0.4 * torch.cos(batch.tokens[batch.positions].float())
 
 
@@ -50,7 +50,7 @@ shapes_of = st.lists(
 
 
 @given(shapes_of, st.sampled_from(MODES), st.integers(1, 60), st.integers(1, 4), st.sampled_from(["ppo", "tis"]))
-def test_losses_and_gradients_of_all_parts_add_up_to_the_batchs(shapes, mode, budget, count, variant):
+def test_losses_and_gradients_of_micro_batches_sum_to_the_batchs(shapes, mode, budget, count, variant):
     batch = pack([group(0, *(trajectory(i, shape, base=50 * i) for i, shape in enumerate(shapes)))])
     config = AlgorithmConfig(
         adv_estimator="reinforce", loss_agg_mode=mode, entropy_loss_coef=0.1, pg_variant=variant, reward_clip=0.5
@@ -77,7 +77,7 @@ def test_losses_and_gradients_of_all_parts_add_up_to_the_batchs(shapes, mode, bu
 
 
 @given(st.permutations(range(4)), st.sampled_from(MODES))
-def test_the_order_of_trajectories_changes_nothing(order: list[int], mode: str):
+def test_result_does_not_depend_on_trajectory_order(order: list[int], mode: str):
     config = AlgorithmConfig(reward_normalization=MEAN, loss_agg_mode=mode)
     members = [trajectory(i, [(2, 1 + i, float(i == 2))], base=10 * i) for i in range(4)]
 
@@ -90,7 +90,7 @@ def test_the_order_of_trajectories_changes_nothing(order: list[int], mode: str):
 
 @pytest.mark.parametrize("variant", ["ppo", "tis"])
 @pytest.mark.parametrize("mode", MODES)
-def test_on_policy_the_gradient_is_reinforces(variant: str, mode: str):
+def test_on_policy_gradient_equals_reinforce(variant: str, mode: str):
     batch = pack(two_groups())
     config = AlgorithmConfig(reward_normalization=MEAN, pg_variant=variant, loss_agg_mode=mode)
     targets = build_targets(batch, config)
@@ -100,14 +100,14 @@ def test_on_policy_the_gradient_is_reinforces(variant: str, mode: str):
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_a_trajectory_in_segments_counts_as_one_sequence(mode: str):
+def test_segmented_trajectory_counts_as_one_sequence(mode: str):
     config = AlgorithmConfig(reward_normalization=MEAN, loss_agg_mode=mode)
     whole = two_groups()
     cut = [group(g.number, *(cut_into_segments(t) for t in g.trajectories)) for g in whole]
     assert torch.equal(build_targets(pack(cut), config).weights, build_targets(pack(whole), config).weights)
 
 
-def test_old_logprobs_are_the_engines_unless_they_are_recomputed():
+def test_old_logprobs_are_the_engines_unless_recomputed():
     batch = pack(two_groups())
     config = AlgorithmConfig(reward_normalization=MEAN)
     assert torch.equal(build_targets(batch, config).old_logprobs, batch.behavior_logprobs)
@@ -119,7 +119,7 @@ def test_old_logprobs_are_the_engines_unless_they_are_recomputed():
     torch.testing.assert_close(gradient(recompute, own, targets), -targets.advantages / batch.num_sampled)
 
 
-def test_decoupled_ppo_weighs_tokens_by_the_truncated_ratio_of_old_to_behavior():
+def test_decoupled_ppo_weights_tokens_by_truncated_old_to_behavior_ratio():
     batch = pack(two_groups())
     correction = TrainInferCorrection(is_weight=ImportanceWeight(upper_bound=1.5))
     config = AlgorithmConfig(reward_normalization=MEAN, old_logprobs="recompute", train_infer_correction=correction)
@@ -141,14 +141,14 @@ def test_decoupled_ppo_weighs_tokens_by_the_truncated_ratio_of_old_to_behavior()
         ({"pg_variant": "tis", "tis_upper_bound": 1.2}, [0.5, -0.5], [1.0, -1.0], [-1.2, 0.6065]),
     ],
 )
-def test_each_bound_limits_what_it_names(change: dict, moved: list[float], advantages: list[float], expected):
+def test_each_clip_bound_limits_the_loss(change: dict, moved: list[float], advantages: list[float], expected):
     behavior, weights = torch.tensor([-1.0, -1.0]), torch.ones(2)
     targets = Targets(torch.tensor(advantages), weights, behavior, behavior, *(torch.arange(2),) * 2, token_share=0.5)
     got = gradient(AlgorithmConfig(**change), behavior + torch.tensor(moved), targets)
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-3, atol=1e-3)
 
 
-def test_the_entropy_bonus_is_subtracted():
+def test_entropy_bonus_is_subtracted():
     batch = pack(two_groups())
     plain = AlgorithmConfig(reward_normalization=MEAN)
     bonus = AlgorithmConfig(reward_normalization=MEAN, entropy_loss_coef=0.5)
@@ -159,7 +159,7 @@ def test_the_entropy_bonus_is_subtracted():
     torch.testing.assert_close(torch.autograd.grad(loss, entropy)[0], torch.full_like(entropy, -0.05))
 
 
-def test_a_kl_loss_adds_the_k3_estimate_and_pulls_towards_the_reference():
+def test_kl_loss_adds_k3_and_pulls_towards_the_reference():
     batch = pack(two_groups())
     config = AlgorithmConfig(reward_normalization=MEAN, use_kl_loss=True, kl_loss_coef=0.3)
     with pytest.raises(ValueError, match="reference"):
@@ -172,7 +172,7 @@ def test_a_kl_loss_adds_the_k3_estimate_and_pulls_towards_the_reference():
     assert gauges["actor/kl_loss"].value == pytest.approx(2.718281828**0.5 - 1.5, rel=1e-4)
 
 
-def test_the_critics_loss_is_a_mean_over_tokens_and_clips_as_configured():
+def test_critic_loss_is_token_mean_with_configured_clip():
     batch = pack([group(0, trajectory(0, [(1, 2, 1.0)]))])
     config = AlgorithmConfig(adv_estimator="gae", lambd=1.0, loss_agg_mode="seq-mean-token-sum")
     targets = build_targets(batch, config, values=torch.tensor([0.25, 0.5]))
@@ -184,7 +184,7 @@ def test_the_critics_loss_is_a_mean_over_tokens_and_clips_as_configured():
     assert float(critic_loss(clipped, values, targets)[0]) == pytest.approx(0.5 * (0.65**2 + 1.0**2) / 2)
 
 
-def test_a_critics_loss_without_returns_is_refused():
+def test_critic_loss_requires_returns():
     batch = pack(two_groups())
     with pytest.raises(ValueError, match="returns"):
         critic_loss(AlgorithmConfig(), torch.zeros(10), build_targets(batch, AlgorithmConfig()))
@@ -201,7 +201,7 @@ def test_extreme_ratios_give_finite_losses_gradients_and_gauges(shift: float):
     assert all(abs(gauge.value) < 1e30 for gauge in gauges.values())
 
 
-def test_an_empty_batch_has_a_loss_of_zero_that_can_be_differentiated():
+def test_empty_batch_has_differentiable_zero_loss():
     config = AlgorithmConfig()
     nothing = torch.zeros(0, requires_grad=True)
     loss, gauges = policy_loss(config, nothing, torch.zeros(0), build_targets(pack([]), config))
@@ -210,7 +210,7 @@ def test_an_empty_batch_has_a_loss_of_zero_that_can_be_differentiated():
     assert gauges["actor/pg_loss"].value == 0.0
 
 
-def test_targets_of_some_tokens_are_those_tokens_targets():
+def test_targets_at_selects_tokens():
     batch = pack(two_groups())
     config = AlgorithmConfig(adv_estimator="gae", use_kl_loss=True, kl_loss_coef=0.1)
     targets = build_targets(
