@@ -33,49 +33,6 @@ from offbeat.services.messages.types import (
     Trajectory,
 )
 
-
-def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
-    """Divide the indexes of `lengths` into bins of at most `budget` in sum; a longer sequence is alone in its bin.
-
-    Sequences of similar length share a bin. The number of bins is a multiple of `multiple_of` if there are enough sequences.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    min_bins = len(_fill(order, lengths, budget))
-    num_bins = min(-(-min_bins // multiple_of) * multiple_of, len(order))
-    low, high = 1, budget
-    while low < high:
-        middle = (low + high) // 2
-        if len(_fill(order, lengths, middle)) <= num_bins:
-            high = middle
-        else:
-            low = middle + 1
-    bins = _fill(order, lengths, high)
-    while len(bins) < num_bins:
-        _split_largest(bins, lengths)
-    return bins
-
-
-def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Cut `order` greedily into bins of at most `capacity`."""
-    bins: list[list[int]] = []
-    filled = 0
-    for i in order:
-        if not bins or filled + lengths[i] > capacity:
-            bins.append([])
-            filled = 0
-        bins[-1].append(i)
-        filled += lengths[i]
-    return bins
-
-
-def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
-    """Halve, in place, the fullest bin with more than one sequence."""
-    divisible = [k for k, members in enumerate(bins) if len(members) > 1]
-    fullest = max(divisible, key=lambda k: sum(lengths[i] for i in bins[k]))
-    members = bins[fullest]
-    bins[fullest : fullest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
-
-
 IntArray = npt.NDArray[np.int64]
 
 
@@ -341,3 +298,45 @@ def _pictures(batch: Batch, chosen: Sequence[int], borders: Sequence[int]) -> tu
         return ()
     shifted = zip(chosen, borders[:-1], strict=True)
     return tuple(replace(p, start=p.start + shift) for s, shift in shifted for p in batch.pictures[s])
+
+
+def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
+    """Divide the indexes of `lengths` into bins of at most `budget` in sum; a longer sequence is alone in its bin.
+
+    Sequences of similar length share a bin. The number of bins is a multiple of `multiple_of` if there are enough sequences.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    min_bins = len(_fill(order, lengths, budget))
+    num_bins = min(-(-min_bins // multiple_of) * multiple_of, len(order))
+    low, high = 1, budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(_fill(order, lengths, middle)) <= num_bins:
+            high = middle
+        else:
+            low = middle + 1
+    bins = _fill(order, lengths, high)
+    while len(bins) < num_bins:
+        _split_largest(bins, lengths)
+    return bins
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Cut `order` greedily into bins of at most `capacity`."""
+    bins: list[list[int]] = []
+    filled = 0
+    for i in order:
+        if not bins or filled + lengths[i] > capacity:
+            bins.append([])
+            filled = 0
+        bins[-1].append(i)
+        filled += lengths[i]
+    return bins
+
+
+def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
+    """Halve, in place, the fullest bin with more than one sequence."""
+    divisible = [k for k, members in enumerate(bins) if len(members) > 1]
+    fullest = max(divisible, key=lambda k: sum(lengths[i] for i in bins[k]))
+    members = bins[fullest]
+    bins[fullest : fullest + 1] = [members[: len(members) // 2], members[len(members) // 2 :]]
