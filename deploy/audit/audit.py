@@ -1,10 +1,9 @@
-"""The proof that a run lost no group and trained none twice, from what it left on disk (and in Redis, where that is there).
+"""Verifies from what a run left on disk (and in Redis, if available) that no group was lost or trained twice.
 
-Two accounts that know nothing of each other are held against each other: the buffer's (`ledger/groups.jsonl`: what became of
-each group) and the learner's (`ledger/steps.jsonl`: what each optimizer batch was made of); then both against the
-checkpoints and the counters.
+Two independent ledgers are compared: the buffer's (`ledger/groups.jsonl`: the life of each group) and the learner's
+(`ledger/steps.jsonl`: the groups of each optimizer batch); then both with the checkpoints and the counters.
 
-Invariant: whatever does not hold is said in words, with the group, step or file where it does not.
+Invariant: every violation is reported in words, with its group, step or file.
 """
 
 import math
@@ -26,22 +25,22 @@ SHOWN = 8
 
 @dataclass
 class GroupLife:
-    """What became of one group."""
+    """Life of one group."""
 
     number: int
     admitted_version: int
     submitted: bool = False
     ending: str = ""
-    """One of `ENDINGS`, or nothing: in flight."""
+    """One of `ENDINGS`, or empty while in flight."""
     detail: str = ""
-    """trained: the step whose checkpoint holds it; else the reason."""
+    """trained: step of the checkpoint that contains it; otherwise the reason."""
     step: int | None = None
     """Optimizer batch that trained it, in the lineage of weights that survives."""
     oldest_version: int | None = None
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """State in one word."""
         return self.ending or ("in the stream" if self.submitted else "being played")
 
 
@@ -52,9 +51,9 @@ class Evidence:
     events: Sequence[LifeEvent]
     journal: Sequence[StepLine | ResumedLine]
     checkpoints: dict[int, str] = field(default_factory=dict[int, str])
-    """Step -> what is wrong with it, or nothing."""
+    """Step -> problem of its checkpoint, or an empty string."""
     counters: Counters | None = None
-    """Of the Redis that the newest events came from."""
+    """Counters of the Redis with the newest events."""
     groups_per_step: int = 1
     max_steps: int = 0
     train_stale: bool = False
@@ -64,14 +63,14 @@ class Evidence:
 
 @dataclass
 class Audit:
-    """What was found."""
+    """Result of an audit."""
 
     groups: dict[int, GroupLife]
     lineage: Lineage
     findings: list[str] = field(default_factory=list[str])
-    """What does not hold; empty: the accounting is proven."""
+    """Violations; empty if the accounting is proven."""
     notes: list[str] = field(default_factory=list[str])
-    """What is worth knowing, and in order."""
+    """Remarks that are no violations."""
 
     @property
     def proven(self) -> bool:
@@ -81,7 +80,7 @@ class Audit:
         return sum(life.ending == ending for life in self.groups.values())
 
     def reasons(self, ending: str) -> dict[str, int]:
-        """By reason, most frequent first."""
+        """Return the number of groups by reason, most frequent first."""
         return dict(Counter(life.detail for life in self.groups.values() if life.ending == ending).most_common())
 
     @property
@@ -92,7 +91,7 @@ class Audit:
 
 
 def audit(evidence: Evidence) -> Audit:
-    """Hold everything that a run left against everything else."""
+    """Compare everything that a run left."""
     lineage = trace(evidence.journal)
     found = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
     standing = _standing(evidence.events, found)
@@ -155,7 +154,7 @@ def _live(events: Iterable[LifeEvent], found: Audit) -> None:
 
 
 def _settle(found: Audit) -> None:
-    """Bring in what the learner knows: the step of each group, and what became of groups when either side lost data."""
+    """Add the learner's knowledge: the step of each group, and corrections of groups if either side lost data."""
     for step, groups in found.lineage.rewound.items():
         for number in groups:
             life = found.groups.get(number)
@@ -193,7 +192,7 @@ def _numbers(found: Audit) -> Iterator[str]:
 
 
 def _steps(evidence: Evidence, found: Audit) -> Iterator[str]:
-    """What the surviving steps were made of."""
+    """Check the groups of the surviving steps."""
     seen: dict[int, int] = {}
     for line in found.lineage.steps:
         if len(line.groups) != evidence.groups_per_step:

@@ -1,6 +1,6 @@
-"""The lineage of weights that survives, read from the learner's journal.
+"""The surviving lineage of weights, read from the learner's ledger.
 
-Invariant: each step stands once, as the last learner to train it left it; what was repeated is held against the first time.
+Invariant: each step occurs once, as the last learner trained it; repeated steps are compared with their first occurrence.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ class Lineage:
     first: int = 1
     """Number of the first step; above 1 where the run went on from another run's checkpoint."""
     restored_to: int = 0
-    """Redis had lost what it knew of the steps up to this one."""
+    """Redis had lost its data about the steps up to this one."""
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Step -> groups that were trained by it in a lineage whose checkpoints are gone."""
     rewound_to: int | None = None
-    """The buffer had counted groups of steps after this one, whose checkpoints are gone."""
+    """The buffer had counted groups of later steps, whose checkpoints are gone."""
     repeated: int = 0
     """Steps that a learner trained again after another one's death."""
     learners: int = 0

@@ -1,4 +1,4 @@
-"""`offbeat audit`: proves from what a run left that no group was lost and none trained twice, or says where it was."""
+"""`offbeat audit`: verifies that a run lost no group and trained none twice, and reports where it did."""
 
 import json
 from collections.abc import Sequence
@@ -46,18 +46,18 @@ PATIENCE_S = 3.0
 
 
 class AuditError(Exception):
-    """There is nothing to audit; the message says why."""
+    """Nothing to audit; the message says why."""
 
 
 def audit_run(
     run: str, *, console: Console, as_json: bool = False, group: int | None = None, redis_url: str | None = None
 ) -> int:
-    """Audit a run by its name or folder; returns the exit code: 0 proven, 1 not.
+    """Audit a run by name or folder; return the exit code: 0 proven, 1 not.
 
-    group: tell the life of this one too. redis_url: see `examine`.
+    group: also print the life of this one. redis_url: see `examine`.
 
     Raises:
-        AuditError: there is no such run, or it kept no ledger.
+        AuditError: there is no such run, or it has no ledger.
     """
     folder = folder_of(run)
     found, evidence = examine(folder, redis_url)
@@ -71,9 +71,9 @@ def audit_run(
 
 
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
-    """Read and judge what lies in a run's folder. Raises `AuditError`.
+    """Read and audit a run's folder. Raises `AuditError`.
 
-    redis_url: of the Redis that holds the run, whatever its folder says: a run that was sent to a mesh.
+    redis_url: Redis that holds the run, overriding the folder's: for runs of a deployed mesh.
     """
     try:
         config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
@@ -100,7 +100,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
 
 
 def folder_of(run: str) -> Path:
-    """The folder of a run that a person names by it or by the run's name under `runs/`. Raises `AuditError`."""
+    """Return the folder of a run, given by its path or by its name under `runs/`. Raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
             return folder.resolve()
@@ -108,7 +108,7 @@ def folder_of(run: str) -> Path:
 
 
 def _events(folder: Path, config: RunConfig, redis_url: str | None) -> tuple[list[LifeEvent], Counters | None, str]:
-    """The ledger, and what Redis knows beyond it; why that could not be asked, or nothing."""
+    """Return the ledger, Redis' counters, and why Redis could not be read, or an empty string."""
     events = read_ledger(folder)
     running = run_folder.read_endpoints(folder)
     url = redis_url or config.redis.url or (running.redis_url if running else None)
@@ -152,7 +152,7 @@ def _checkpoints(folder: Path) -> dict[int, str]:
 
 
 def as_tree(found: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
-    """The audit as JSON; every group with its life, unless one is asked for."""
+    """Return the audit as JSON values; with the life of every group, or of the requested one."""
     lives = [found.groups[group]] if group is not None else [found.groups[n] for n in sorted(found.groups)]
     return {
         "proven": found.proven,

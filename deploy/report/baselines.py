@@ -1,4 +1,4 @@
-"""What success means on a run's held-out tasks: what simple walkers and the best possible play achieve."""
+"""Success of reference policies on a run's held-out tasks."""
 
 import json
 

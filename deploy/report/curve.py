@@ -1,4 +1,4 @@
-"""The learning curve as a picture: success over steps and over seconds, beside what simple walkers achieve."""
+"""Plot of the learning curve: success over steps and over seconds, with the baselines."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

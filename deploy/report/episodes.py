@@ -1,6 +1,6 @@
-"""Recorded episodes, played again in the env and drawn: a GIF of several, and an HTML page with their texts.
+"""Renders recorded episodes by stepping the env again: a GIF of several, and an HTML page with their texts.
 
-An env that has no `rgb_array` picture is shown by its texts alone.
+Envs without `rgb_array` rendering are shown as text.
 """
 
 import base64
@@ -37,7 +37,7 @@ figcaption, pre { font: 13px/1.35 ui-monospace, monospace; white-space: pre-wrap
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
-    """What is needed to play an episode again."""
+    """Inputs for stepping an episode again."""
 
     title: str
     """`before training`, `after training`, ..."""
@@ -91,7 +91,7 @@ def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.Text
 
 
 def picture_of(env: registry.TextEnv) -> Picture | None:
-    """What the env draws of itself now, if it draws."""
+    """Return the env's rendering, or None if it has none."""
     try:
         drawn: Any = env.render()
     except NotImplementedError:  # gymnasium's default
@@ -102,9 +102,9 @@ def picture_of(env: registry.TextEnv) -> Picture | None:
 
 
 def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4) -> bool:
-    """Write all drawable episodes side by side under their titles; False if none is drawable.
+    """Write all episodes with images side by side under their titles; return False if there are none.
 
-    Frames are gray while an episode goes on, then green or red by its success.
+    Frames are gray while an episode is running, then green or red by its success.
     """
     from PIL import Image
 

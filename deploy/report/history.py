@@ -1,6 +1,6 @@
-"""A run's past, read from its metric records: what each step trained, each evaluation found, and how fast it all went.
+"""History of a run from its metric records: steps, evaluations and rates.
 
-Invariant: a step that a restarted learner repeated counts once, with what it saw the last time.
+Invariant: a step that a restarted learner repeated counts once, with its last values.
 """
 
 from array import array
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from offbeat.services.telemetry import MetricRecord, Partial
 
 RATE_S = 15.0
-"""Rates are means over so many seconds."""
+"""Window of rates, s."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
-"""What is kept of all steps; of the newest everything is."""
+"""Values kept for all steps; of the newest step, all values are kept."""
 NOT_SEEN = float("nan")
 
 
 def command_started(began: float) -> MetricRecord:
-    """What a command writes before anything else of its run. began: Unix time at which its process started."""
+    """Return the first record of a command. began: Unix time at which its process started."""
     return MetricRecord("command", {"began": Partial("last", began)})
 
 
@@ -44,7 +44,7 @@ class Steps:
         self._values = {name: array("d") for name in OF_EVERY_STEP}
 
     def add(self, step: Step) -> None:
-        """Take in the newest step; one that is repeated replaces what stood from there on."""
+        """Add the newest step; a repeated one replaces everything from there on."""
         while self._numbers and self._numbers[-1] >= step.number:
             for column in (self._numbers, self._times, *self._values.values()):
                 column.pop()
@@ -179,11 +179,11 @@ class RunHistory:
         return sorted(found, key=lambda each: (each.step, each.time))
 
     def total(self, key: str) -> float:
-        """Sum of a metric over the whole run, 0 if nobody wrote it."""
+        """Return the sum of a metric over the whole run, 0 if it was never recorded."""
         return self.totals.get(key, 0.0)
 
     def rate(self, key: str) -> float:
-        """Of a summed metric, per second, over the last `RATE_S`."""
+        """Return the rate of a summed metric over the last `RATE_S`, per second."""
         recent = self._lately(key)
         if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
             return 0.0
