@@ -50,7 +50,7 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[Message]:
 JSON = {"Content-Type": "application/json"}
 RECONNECT_S = 1.0
 SILENT_S = 30.0
-"""Silence after which an event stream counts as broken; the service sends keep-alives three times as often."""
+"""Silence after which an event stream counts as broken; FastAPI sends a keep-alive every 15 s."""
 
 
 class ControlRefusedError(ControlError):

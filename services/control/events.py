@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
+from fastapi.sse import ServerSentEvent
 from pydantic import BaseModel
 from redis.asyncio import Redis
 
@@ -67,9 +68,9 @@ class Event:
     position: Position
     body: BaseModel
 
-    def encode(self) -> bytes:
-        """Encode as `text/event-stream`."""
-        return f"id: {self.position}\nevent: {self.kind}\ndata: {self.body.model_dump_json()}\n\n".encode()
+    def encode(self) -> ServerSentEvent:
+        """Encode for `text/event-stream`."""
+        return ServerSentEvent(raw_data=self.body.model_dump_json(), event=self.kind, id=str(self.position))
 
 
 class Feed:
@@ -83,6 +84,7 @@ class Feed:
         kinds: Collection[EventKind] = tuple(EventKind),
     ) -> None:
         """kinds: events to send."""
+        self.run_id = run_id
         self._redis: Any = redis
         self._view = view
         self._kinds = kinds
@@ -99,8 +101,8 @@ class Feed:
             ids[name] = entries[0][0].decode() if entries else START
         return Position(**ids)
 
-    async def follow(self, position: Position) -> AsyncIterator[Event | None]:
-        """Yield every event after `position` until the run is over; None at intervals without events."""
+    async def follow(self, position: Position) -> AsyncIterator[Event]:
+        """Yield every event after `position` until the run is over."""
         while True:
             view = await self._due_view()
             over = view is not None and view.state.over
@@ -111,7 +113,6 @@ class Feed:
                 yield Event(EventKind.RUN, position, view)
             if over and not events:
                 return
-            yield None
             if not events:
                 await asyncio.sleep(POLL_S)
 

@@ -102,6 +102,8 @@ def answer_errors(api: FastAPI) -> None:
 
     @api.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
+        if error.status_code == 204:
+            return Response(status_code=204)
         return error_response(error.status_code, "http_error", str(error.detail))
 
     @api.exception_handler(RedisError)

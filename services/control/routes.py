@@ -1,12 +1,13 @@
 """The routes about runs, of a few lines each, over `ControlService`."""
 
-import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, Header, HTTPException, Path, Query, Request, Response
+from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import AfterValidator
+from redis.exceptions import RedisError
 
 from offbeat.services.control.event_schemas import MetricsView
 from offbeat.services.control.events import (
@@ -34,10 +35,12 @@ from offbeat.services.control.schemas import (
     WhyView,
 )
 from offbeat.services.control.service import ControlService
+from offbeat.services.errors import MeshError
+
+logger = logging.getLogger(__name__)
 
 MAX_WATCHERS = 32
-"""Streams of events at a time; each polls Redis."""
-COMMENT_EVERY_S = 10.0
+"""Event streams at a time; each polls Redis."""
 RETRY_MS = 1000
 """Reconnection delay of a browser's EventSource."""
 
@@ -150,45 +153,58 @@ def run_routes(service: ControlService) -> APIRouter:
 def _add_events(routes: APIRouter, service: ControlService) -> None:
     watchers: set[Feed] = set()
 
-    @routes.get(
-        "/runs/{run_id}/events", response_class=StreamingResponse, responses={**EVENTS, **refusals(404, 409, 422, 429)}
-    )
-    async def watch_run(
+    async def open_feed(
         run_id: RunId,
         kind: Annotated[list[EventKind], Query(description="Events to send; none sends all.")] = [],  # noqa: B006
-        from_start: Annotated[bool, Query(description="Begin with the oldest that is kept, not with now.")] = False,
+        from_start: Annotated[
+            bool, Query(description="Start with the oldest retained event, not with new ones.")
+        ] = False,
         last_event_id: Annotated[str | None, Header(max_length=200)] = None,
-    ) -> Response:
-        """Server-sent events until the run is over; resumes after `Last-Event-ID`."""
+    ) -> AsyncIterator[tuple[Feed, Position]]:
+        """Yield a watcher's feed and its first position while its response lasts.
+
+        A dependency, because an error in a streaming route itself would come after the status code.
+        """
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
             raise HttpError(429, "too_many_watchers", f"{MAX_WATCHERS} streams of events are open already")
         feed = Feed(service.store.redis, run_id, lambda: service.view(run_id), kind or tuple(EventKind))
-        position = Position(START, START, START)
-        if last_event_id is not None:
-            position = read_position(last_event_id)
-            if record.state.over and position == await feed.newest():
-                return Response(status_code=204)
-        elif not from_start:
-            position = await feed.newest()
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_encoded(feed, position, watchers), media_type="text/event-stream", headers=headers)
+        watchers.add(feed)
+        try:
+            yield feed, await _first_position(feed, last_event_id, is_over=record.state.over, from_start=from_start)
+        finally:
+            watchers.discard(feed)
 
-
-async def _encoded(feed: Feed, position: Position, watchers: set[Feed]) -> AsyncIterator[bytes]:
-    clock = asyncio.get_running_loop().time
-    watchers.add(feed)
-    spoke = clock()
-    try:
-        yield f"retry: {RETRY_MS}\n\n".encode()
-        async for event in feed.follow(position):
-            if event is not None:
+    @routes.get(
+        "/runs/{run_id}/events",
+        response_class=EventSourceResponse,
+        responses={**EVENTS, **{status: _as_json(answer) for status, answer in refusals(404, 409, 422).items()}},
+    )
+    async def watch_run(
+        opened: Annotated[tuple[Feed, Position], Depends(open_feed)],
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Server-sent events until the run is over; resumes after `Last-Event-ID`."""
+        feed, position = opened
+        yield ServerSentEvent(retry=RETRY_MS)
+        try:
+            async for event in feed.follow(position):
                 yield event.encode()
-                spoke = clock()
-            elif clock() > spoke + COMMENT_EVERY_S:
-                yield b": still here\n\n"
-                spoke = clock()
-    except UnknownRunError:
-        return
-    finally:
-        watchers.discard(feed)
+        except UnknownRunError:
+            return
+        except (RedisError, MeshError) as error:
+            logger.warning("event stream of run %s closed: %s; its client resumes it", feed.run_id, error)
+
+
+def _as_json(refusal: dict[str, Any]) -> dict[str, Any]:
+    """Document an error's body as JSON, not as the media type of the route's response class."""
+    schema = {"$ref": f"#/components/schemas/{refusal['model'].__name__}"}
+    return {"description": refusal["description"], "content": {JSON_TYPE: {"schema": schema}}}
+
+
+async def _first_position(feed: Feed, last_event_id: str | None, *, is_over: bool, from_start: bool) -> Position:
+    if last_event_id is None:
+        return Position(START, START, START) if from_start else await feed.newest()
+    position = read_position(last_event_id)
+    if is_over and position == await feed.newest():
+        raise HTTPException(204)
+    return position
