@@ -91,7 +91,7 @@ def check_env(
 
 
 def play(
-    env: str,
+    env: str | Path,
     env_config: Mapping[str, JsonValue] | None = None,
     *,
     agent: str | Path = "random",
@@ -115,7 +115,7 @@ def play(
     from offbeat.deploy.play.session import run_episode  # noqa: PLC0415
     from offbeat.deploy.play.target import find_target  # noqa: PLC0415
 
-    target = find_target(env, dict(env_config or {}), tag, max_steps)
+    target = find_target(str(env), dict(env_config or {}), tag, max_steps)
     trajectory = _run(run_episode(target, agent, seed=seed, tell=show or _ignore))
     return Episode.from_texts(trajectory.tag, trajectory.seed, trajectory.reward, trajectory.metrics, trajectory.text)
 
