@@ -1,0 +1,177 @@
+"""The commands of `offbeat runs`. Nothing heavy is imported before a command needs it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offbeat.services.live_settings import LIVE_SETTINGS
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+EXIT_CODES = """Exit codes: 0 done; 1 the service can't be reached or failed, or the watched run has failed; 2 the
+configuration, a value or the command line was refused; 3 there is no such run; 4 it makes no sense for what a run is at;
+5 the token is missing or wrong."""
+
+runs_app = typer.Typer(
+    help="Start, steer and watch runs over REST.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", show_default=False)]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
+]
+Url = Annotated[
+    str, typer.Option("--url", envvar="OFFBEAT_URL", metavar="URL", help="Where the control service listens.")
+]
+Token = Annotated[
+    str | None,
+    typer.Option("--token", envvar="OFFBEAT_TOKEN", metavar="TOKEN", help="Bearer token.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the service's answer as JSON.")]
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def start(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only see whether it could start.")] = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Start a run; prints its id. Relative paths start from here."""
+    from offbeat.deploy.cli.runs.calls import start_run
+
+    raise typer.Exit(start_run(url, token, config, overrides or [], dry_run=dry_run, as_json=json))
+
+
+@runs_app.command("list", epilog=EXIT_CODES)
+def list_runs(
+    state: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="Only those; may be given again.")
+    ] = None,
+    name: Annotated[
+        str, typer.Option("--name", metavar="GLOB", help="Only those whose name fits, e.g. 'lake-*'.")
+    ] = "*",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="The newest so many.")] = 50,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """List runs, newest first."""
+    from offbeat.deploy.cli.runs.calls import list_them
+
+    raise typer.Exit(list_them(url, token, state or [], name, limit, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def show(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Tell all about one run: state, step, staleness, rates, counters, settings, where things lie."""
+    from offbeat.deploy.cli.runs.calls import show_run
+
+    raise typer.Exit(show_run(url, token, run, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def watch(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Follow a run live until it is over; Ctrl-C stops watching, not the run. --json prints one event a line."""
+    from offbeat.deploy.cli.runs.watch import watch_run
+
+    raise typer.Exit(watch_run(url, token, run, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def stop(
+    run: RunId,
+    now: Annotated[bool, typer.Option("--now", help="Without draining and without a checkpoint.")] = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """End a run: drain, save a checkpoint, free everything."""
+    from offbeat.deploy.cli.runs.calls import command_run
+
+    raise typer.Exit(command_run(url, token, run, "stop now" if now else "stop", as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def pause(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Begin no episode and no step until the run is resumed; all its processes stay."""
+    from offbeat.deploy.cli.runs.calls import command_run
+
+    raise typer.Exit(command_run(url, token, run, "pause", as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Let a paused run go on."""
+    from offbeat.deploy.cli.runs.calls import command_run
+
+    raise typer.Exit(command_run(url, token, run, "resume", as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Say who waits for whom at this moment."""
+    from offbeat.deploy.cli.runs.calls import explain_run
+
+    raise typer.Exit(explain_run(url, token, run, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def quarantine(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
+    """Tell which trajectories could not be read, and why; they never reached the trainer."""
+    from offbeat.deploy.cli.runs.calls import show_quarantine
+
+    raise typer.Exit(show_quarantine(url, token, run, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def scale(
+    run: RunId,
+    env_workers: Annotated[int | None, typer.Option("--env-workers", min=1, help="Env worker processes.")] = None,
+    replicas: Annotated[int | None, typer.Option("--replicas", min=1, help="vLLM engines.")] = None,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Change how many env workers and vLLM engines a run has, while it goes on."""
+    from offbeat.deploy.cli.runs.calls import change_run
+
+    wanted = {"num_workers": env_workers, "num_replicas": replicas}
+    values = [f"{name}={value}" for name, value in wanted.items() if value is not None]
+    if not values:
+        raise typer.BadParameter("say --env-workers, --replicas, or both")
+    raise typer.Exit(change_run(url, token, run, values, as_json=json))
+
+
+@runs_app.command("set", help=f"Change live settings of a running run: {', '.join(LIVE_SETTINGS)}.", epilog=EXIT_CODES)
+def set_values(
+    run: RunId,
+    values: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="What to change.", show_default=False)],
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    from offbeat.deploy.cli.runs.calls import change_run
+
+    raise typer.Exit(change_run(url, token, run, values, as_json=json))
+
+
+@runs_app.command(epilog=EXIT_CODES)
+def delete(
+    run: RunId,
+    files: Annotated[bool, typer.Option("--files", help="Remove what it wrote into its folder, too.")] = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Forget a run that is over."""
+    from offbeat.deploy.cli.runs.calls import delete_run
+
+    raise typer.Exit(delete_run(url, token, run, files=files, as_json=json))

@@ -1,0 +1,244 @@
+"""What each command of `offbeat runs` asks the control service, and what it prints; returns exit codes.
+
+Invariant: stdout carries the answer alone (JSON with --json), stderr everything else; no answer is a traceback.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.markup import escape
+
+from offbeat.deploy.config.run import RunConfig
+from offbeat.deploy.config.loader import compose_tree
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.cli.runs.tables import picture_of_run, picture_of_runs
+from offbeat.services.control.client import ControlClient, ControlRefusedError
+from offbeat.services.control.schemas import ErrorBody, RunView
+from offbeat.services.errors import RetryableError
+
+DONE, UNREACHABLE, REFUSED, UNKNOWN, CONFLICT, UNAUTHORIZED = 0, 1, 2, 3, 4, 5
+CODES = {401: UNAUTHORIZED, 403: UNAUTHORIZED, 404: UNKNOWN, 409: CONFLICT}
+"""Exit codes of refusals; any other 4xx is REFUSED."""
+START_TIMEOUT_S = 120.0
+"""The service resets the run's envs once before it answers, which are the user's own code."""
+
+
+def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]], timeout_s: float = 30.0) -> int:
+    """Ask the control service; whatever it refuses is told on stderr."""
+
+    async def asked() -> int:
+        async with ControlClient(url, token=token, timeout_s=timeout_s) as client:
+            return await ask(client)
+
+    try:
+        return asyncio.run(asked())
+    except ControlRefusedError as error:
+        return complain(error, token)
+    except RetryableError as error:
+        complaint = str(error)
+    except httpx.InvalidURL as error:
+        complaint = f"no URL: {error}"
+    except (json.JSONDecodeError, ValidationError):
+        complaint = "answers, and is no control service of this version"
+    say(f"{url}: {complaint}\nSay where the control service is with --url or OFFBEAT_URL.")
+    return UNREACHABLE
+
+
+def complain(error: ControlRefusedError, token: str | None) -> int:
+    """Tell what was refused; returns the exit code."""
+    say(describe(error.error.error))
+    if error.status == 401:
+        say("Give the token with --token or OFFBEAT_TOKEN." if token is None else "The token is another one.")
+    return CODES.get(error.status, REFUSED)
+
+
+def describe(error: ErrorBody) -> str:
+    """An error with all its problems."""
+    problems = [f"{problem.path}: {problem.message}" if problem.path else problem.message for problem in error.problems]
+    return "\n  ".join([error.message, *problems])
+
+
+def say(text: str) -> None:
+    """Print a message for people."""
+    sys.stderr.write(f"offbeat: {text}\n")
+
+
+def show_answer(answer: BaseModel, *, as_json: bool, otherwise: Callable[[], Any]) -> int:
+    """Print an answer as JSON, or as `otherwise` draws it."""
+    if as_json:
+        sys.stdout.write(answer.model_dump_json(indent=2) + "\n")
+    else:
+        Console(highlight=False, soft_wrap=True).print(otherwise())
+    return DONE
+
+
+def start_run(
+    url: str, token: str | None, config: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool
+) -> int:
+    """Send a configuration."""
+    try:
+        tree = _rooted(compose_tree(config, overrides))
+    except ConfigError as error:
+        say(f"{config}: {error}")
+        return REFUSED
+
+    async def ask(client: ControlClient) -> int:
+        if dry_run:
+            await client.validate(json.dumps(tree))
+            say("valid")
+            return DONE
+        view = await client.create(json.dumps(tree))
+        return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
+
+    return call(url, token, ask, START_TIMEOUT_S)
+
+
+def _rooted(tree: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with paths that exist here, or will, made absolute: the service has another current folder."""
+    rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
+    for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
+        rooted |= _from_here(rooted, key)
+    teachers = tree.get("teacher")
+    if isinstance(teachers, dict):
+        told = cast(dict[str, Any], teachers)
+        rooted["teacher"] = {
+            n: {**t, **_from_here(t, "pretrain")} if isinstance(t, dict) else t for n, t in told.items()
+        }
+    return rooted
+
+
+def _from_here(tree: dict[str, Any], key: str) -> dict[str, str]:
+    """The key with its path made absolute; nothing where none stands there, which is for the service to refuse."""
+    value = tree.get(key)
+    if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
+        return {}
+    return {key: str(Path(value).resolve())}
+
+
+def list_them(url: str, token: str | None, states: Sequence[str], name: str, limit: int, *, as_json: bool) -> int:
+    """List runs."""
+
+    async def ask(client: ControlClient) -> int:
+        found = await client.runs(states=states, name=name, limit=limit)
+        for one in [] if as_json else found.unreadable:
+            say(one.reason)
+        return show_answer(found, as_json=as_json, otherwise=lambda: picture_of_runs(found))
+
+    return call(url, token, ask)
+
+
+def show_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
+    """Tell all about one run."""
+
+    async def ask(client: ControlClient) -> int:
+        view = await client.show(run_id)
+        return show_answer(view, as_json=as_json, otherwise=lambda: picture_of_run(view))
+
+    return call(url, token, ask)
+
+
+def command_run(url: str, token: str | None, run_id: str, command: str, *, as_json: bool) -> int:
+    """Stop, pause or resume."""
+
+    async def ask(client: ControlClient) -> int:
+        match command:
+            case "stop":
+                view = await client.stop(run_id)
+            case "stop now":
+                view = await client.stop(run_id, now=True)
+            case "pause":
+                view = await client.pause(run_id)
+            case _:
+                view = await client.resume(run_id)
+        return show_answer(view, as_json=as_json, otherwise=lambda: _what_comes(view))
+
+    return call(url, token, ask)
+
+
+def _what_comes(view: RunView) -> str:
+    if view.state.over:
+        return f"{view.id} is {view.state} already."
+    outcomes = {
+        "running": "goes on",
+        "paused": "pauses",
+        "stopped": "drains, saves a checkpoint and ends",
+        "killed": "ends now",
+    }
+    return f"{view.id} {outcomes[view.wanted.value]} (step {max(view.step, 0)} of {view.max_steps})."
+
+
+def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
+    """Say who waits for whom."""
+
+    async def ask(client: ControlClient) -> int:
+        found = await client.why(run_id)
+        return show_answer(found, as_json=as_json, otherwise=lambda: found.sentence)
+
+    return call(url, token, ask)
+
+
+def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
+    """Say what could not be read."""
+
+    async def ask(client: ControlClient) -> int:
+        found = await client.quarantine(run_id)
+        lines = [
+            f"group {each.group}, member {each.member}: {each.complaint} ({each.size} bytes, {each.head[:32]}...)"
+            for each in found.trajectories
+        ]
+        return show_answer(
+            found, as_json=as_json, otherwise=lambda: escape("\n".join(lines)) or "nothing is kept aside"
+        )
+
+    return call(url, token, ask)
+
+
+def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], *, as_json: bool) -> int:
+    """Change settings."""
+    pairs: dict[str, Any] = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals:
+            say(f"expected KEY=VALUE, got {text!r}")
+            return REFUSED
+        pairs[name] = _number(value)
+
+    async def ask(client: ControlClient) -> int:
+        view = await client.change(run_id, pairs)
+        return show_answer(view, as_json=as_json, otherwise=lambda: _changed(view))
+
+    return call(url, token, ask)
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _changed(view: RunView) -> str:
+    change = view.changes[-1]
+    named = ", ".join(f"{name} {value:g}" for name, value in change.values.items())
+    at_once = all(name in ("num_workers", "num_replicas") for name in change.values)
+    return f"{view.id}: {named}" + (", at once" if at_once else ", from the next step on")
+
+
+def delete_run(url: str, token: str | None, run_id: str, *, files: bool, as_json: bool) -> int:
+    """Forget a run."""
+
+    async def ask(client: ControlClient) -> int:
+        gone = await client.delete(run_id, files=files)
+        lines = [f"{run_id} is forgotten", *(f"  removed {path}" for path in gone.files)]
+        return show_answer(gone, as_json=as_json, otherwise=lambda: "\n".join(lines))
+
+    return call(url, token, ask)

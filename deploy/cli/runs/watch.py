@@ -1,0 +1,95 @@
+"""`offbeat runs watch`: a run's events as a live view, as lines, or as JSON.
+
+Invariant: watching changes nothing; a service that goes away and comes back is waited for, and nothing is shown twice.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from offbeat.deploy.report.history import RunHistory
+from offbeat.deploy.cli.run_view import LiveView, open_view
+from offbeat.deploy.cli.runs.calls import DONE, UNREACHABLE, call
+from offbeat.services.control.client import ControlClient
+from offbeat.services.control.event_schemas import HistoryView, MetricView
+from offbeat.services.control.run import RunState
+from offbeat.services.control.schemas import RunView
+
+KINDS = ("run", "metrics", "history")
+FAILED = 1
+
+
+def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
+    """Follow a run until it is over; returns the exit code."""
+
+    async def ask(client: ControlClient) -> int:
+        return await (_print_events(client, run_id) if as_json else _show_events(client, run_id))
+
+    try:
+        return call(url, token, ask)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return DONE
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads any more; Python would complain when it flushes
+        return UNREACHABLE
+
+
+async def _print_events(client: ControlClient, run_id: str, kinds: Sequence[str] = ()) -> int:
+    state = RunState.RUNNING
+    async for message in client.events(run_id, kinds=kinds, from_start=True):
+        data = json.loads(message.data)
+        if message.event == "run":
+            state = RunState(data["state"])
+        print(json.dumps({"event": message.event, "id": message.id, "data": data}), flush=True)  # noqa: T201
+    return _code(state)
+
+
+async def _show_events(client: ControlClient, run_id: str) -> int:
+    view = await client.show(run_id)
+    history = RunHistory()
+    with open_view(run_id, began=view.started_at) as shown:
+        async for message in client.events(run_id, kinds=KINDS, from_start=True):
+            match message.event:
+                case "run":
+                    view = RunView.model_validate_json(message.data)
+                    shown.show(view, history)
+                case "metrics":
+                    record = MetricView.model_validate_json(message.data)
+                    history.add([(record.id, record.record())])
+                case _:
+                    _tell(shown, HistoryView.model_validate_json(message.data), view.started_at)
+        shown.close()
+        shown.say(_last_words(view))
+    return _code(view.state)
+
+
+def _tell(shown: LiveView, event: HistoryView, since: float) -> None:
+    """What a person wants to know of the run's history; of earlier attempts, nothing."""
+    if event.at < since:
+        return
+    detail = event.detail
+    match event.event:
+        case "died":
+            shown.say(f"{detail['component']} died ({detail['why']}) and is started again")
+        case "adopted":
+            shown.say(f"from step {detail['step'] + 1} on: {_named(detail['values'])}")
+        case "asked":
+            shown.say(f"asked for: {_named(detail['values'])}")
+        case "state" if detail.get("state") in ("paused", "draining"):
+            shown.say(f"the run is {detail['state']}" + (f": {detail['error']}" if detail.get("error") else ""))
+        case _:
+            return
+
+
+def _last_words(view: RunView) -> str:
+    why = f": {view.error}\nRead {view.places.output_dir}/{view.log}" if view.error else ""
+    return f"{view.id} is {view.state} at step {max(view.step, 0)} of {view.max_steps}{why}"
+
+
+def _code(state: RunState) -> int:
+    return FAILED if state is RunState.FAILED else DONE
+
+
+def _named(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))

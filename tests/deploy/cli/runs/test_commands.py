@@ -1,0 +1,237 @@
+"""`offbeat runs` against a real API: what it prints, and its exit codes."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from redis import Redis
+from typer.testing import CliRunner, Result
+
+from offbeat.deploy.cli.app import app
+from offbeat.deploy.cli.runs.calls import (
+    CONFLICT,
+    REFUSED,
+    UNAUTHORIZED,
+    UNKNOWN,
+    UNREACHABLE,
+    _rooted,
+)
+from offbeat.services.control.run import RunState
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, mean
+from tests.services.buffer.buffer_play import RUN, Run, limits
+from tests.services.control.api_world import ApiWorld, api_world
+from tests.services.control.test_event_stream import served
+
+pytestmark = pytest.mark.slow
+
+DONE = 0
+
+
+@dataclass
+class Terminal:
+    """Somebody who types commands, and the service that they reach."""
+
+    api: ApiWorld
+    url: str
+
+    async def types(self, *arguments: str) -> Result:
+        return await asyncio.to_thread(CliRunner(env={"OFFBEAT_URL": self.url}).invoke, app, ["runs", *arguments])
+
+    async def json(self, *arguments: str) -> Any:
+        result = await self.types(*arguments, "--json")
+        assert result.exit_code == DONE, result.output
+        return json.loads(result.stdout)
+
+
+@pytest.fixture
+async def terminal(redis_url: str) -> AsyncIterator[Terminal]:
+    async with api_world(redis_url) as api, served(api) as url:
+        yield Terminal(api, url)
+
+
+async def test_a_run_is_started_from_a_file_with_paths_that_start_here(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("exp_name: lake\noutput_dir: runs/lake\nseed: 1\n")
+    valid = await terminal.types("start", "run.yaml", "--dry-run")
+    assert (valid.exit_code, valid.stderr) == (DONE, "offbeat: valid\n")
+    assert (await terminal.json("list"))["runs"] == []
+    started = await terminal.types("start", "run.yaml", "seed=2", "exp_name=sea")
+    assert (started.exit_code, started.stdout) == (DONE, "sea\n")
+    record = await terminal.api.store.load("sea")
+    assert json.loads(record.config) == {"exp_name": "sea", "output_dir": str(tmp_path / "runs/lake"), "seed": 2}
+    clash = await terminal.types("start", "run.yaml")
+    assert clash.exit_code == CONFLICT
+    assert "in use by run 'sea'" in clash.stderr
+
+
+async def test_a_refused_configuration_lists_its_problems_and_exits_with_2(terminal: Terminal, tmp_path: Path):
+    config = tmp_path / "run.yaml"
+    config.write_text("exp_nam: lake\n")
+    refused = await terminal.types("start", str(config))
+    assert (refused.exit_code, refused.stdout) == (REFUSED, "")
+    assert "exp_nam: unknown key" in refused.stderr
+    missing = await terminal.types("start", str(tmp_path / "nowhere.yaml"))
+    assert missing.exit_code == REFUSED
+    assert "no such file" in missing.stderr
+
+
+async def test_runs_are_listed_and_shown_for_people_and_for_programs(terminal: Terminal):
+    await terminal.api.start("lake")
+    await terminal.api.start("sea", RunState.FAILED)
+    await terminal.api.store.update("sea", error="the disk is full", log="logs/learner.out")
+    lines = (await terminal.types("list")).stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["run", "state"], ["sea", "failed"], ["lake", "running"]]
+    assert [run["id"] for run in (await terminal.json("list", "--state", "running"))["runs"]] == ["lake"]
+    assert [run["id"] for run in (await terminal.json("list", "--name", "s*"))["runs"]] == ["sea"]
+    shown = (await terminal.types("show", "sea")).stdout
+    assert "the disk is full (see logs/learner.out)" in shown
+    assert "learning_rate 0.001" in shown
+    assert (await terminal.json("show", "sea"))["state"] == "failed"
+
+
+async def test_what_could_not_be_read_never_reaches_the_trainer_and_is_told(terminal: Terminal):
+    await terminal.api.start(RUN)
+    with Redis.from_url(terminal.api.redis_url) as redis:
+        run = Run.begin(redis, terminal.api.redis, limits(max_staleness=9.0))
+        assert (await terminal.types("quarantine", RUN)).stdout == "nothing is kept aside\n"
+        await run.complete_groups(2)
+        run.overwrite_blob(0, 1, b"\xc1[red]" * 20)
+        taken = [run.learner.take(0), run.learner.take(0)]
+    assert [group.number for group in taken if group] == [1]
+    (kept,) = (await terminal.json("quarantine", RUN))["trajectories"]
+    assert (kept["group"], kept["member"], kept["size"]) == (0, 1, 120)
+    assert kept["head"].startswith("c15b7265645d")
+    told = (await terminal.types("quarantine", RUN)).stdout
+    assert told.startswith("group 0, member 1: not a trajectory message")
+    shown = await terminal.json("show", RUN)
+    assert (shown["quarantined"], shown["counters"]["dropped"]) == (1, {"corrupt": 1})
+    assert (await terminal.types("quarantine", "nobody")).exit_code == UNKNOWN
+
+
+async def test_a_run_is_paused_resumed_and_stopped(terminal: Terminal):
+    await terminal.api.start("lake")
+    for command, says in (("pause", "pauses"), ("resume", "goes on"), ("stop", "drains"), ("stop --now", "ends now")):
+        result = await terminal.types(*command.split(), "lake")
+        assert (result.exit_code, result.stdout.startswith(f"lake {says}")) == (DONE, True), result.output
+    late = await terminal.types("pause", "lake")
+    assert (late.exit_code, late.stdout) == (CONFLICT, "")
+    assert "'lake' is ending" in late.stderr
+
+
+async def test_a_run_is_scaled_and_its_settings_change(terminal: Terminal):
+    await terminal.api.start("lake")
+    scaled = await terminal.types("scale", "lake", "--env-workers", "2", "--replicas", "3")
+    assert scaled.stdout == "lake: num_workers 2, num_replicas 3, at once\n"
+    changed = await terminal.json("set", "lake", "learning_rate=3e-4", "max_staleness=2")
+    assert changed["changes"][-1]["values"] == {"learning_rate": 3e-4, "max_staleness": 2.0}
+    for arguments in (
+        ("scale", "lake"),
+        ("set", "lake", "x"),
+        ("set", "lake", "learning_rat=1"),
+        ("set", "lake", "temperature=hot"),
+    ):
+        refused = await terminal.types(*arguments)
+        assert refused.exit_code == REFUSED, arguments
+    assert "did you mean `learning_rate`?" in (await terminal.types("set", "lake", "learning_rat=1")).stderr
+
+
+async def test_why_is_one_sentence(terminal: Terminal):
+    await terminal.api.start("lake", RunState.PREPARING)
+    assert (await terminal.types("why", "lake")).stdout == "The run makes its folder and its model ready.\n"
+    assert (await terminal.json("why", "lake"))["chain"][0]["who"] == "run"
+
+
+async def test_only_a_run_that_is_over_is_deleted(terminal: Terminal):
+    await terminal.api.start("lake")
+    assert (await terminal.types("delete", "lake")).exit_code == CONFLICT
+    await terminal.api.store.update("lake", state=RunState.STOPPED)
+    assert (await terminal.types("delete", "lake")).stdout == "lake is forgotten\n"
+    assert (await terminal.types("show", "lake")).exit_code == UNKNOWN
+
+
+async def test_watching_ends_with_the_run_and_says_how_it_went(terminal: Terminal):
+    await terminal.api.start("lake")
+    await AsyncRedisMetrics(terminal.api.redis, "lake").append(
+        MetricRecord("learner", {"success": mean([0.25])}, step=3)
+    )
+    await terminal.api.store.update("lake", state=RunState.FAILED, error="the disk is full", log="logs/learner.out")
+    watched = await terminal.types("watch", "lake")
+    assert watched.exit_code == 1
+    assert "step 3/7" in watched.stdout
+    assert "rollouts 0.25" in watched.stdout
+    assert "lake is failed at step 0 of 7: the disk is full\nRead /runs/lake/logs/learner.out" in watched.stdout
+    await terminal.api.store.update("lake", state=RunState.FINISHED)
+    lines = (await terminal.types("watch", "lake", "--json")).stdout.splitlines()
+    events = [json.loads(line) for line in lines]
+    assert {"metrics", "history", "run"} <= {event["event"] for event in events}
+
+
+async def test_what_happens_meanwhile_is_seen(terminal: Terminal):
+    await terminal.api.start("lake")
+    watching = asyncio.create_task(terminal.types("watch", "lake"))
+    redis: Any = terminal.api.redis
+    await terminal.api.client.change("lake", {"learning_rate": 0.5})
+    adopted = {"e": "adopted", "d": json.dumps({"values": {"learning_rate": 0.5}, "step": 4})}
+    await redis.xadd(RunKeys("lake").history, adopted)
+    await terminal.api.store.update("lake", state=RunState.FINISHED)
+    result = await asyncio.wait_for(watching, 60)
+    assert result.exit_code == DONE, result.output
+    assert "asked for: learning_rate 0.5" in result.stdout
+    assert "from step 5 on: learning_rate 0.5" in result.stdout
+
+
+async def test_a_token_is_asked_for(redis_url: str):
+    async with api_world(redis_url, token="secret") as api, served(api) as url:
+        terminal = Terminal(api, url)
+        without = await terminal.types("list")
+        assert (without.exit_code, without.stdout) == (UNAUTHORIZED, "")
+        assert "OFFBEAT_TOKEN" in without.stderr
+        assert (await terminal.types("list", "--token", "other")).exit_code == UNAUTHORIZED
+        assert (await terminal.types("list", "--token", "secret")).exit_code == DONE
+
+
+@pytest.mark.parametrize("command", [("list",), ("show", "x"), ("stop", "x"), ("why", "x")])
+def test_a_service_that_is_not_there_is_named_without_a_traceback(command: tuple[str, ...]):
+    result = CliRunner().invoke(app, ["runs", *command, "--url", "http://127.0.0.1:1"])
+    assert (result.exit_code, result.stdout) == (UNREACHABLE, "")
+    assert "http://127.0.0.1:1" in result.stderr
+    assert "OFFBEAT_URL" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_paths_that_a_configuration_names_start_here_and_what_is_none_is_left_to_the_service():
+    tree = {"teacher": {"a": {"pretrain": "models/a"}, "b": {"pretrain": "/b"}, "c": 3}, "pretrain": "tiny"}
+    found = _rooted(tree)
+    assert found["teacher"] == {"a": {"pretrain": str(Path("models/a").resolve())}, "b": {"pretrain": "/b"}, "c": 3}
+    assert (found["pretrain"], found["output_dir"]) == ("tiny", str(Path("runs/offbeat").resolve()))
+    assert _rooted({"output_dir": 5, "teacher": [1]}) == {"output_dir": 5, "teacher": [1]}
+
+
+class NoControlService(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>" if self.path.startswith("/runs/") else b"{}")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_who_names_something_else_than_a_control_service_is_told():
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoControlService) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        stranger = f"http://127.0.0.1:{server.server_port}"
+        cases = {"http://here:port": "no URL", stranger: "no control service"}
+        for url, says in cases.items():
+            for command in (["list"], ["show", "lake"]):
+                result = CliRunner().invoke(app, ["runs", *command, "--url", url])
+                assert (result.exit_code, says in result.stderr) == (UNREACHABLE, True), result.output
+        server.shutdown()
