@@ -1,5 +1,7 @@
 """Live settings of a run: settings that may change while it is running, and the step from which each change holds.
 
+The fields of `Settings` are the only list of them: REST bodies, configuration paths and CLI help are generated from it.
+
 Invariants: changes are only appended; one that a learner has adopted keeps its step, so a learner that repeats steps
 after a crash, or resumes a run, trains each step with its original settings.
 """
@@ -7,35 +9,102 @@ after a crash, or resumes a run, trains each step with its original settings.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
+from typing import Annotated, Literal, get_args, get_type_hints
 
 from offbeat.services.errors import CodecError
 
-COUNTS = ("num_workers", "num_replicas")
-"""Settings that the reconciler applies at once; the learner adopts the others at a step boundary."""
-WHOLE = (*COUNTS, "num_env_groups")
-"""Whole numbers."""
+
+@dataclass(frozen=True, slots=True)
+class SettingInfo:
+    """Annotation of a field of `Settings`."""
+
+    path: str
+    """Key of the configured value in a run's configuration."""
+    applied_by: Literal["reconciler", "learner"]
+    """The reconciler applies a change at once, the learner at the next step boundary."""
+    about: str
+    """Description for the REST schema and the CLI, without a period."""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    aliases: tuple[str, ...] = ()
+    """Common other names, for suggestions in error messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings that may change."""
+    """The settings that may change. One field here is all that a further setting needs."""
 
-    num_workers: int
-    """Env worker processes; `rollout.num_workers` in the configuration."""
-    num_replicas: int
-    """vLLM engines; `actor_infer.num_replicas`."""
-    learning_rate: float
-    """Peak of the learner's schedule; `actor_train.training_args.learning_rate`."""
-    temperature: float
-    """Temperature of groups that start from then on; `actor_infer.generating_args.temperature`."""
-    max_staleness: float
-    """`max_staleness`."""
-    num_env_groups: int
-    """Maximum number of active groups; `train_env_manager.num_env_groups`."""
+    num_workers: Annotated[
+        int,
+        SettingInfo(
+            "rollout.num_workers", "reconciler", "Env worker processes", ge=1, le=4096, aliases=("env_workers",)
+        ),
+    ]
+    num_replicas: Annotated[
+        int,
+        SettingInfo(
+            "actor_infer.num_replicas",
+            "reconciler",
+            "vLLM engines; running ones are left alone",
+            ge=1,
+            le=4096,
+            aliases=("replicas",),
+        ),
+    ]
+    learning_rate: Annotated[
+        float,
+        SettingInfo("actor_train.training_args.learning_rate", "learner", "Peak of the learner's schedule", ge=0),
+    ]
+    temperature: Annotated[
+        float,
+        SettingInfo("actor_infer.generating_args.temperature", "learner", "Sampling temperature of new groups", gt=0),
+    ]
+    max_staleness: Annotated[
+        float,
+        SettingInfo(
+            "max_staleness",
+            "learner",
+            "Policy versions that a group may lag behind, at admission and at consumption",
+            ge=0,
+        ),
+    ]
+    num_env_groups: Annotated[
+        int,
+        SettingInfo(
+            "train_env_manager.num_env_groups", "learner", "Maximum number of active groups", ge=1, le=1_000_000
+        ),
+    ]
 
     def changed(self, values: Mapping[str, float]) -> "Settings":
-        """These settings with `values` in their place."""
-        return replace(self, **{name: int(value) if name in WHOLE else value for name, value in values.items()})
+        """Return a copy with `values`."""
+        return replace(self, **{name: LIVE_SETTINGS[name].type(value) for name, value in values.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSetting:
+    """Row of the table of live settings."""
+
+    name: str
+    type: type[int] | type[float]
+    info: SettingInfo
+
+    @property
+    def when(self) -> str:
+        """Clause that states when a change takes effect."""
+        return "at once" if self.info.applied_by == "reconciler" else "from the next step on"
+
+
+def _table() -> dict[str, LiveSetting]:
+    hints = get_type_hints(Settings, include_extras=True)
+    return {name: LiveSetting(name, *get_args(hint)) for name, hint in hints.items()}
+
+
+LIVE_SETTINGS = _table()
+"""Table of the live settings, by name."""
+AT_ONCE = frozenset(name for name, setting in LIVE_SETTINGS.items() if setting.info.applied_by == "reconciler")
+"""Settings that the reconciler applies at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +118,11 @@ class Change:
     """First optimizer batch (0-based) with the change; None until a learner has adopted it."""
     why: str = ""
     """Reason, if the learner's controller requested it."""
+
+
+def configured_settings(config: object) -> Settings:
+    """Return the live settings with the values of a run's configuration."""
+    return Settings(**{name: attrgetter(setting.info.path)(config) for name, setting in LIVE_SETTINGS.items()})
 
 
 def encode_settings(settings: Settings) -> str:
@@ -70,7 +144,10 @@ def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
-    """Decode what `encode_change` wrote. step: from which it holds, if a learner has adopted it. Raises `CodecError`."""
+    """Undo `encode_change`. Raises `CodecError`.
+
+    step: first batch with the change, if a learner has adopted it.
+    """
     try:
         tree = json.loads(blob)
         values = {str(name): value for name, value in tree["values"].items()}
@@ -88,8 +165,8 @@ def settings_at(base: Settings, changes: Iterable[Change], step: int) -> Setting
 
 
 def settings_now(base: Settings, changes: Iterable[Change]) -> Settings:
-    """Return the current settings: process counts apply at once, the rest at the learner's next step."""
+    """Return the current settings: the reconciler's apply at once, the learner's once adopted."""
     for change in changes:
-        counts = {name: value for name, value in change.values.items() if name in COUNTS}
-        base = base.changed(counts if change.step is None else change.values)
+        at_once = {name: value for name, value in change.values.items() if name in AT_ONCE}
+        base = base.changed(at_once if change.step is None else change.values)
     return base

@@ -16,7 +16,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.keys import RunKeys
-from offbeat.services.live_settings import Settings
+from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import AdapterSettings
@@ -58,21 +58,7 @@ class LearnerRunConfig(LearnerConfig):
     @property
     def settings(self) -> Settings:
         """Live settings with their configured values."""
-        return settings_of(self, self.train_env_manager, self.rollout, self.actor_infer)
-
-
-def settings_of(
-    learner: LearnerConfig, manager: EnvManagerConfig, rollout: RolloutConfig, actor_infer: GenerationConfig
-) -> Settings:
-    """Return the live settings with their configured values."""
-    return Settings(
-        num_workers=rollout.num_workers,
-        num_replicas=actor_infer.num_replicas,
-        learning_rate=learner.actor_train.training_args.learning_rate,
-        temperature=actor_infer.generating_args.temperature,
-        max_staleness=learner.max_staleness,
-        num_env_groups=manager.num_env_groups,
-    )
+        return configured_settings(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from offbeat.deploy.components.serve_status import ServeStatus
 from offbeat.deploy.components.shared_generation import SharedGeneration
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import dump_yaml, load_document
-from offbeat.deploy.config.run import SETTING_PATHS, RunConfig
+from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_folder import FolderInUseError, remove_run_files
 from offbeat.deploy.run_setup import (
     generation_app,
@@ -39,7 +39,7 @@ from offbeat.services.control.run import BusyError, RunRecord, RunSpec
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.generation.config import app_name
-from offbeat.services.live_settings import Settings
+from offbeat.services.live_settings import LIVE_SETTINGS, Settings
 from offbeat.services.redis.connection import connect
 from offbeat.trainer.config.issue import ConfigIssue
 
@@ -176,7 +176,7 @@ def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[st
     """A configuration with other settings in it."""
     changed = copy.deepcopy(tree)
     for name, value in values.items():
-        *parents, leaf = SETTING_PATHS[name].split(".")
+        *parents, leaf = LIVE_SETTINGS[name].info.path.split(".")
         node = changed
         for parent in parents:
             node = node[parent]

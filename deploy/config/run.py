@@ -5,21 +5,10 @@ from pydantic import Field
 from offbeat.services.buffer.config import BufferConfig, RedisConfig
 from offbeat.services.control.config import ControlConfig
 from offbeat.services.generation.config import GenerationConfig
-from offbeat.services.live_settings import Settings
+from offbeat.services.live_settings import Settings, configured_settings
 from offbeat.services.rollout.config import CustomEnv, EnvManagerConfig, RolloutConfig
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.trainer.config.learner import LearnerConfig
-from offbeat.trainer.run import settings_of
-
-SETTING_PATHS = {
-    "num_workers": "rollout.num_workers",
-    "num_replicas": "actor_infer.num_replicas",
-    "learning_rate": "actor_train.training_args.learning_rate",
-    "temperature": "actor_infer.generating_args.temperature",
-    "max_staleness": "max_staleness",
-    "num_env_groups": "train_env_manager.num_env_groups",
-}
-"""Configuration keys of the run's live `Settings`."""
 
 
 class RunConfig(LearnerConfig):
@@ -53,4 +42,4 @@ class RunConfig(LearnerConfig):
     @property
     def settings(self) -> Settings:
         """Settings that can be changed during the run."""
-        return settings_of(self, self.train_env_manager, self.rollout, self.actor_infer)
+        return configured_settings(self)

@@ -11,6 +11,7 @@ from offbeat.services.control.events import Position
 from offbeat.services.control.http_errors import HttpError
 from offbeat.services.control.schemas import ProblemView, SettingsPatch
 from offbeat.services.control.service import InvalidRunError
+from offbeat.services.live_settings import LIVE_SETTINGS
 
 MAX_BODY_BYTES = 1_000_000
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
@@ -18,8 +19,8 @@ JSON_TYPE = "application/json"
 BIGGEST_ID_PART = 2**64 - 1
 CLOSE = 0.6
 """Similarity from which on a name is taken for a misspelt other one."""
-LEAVES = {"rollout.num_workers": "num_workers", "env_workers": "num_workers", "replicas": "num_replicas"}
-"""Common names of settings -> their names here."""
+ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
+"""Configuration paths and common other names of settings -> their names here."""
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
@@ -54,7 +55,7 @@ def _problem(key: str, kind: str, message: str) -> ProblemView:
         return ProblemView(path=key, message=message)
     known = list(SettingsPatch.model_fields)
     near = get_close_matches(key.rpartition(".")[2], known, 1, CLOSE)
-    nearest = LEAVES.get(key) or (near[0] if near else None)
+    nearest = ALIASES.get(key) or (near[0] if near else None)
     if nearest is None:
         return ProblemView(path=key, message=f"can't be changed; these can: {', '.join(known)}")
     return ProblemView(path=key, message=f"unknown key; did you mean `{nearest}`?", suggestion=nearest)

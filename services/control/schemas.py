@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from offbeat.services.buffer.api import Counters
 from offbeat.services.control.explain import Cause, sentence
@@ -15,7 +15,7 @@ from offbeat.services.control.run import (
     RunRecord,
     RunState,
 )
-from offbeat.services.live_settings import Change, Settings
+from offbeat.services.live_settings import LIVE_SETTINGS, Change, LiveSetting, Settings
 
 
 class View(BaseModel):
@@ -74,43 +74,35 @@ class RatesView(View):
     tokens_trained: float
 
 
-class SettingsView(View):
-    """Current live settings."""
+_view_fields: dict[str, Any] = {
+    setting.name: (setting.type, Field(description=f"{setting.info.about} (`{setting.info.path}`)."))
+    for setting in LIVE_SETTINGS.values()
+}
 
-    num_workers: int
-    """Env worker processes (`rollout.num_workers`)."""
-    num_replicas: int
-    """vLLM engines (`actor_infer.num_replicas`)."""
-    learning_rate: float
-    """Peak of the schedule (`actor_train.training_args.learning_rate`)."""
-    temperature: float
-    """Temperature of groups that start now (`actor_infer.generating_args.temperature`)."""
-    max_staleness: float
-    num_env_groups: int
-    """Maximum number of active groups (`train_env_manager.num_env_groups`)."""
+
+class SettingsView(create_model("SettingsView", __base__=View, **_view_fields)):
+    """Current live settings."""
 
     @classmethod
     def of(cls, settings: Settings) -> "SettingsView":
         return cls.model_validate(settings, from_attributes=True)
 
 
-class SettingsPatch(BaseModel):
-    """Settings to change; what is left out stays."""
+class _Patch(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    num_workers: int | None = Field(default=None, ge=1, le=4096)
-    """Env worker processes (`rollout.num_workers`): at once."""
-    num_replicas: int | None = Field(default=None, ge=1, le=4096)
-    """vLLM engines (`actor_infer.num_replicas`): at once; replicas that run are left alone."""
-    learning_rate: float | None = Field(default=None, ge=0)
-    """Peak of the learner's schedule (`actor_train.training_args.learning_rate`): from the next step on."""
-    temperature: float | None = Field(default=None, gt=0)
-    """Temperature of groups that start after the next step boundary (`actor_infer.generating_args.temperature`)."""
-    max_staleness: float | None = Field(default=None, ge=0)
-    """Versions that a consumed group may lag behind: from the next step on, at admission and at consumption."""
-    num_env_groups: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Maximum number of active groups (`train_env_manager.num_env_groups`), from the next step on."""
+def _patch_field(setting: LiveSetting) -> Any:
+    info = setting.info
+    about = f"{info.about} (`{info.path}`): {setting.when}."
+    return setting.type | None, Field(None, ge=info.ge, gt=info.gt, le=info.le, description=about)
+
+
+_patch_fields = {setting.name: _patch_field(setting) for setting in LIVE_SETTINGS.values()}
+
+
+class SettingsPatch(create_model("SettingsPatch", __base__=_Patch, **_patch_fields)):
+    """Settings to change; omitted ones stay as they are."""
 
     def values(self) -> dict[str, float]:
         """Return the settings to change."""
