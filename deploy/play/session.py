@@ -40,7 +40,7 @@ async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
+class CollectedEpisodes:
     """Episodes that were collected, and the chat format that reads their tokens."""
 
     result: EpisodeResult
@@ -49,7 +49,7 @@ class Rollouts:
 
 async def collect(
     config: RunConfig, request: EpisodeRequest, agent: str | Path | None, progress: Callable[[int, int], None]
-) -> Rollouts:
+) -> CollectedEpisodes:
     """Collect the episodes of `request`; agent: `random`, the folder of a policy, or None as in `find_policy`."""
     folder = None if agent == RANDOM else find_policy(config, agent)
     chat = chat_of(folder)
@@ -58,7 +58,7 @@ async def collect(
     target = target_of(config, next(iter(config.custom_envs)))
     sample = None if folder is None else policy_sampler(folder, chat, target, request.seed)
     runtime = None if folder is None else runtime_for(config.custom_envs, folder)
-    return Rollouts(await play_many(config, request, chat, sample, progress, runtime), chat)
+    return CollectedEpisodes(await play_many(config, request, chat, sample, progress, runtime), chat)
 
 
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:

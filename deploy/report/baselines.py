@@ -27,7 +27,7 @@ def run_baselines(config: RunConfig) -> dict[str, float]:
     return {name: total / config.final_val_batch_size for name, total in sums.items()}
 
 
-def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.Baselines | boxes.Baselines | None:
+def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.LakeBaselines | boxes.RoomBaselines | None:
     settings, factory = registry.held_out_config(env.env_type, env.env_config), registry.find(env.env_type)
     if factory is frozen_lake.FrozenLakeEnv:
         lakes = frozen_lake.FrozenLakeConfig.model_validate_json(json.dumps(settings))

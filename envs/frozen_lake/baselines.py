@@ -15,7 +15,7 @@ from offbeat.envs.frozen_lake.maps import ACTIONS, Cell, LakeMap
 Array = npt.NDArray[np.float64]
 
 
-class Baselines(NamedTuple):
+class LakeBaselines(NamedTuple):
     """Chance of reaching the goal within the turns of an episode, mean over maps."""
 
     random: float
@@ -25,29 +25,29 @@ class Baselines(NamedTuple):
     optimal: float
 
 
-def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> Baselines:
+def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> LakeBaselines:
     """Baselines on the maps of these seeds.
 
     Raises:
         ValueError: no seeds.
     """
     env = FrozenLakeEnv(config)
-    rows: list[Baselines] = []
+    rows: list[LakeBaselines] = []
     for seed in seeds:
         env.reset(seed=seed)
         rows.append(map_baselines(env.lake, max_steps, is_slippery=env.config.is_slippery))
     if not rows:
         raise ValueError("no seeds, no baselines")
-    return Baselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
+    return LakeBaselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
 
 
-def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -> Baselines:
+def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -> LakeBaselines:
     """Baselines on one map."""
     moves = transitions(lake, is_slippery=is_slippery)
     start = lake.start[0] * lake.size + lake.start[1]
     uniform = np.full((lake.size**2, len(ACTIONS)), 1 / len(ACTIONS))
     chances = (_success(lake, moves, policy, max_steps)[start] for policy in (uniform, scripted_policy(lake), None))
-    return Baselines(*(float(chance) for chance in chances))
+    return LakeBaselines(*(float(chance) for chance in chances))
 
 
 def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:

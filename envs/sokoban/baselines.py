@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 MAX_POSITIONS = 20_000
 
 
-class Baselines(NamedTuple):
+class RoomBaselines(NamedTuple):
     """Chance of solving the room within the turns of an episode, mean over rooms."""
 
     random: float
@@ -27,14 +27,16 @@ class Baselines(NamedTuple):
     optimal: float
 
 
-def baselines(seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12) -> Baselines | None:
+def baselines(
+    seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12
+) -> RoomBaselines | None:
     """Baselines in the rooms of these seeds; None where a room has more positions than can be gone through (20,000).
 
     Raises:
         ValueError: no seeds.
     """
     env = SokobanEnv(config)
-    rows: list[Baselines] = []
+    rows: list[RoomBaselines] = []
     for seed in seeds:
         env.reset(seed=seed)
         found = room_baselines(env.room, max_steps)
@@ -43,10 +45,10 @@ def baselines(seeds: Iterable[int], config: SokobanConfig | None = None, *, max_
         rows.append(found)
     if not rows:
         raise ValueError("no seeds, no baselines")
-    return Baselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
+    return RoomBaselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
 
 
-def room_baselines(room: Room, max_steps: int) -> Baselines | None:
+def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
     """Baselines in one room."""
     positions = _positions(room, max_steps)
     if positions is None:
@@ -57,7 +59,7 @@ def room_baselines(room: Room, max_steps: int) -> Baselines | None:
     uniform = np.full((len(positions), len(ACTIONS)), 1 / len(ACTIONS))
     scripted = np.array([scripted_policy(position) for position in positions])
     chances = (_success(after, solved, policy, max_steps) for policy in (uniform, scripted, None))
-    return Baselines(*(float(chance) for chance in chances))
+    return RoomBaselines(*(float(chance) for chance in chances))
 
 
 def scripted_policy(room: Room) -> Array:

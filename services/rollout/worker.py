@@ -55,7 +55,7 @@ class WaitsWriter(Protocol):
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
 
 
-class MetricsSink(Protocol):
+class AsyncMetricsSink(Protocol):
     """Destination of metric records."""
 
     async def append(self, record: MetricRecord) -> None: ...
@@ -71,7 +71,7 @@ class EnvWorker:
         *,
         buffer: RolloutBuffer,
         generation: GenerationClient,
-        metrics: MetricsSink,
+        metrics: AsyncMetricsSink,
         chat: ChatFormat,
         board: WaitsWriter | None = None,
     ) -> None:
