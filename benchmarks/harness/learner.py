@@ -25,7 +25,7 @@ from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of
 from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
-from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.run import LearnerRun, LearnerRunConfig
 from offbeat.trainer.training.checkpoint import CheckpointStore
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
@@ -126,7 +126,7 @@ class BenchLearner:
             checkpoints=CheckpointStore(run.checkpoints, 1),
             sink=self.records,
             log=RedisEvaluationLog(ground.redis, config.exp_name),
-            reporter=Reporter(self.records, self.records),
+            reporter=LearnerReporter(self.records, self.records),
             stopped=stopped,
         )
         self._learner = Learner(run, parts)

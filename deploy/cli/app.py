@@ -73,11 +73,22 @@ for play_command in (play, rollout, inspect):
 
 
 @app.command(rich_help_panel=VERIFY)
-def report(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")]) -> None:
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="OFFBEAT_REDIS",
+            help="Redis of the run, for a deployed mesh.",
+            show_default="that of RUN's configuration, or folder",
+        ),
+    ] = None,
+) -> None:
     """Regenerate a run's report: metrics, learning curve, rendered episodes."""
     from offbeat.deploy.cli.report import remake_report
 
-    raise typer.Exit(remake_report(run_dir))
+    raise typer.Exit(remake_report(run, redis))
 
 
 @app.command(rich_help_panel=VERIFY)

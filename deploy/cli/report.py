@@ -1,6 +1,6 @@
-"""`offbeat report`: the report of a run, made again from its folder.
+"""`offbeat report`: writes the report of a run again, from its folder and its Redis.
 
-Invariant: what a run left is only read; a run that goes on is asked through its Redis.
+Invariant: both are only read, except for the files of the report.
 """
 
 import json
@@ -8,11 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from redis import Redis
 from redis.exceptions import RedisError
 
+from offbeat.deploy.cli.audit import AuditError, folder_of
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.target import load_config
@@ -23,59 +24,95 @@ from offbeat.services.buffer.admin import snapshot_from
 from offbeat.services.buffer.scripts import BufferScripts
 from offbeat.services.control.schemas import CountersView
 from offbeat.services.errors import MeshError
+from offbeat.services.keys import RunKeys
+from offbeat.services.redis.connection import connect
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.telemetry import RedisMetrics
 
 PAGE = 5000
 
 
-def remake_report(folder: Path) -> int:
-    """Make the report of the run in `folder` again and show it; returns the exit code."""
-    folder = folder.resolve()
+def remake_report(run: str, redis_url: str | None = None) -> int:
+    """Write the report of a run, given by name or folder, and print it; return the exit code.
+
+    redis_url: Redis that holds the run, overriding the folder's: for runs of a deployed mesh.
+    """
     try:
+        folder = folder_of(run)
         config = load_config(folder / CONFIG).model_copy(update={"output_dir": folder})
-        with _redis_of(folder, config) as redis:
+        with _redis_of(folder, config, redis_url) as redis:
             history, counters = read_history(redis, config.exp_name)
-    except (ConfigError, MeshError, RedisError) as error:
+            ended_at = _ended_at(redis, config.exp_name)
+    except (AuditError, ConfigError, MeshError, RedisError) as error:
         print(f"offbeat: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    first = _first_report(folder)
+    earlier = _earlier_report(folder)
+    began, last = history.attempts[-1] if history.attempts else (0.0, 0.0)
+    if earlier.get("ended_at", 0.0) > began:
+        ended_at = earlier["ended_at"]
     maker = ReportMaker(config, history)
-    maker.timings = first.get("startup_s", {})
+    maker.timings = earlier.get("startup_s", {})
     maker.make_artifacts()
-    maker.write(counters, ended_at=first.get("ended_at", history.attempts[-1][1] if history.attempts else 0.0))
+    maker.write(counters, ended_at=ended_at or last)
     maker.show()
     return 0
 
 
 def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
-    """All metric records of a run, and its ledger."""
+    """Read all metric records of a run and the buffer's counters.
+
+    Raises:
+        MeshError: the Redis holds nothing of the run.
+    """
+    if not redis.exists(RunKeys(run_id).record):
+        raise MeshError(f"this Redis holds no run {run_id!r}: name another one with --redis")
     history = RunHistory()
     metrics = RedisMetrics(redis, run_id)
     while page := list(metrics.read(history.position, count=PAGE)):
         history.add(page)
+    if not history.attempts:  # only `offbeat train` records them
+        history.attempts = _attempts(redis, run_id)
     return history, CountersView.of(snapshot_from(BufferScripts(redis, run_id)("snapshot")).counters)
 
 
+def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:
+    """Return (start, end) of each attempt of a run over REST, in Unix time, from its history."""
+    attempts: list[tuple[float, float]] = []
+    entries = cast(list[tuple[bytes, dict[bytes, bytes]]], redis.xrange(RunKeys(run_id).history))
+    for entry_id, fields in entries:
+        time = int(entry_id.partition(b"-")[0]) / 1000
+        if fields[b"e"] == b"created":
+            attempts.append((time, time))
+        elif attempts:
+            attempts[-1] = (attempts[-1][0], time)
+    if attempts:
+        return attempts
+    started_at = cast(bytes | None, redis.hget(RunKeys(run_id).record, "started_at"))  # the history is trimmed
+    return [(float(started_at), _ended_at(redis, run_id))] if started_at else []
+
+
+def _ended_at(redis: Redis, run_id: str) -> float:
+    """Return the Unix time at which the run ended, or 0."""
+    return float(cast(bytes | None, redis.hget(RunKeys(run_id).record, "ended_at")) or 0.0)
+
+
 @contextmanager
-def _redis_of(folder: Path, config: RunConfig) -> Iterator[Redis]:
-    """The Redis that holds the run: an outside one, the one of the running run, or one started on its folder."""
+def _redis_of(folder: Path, config: RunConfig, url: str | None) -> Iterator[Redis]:
+    """Connect to `url`, the configured Redis, the running run's, or one that is started on the run's folder."""
     running = read_endpoints(folder)
-    url = config.redis.url or (running.redis_url if running else None)
+    url = url or config.redis.url or (running.redis_url if running else None)
     if url is not None:
-        with Redis.from_url(url) as redis:
+        with connect(url) as redis:
             yield redis
         return
     if not (folder / "redis").is_dir():
-        raise MeshError(
-            f"{folder} holds no redis/, from which a report is made: the run was sent to a mesh, or never began"
-        )
+        raise MeshError(f"{folder} holds no redis/: name the Redis of its run with --redis")
     with EmbeddedRedis(folder / "redis", config.redis) as server, Redis.from_url(server.url) as redis:
         yield redis
 
 
-def _first_report(folder: Path) -> dict[str, Any]:
-    """What only the run itself knew: when it ended, and how fast it started."""
+def _earlier_report(folder: Path) -> dict[str, Any]:
+    """Return the report that `offbeat train` wrote, which alone has the startup times."""
     try:
         return json.loads((folder / REPORT).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -226,7 +226,7 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
             out["reward"] = reward
         if staleness := _number(last, "staleness"):
             most = last.value("staleness_max", 0.0)
-            out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {view.settings.max_staleness:g})"
+            out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {view.settings.to_settings().max_staleness:g})"
     generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
     if generated or trained:
         out["tokens/s"] = f"{generated:,.0f} generated, {trained:,.0f} trained"

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import Progress as Bar
+from rich.progress import DeliveryCursor as Bar
 
 from offbeat.deploy.cli.audit import AuditError, folder_of
 from offbeat.deploy.config.errors import ConfigError
@@ -22,7 +22,7 @@ from offbeat.trainer.checks.trackers import check_trackers
 from offbeat.trainer.config.learner import LearnerConfig
 from offbeat.trainer.trackers.base import TrackedRun
 from offbeat.trainer.trackers.cursor import (
-    Progress,
+    DeliveryCursor,
     progress_file,
     read_progress,
     tracker_folder,
@@ -123,6 +123,6 @@ def _deliver(delivery: Delivery, metrics: Path, console: Console) -> None:
             bar.update(sending, completed=min(delivery.progress.offset, size))
 
 
-def _last_words(name: str, progress: Progress, verb: str) -> str:
+def _last_words(name: str, progress: DeliveryCursor, verb: str) -> str:
     refused = f"; it has refused {progress.refused}" if progress.refused else ""
     return f"{name} {verb} all {progress.number} lines{refused}{f': {progress.place}' if progress.place else ''}"

@@ -5,6 +5,11 @@ Invariants: a run's relative paths start from one folder, whoever sent it; a run
 it, not against the host of the control service.
 """
 
+import asyncio
+import os
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +20,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
 from offbeat.deploy.cluster.reaper import keep_reaper
-from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents
+from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents, holds_claim
 from offbeat.deploy.components.serve_status import app_statuses
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_document
@@ -26,8 +31,17 @@ from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
+from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys, claims_key
+from offbeat.services.process import die_with_this_thread
+from offbeat.services.redis.url import place
 from offbeat.trainer.config.issue import ConfigIssue
+
+REDIS_VARIABLE = "OFFBEAT_REDIS"
+"""Environment variable for the Redis of `offbeat report`: arguments, unlike it, are visible to every user of the host."""
+REPORT_TIMEOUT_S = 900.0
+SHOWN_OUTPUT = 2000
+"""Characters of a failed command's output in the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +111,38 @@ class RayRunFactory(MeshRunFactory):
         """See `MeshRunFactory.build_mesh`; nobody else has made room for the run."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
-        claim = f"{record.run_id} {record.created_at}"
-        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=claim)
+        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim(record))
+
+    async def write_report(self, record: RunRecord) -> None:
+        """Run `offbeat report` in a process of its own: rendering episodes runs the user's envs, which may hang or crash."""
+        folder = Path(record.output_dir)
+        if not holds_claim(folder, _claim(record)):
+            return  # the run failed before it had the folder, which may hold another run
+        await asyncio.to_thread(self._run_report, folder)
+
+    def _run_report(self, folder: Path) -> None:
+        command = f"offbeat report {shlex.quote(str(folder))} --redis {place(self._redis_url)}"
+        try:
+            process = subprocess.run(
+                die_with_this_thread([sys.executable, "-m", "offbeat.deploy.cli.app", "report", str(folder)]),
+                cwd=self._working_dir,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), REDIS_VARIABLE: self._redis_url},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=REPORT_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ControlError(f"not written in {REPORT_TIMEOUT_S:g} s; write it with `{command}`") from error
+        if process.returncode != 0:
+            output = (process.stderr or process.stdout).strip()[-SHOWN_OUTPUT:]
+            raise ControlError(f"exit code {process.returncode}: {output}; write it with `{command}`")
+
+
+def _claim(record: RunRecord) -> str:
+    """Return the text that marks the folder of this run."""
+    return f"{record.run_id} {record.created_at}"
 
 
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:

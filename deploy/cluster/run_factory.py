@@ -145,6 +145,9 @@ class MeshRunFactory:
         if new:
             raise InvalidRunError([_view(issue) for issue in sorted(new, key=str)])
 
+    async def write_report(self, record: RunRecord) -> None:
+        """Do nothing: `offbeat train` writes the report of its run."""
+
     def remove_files(self, record: RunRecord) -> list[str]:
         """Remove what a run wrote into its folder. Raises `BusyError` if a command uses the folder."""
         try:
@@ -196,10 +199,15 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     Raises:
         FolderInUseError: `offbeat train` runs a run there.
     """
-    mark = config.output_dir / CLAIM
-    if mark.exists() and mark.read_text() == claim:
+    if holds_claim(config.output_dir, claim):
         return
     run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
     config.output_dir.mkdir(parents=True, exist_ok=True)
     run_folder.write_config(config.output_dir, dump_yaml(config))
-    mark.write_text(claim)
+    (config.output_dir / CLAIM).write_text(claim)
+
+
+def holds_claim(folder: Path, claim: str) -> bool:
+    """Return True if `claim_folder` has prepared the folder for this start of a run."""
+    mark = folder / CLAIM
+    return mark.exists() and mark.read_text() == claim

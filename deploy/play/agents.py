@@ -11,7 +11,7 @@ from offbeat.envs.contract import random_answer
 from offbeat.envs.registry import TextEnv
 from offbeat.envs.tools.functions import Call, write_calls, write_results
 from offbeat.envs.tools.tool_calls import MCP_INSTRUCTION
-from offbeat.services.chat.append_only import ChatFormat, Message
+from offbeat.services.chat.append_only import ChatFormat, ChatMessageDict
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.chat.tool_templates import load_playing_format
 from offbeat.services.messages.types import Completion, Picture, VersionSpan
@@ -78,7 +78,7 @@ def _byte_chat() -> ChatFormat:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END, IMAGE)])
 
-    def render(messages: Sequence[Message], prompt: bool) -> str:
+    def render(messages: Sequence[ChatMessageDict], prompt: bool) -> str:
         text = "".join(f"{START}{message['role']}\n{_written(message['content'])}{END}\n" for message in messages)
         return text + (f"{START}assistant\n" if prompt else "")
 
@@ -93,9 +93,9 @@ def _byte_chat() -> ChatFormat:
     )
 
 
-def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[Message]:
+def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[ChatMessageDict]:
     """Functions, calls and results as Qwen's and Hermes' chat templates write them."""
-    told: list[Message] = []
+    told: list[ChatMessageDict] = []
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         told.append({"role": "system", "content": MCP_INSTRUCTION.replace("{tools}", schemas)})

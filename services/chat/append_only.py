@@ -21,8 +21,8 @@ from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.chat.vision import PictureReader
 from offbeat.services.errors import RolloutError
 
-Message = dict[str, str]
-Render = Callable[[Sequence[Message], bool], str]
+ChatMessageDict = dict[str, str]
+Render = Callable[[Sequence[ChatMessageDict], bool], str]
 """(messages, whether the generation prompt follows) -> text."""
 
 FunctionTemplate = Callable[[str | None], ChatTemplate]
@@ -182,7 +182,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
     backend.no_truncation()
     backend.no_padding()
 
-    def render(messages: Sequence[Message], prompt: bool) -> str:
+    def render(messages: Sequence[ChatMessageDict], prompt: bool) -> str:
         return cast(str, tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
 
     def reader() -> ImageReader:
@@ -199,7 +199,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
     )
 
 
-def _turns(contents: Sequence[str], system: str | None = None) -> list[Message]:
+def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessageDict]:
     """User and assistant in turn."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
@@ -234,7 +234,7 @@ def _picture_of(render: Render) -> str:
     parts: list[Any] = [{"type": "image"}, {"type": "text", "text": MARKS[1]}]
     try:
         plain = render([{"role": "user", "content": MARKS[1]}], True)
-        seen = render([cast(Message, {"role": "user", "content": parts})], True)
+        seen = render([cast(ChatMessageDict, {"role": "user", "content": parts})], True)
     except (TemplateError, TypeError) as error:
         raise RolloutError(f"the chat template writes no pictures: {error}") from error
     before, behind = (text.partition(MARKS[1]) for text in (plain, seen))

@@ -73,7 +73,11 @@ class ControlDeployment:
         store = RunStore(redis, orphaned_after_s=math.inf)
         logs = str(settings.log_dir / f"{DEPLOYMENT}.log") if settings.log_dir else ""
         self._reconciler = reconciler = Reconciler(
-            store, wiring.build_mesh, reconcile_s=settings.reconcile_s, own_log=logs
+            store,
+            wiring.build_mesh,
+            reconcile_s=settings.reconcile_s,
+            own_log=logs,
+            write_report=wiring.write_report,
         )
         service = ControlService(store, wiring, wake=reconciler.wake, redis_trouble=lambda: reconciler.redis_trouble)
 

@@ -24,7 +24,7 @@ from offbeat.services.errors import ControlError, RetryableError
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ServerSentEvent:
     """One event of a stream."""
 
     id: str
@@ -32,7 +32,7 @@ class Message:
     data: str
 
 
-async def messages(lines: AsyncIterator[str]) -> AsyncIterator[Message]:
+async def messages(lines: AsyncIterator[str]) -> AsyncIterator[ServerSentEvent]:
     """The events that lines of a stream carry; one that is cut off in the middle is left out."""
     fields: dict[str, str] = {}
     async for line in lines:
@@ -41,7 +41,7 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[Message]:
             if name in ("id", "event", "data"):
                 fields[name] = value.removeprefix(" ")
         elif "data" in fields:
-            yield Message(fields.get("id", ""), fields.get("event", "message"), fields["data"])
+            yield ServerSentEvent(fields.get("id", ""), fields.get("event", "message"), fields["data"])
             fields = {}
         else:
             fields = {}
@@ -157,7 +157,7 @@ class ControlClient:
         from_start: bool = False,
         patience_s: float = 60.0,
         parting_s: float = 10.0,
-    ) -> AsyncIterator[Message]:
+    ) -> AsyncIterator[ServerSentEvent]:
         """A run's events until it is over; a stream that breaks is taken up again where it broke.
 
         patience_s: time for which the service may be gone before `RetryableError` is raised; parting_s: after which a run

@@ -4,12 +4,14 @@ Level-triggered: each look reads the record and the components, and does the nex
 is kept in Redis only, so a restarted or second control replica does the same.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
+
+The report of a run that is over is written once, by the service that ended it or by its successor; no run waits for it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -29,7 +31,7 @@ from offbeat.services.control.run import (
     RunState,
     UnknownRunError,
 )
-from offbeat.services.control.store import RunStore
+from offbeat.services.control.store import REPORT_DUE, REPORT_FAILED, REPORT_WRITTEN, RunStore
 from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ LONGEST_LOOK_S = 900.0
 """Timeout of a look (a call that Ray never answers, for example), after which the next one starts."""
 SETTLE_S = 3.0
 """Grace period after Redis refused writes, in which live components can report before any is considered dead."""
+REPORT_RETRY_S = 5.0
 GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
@@ -76,8 +79,16 @@ class Reconciler:
         reconcile_s: float = 0.5,
         policy: RestartPolicy | None = None,
         own_log: str = "logs/control.log",
+        write_report: Callable[[RunRecord], Awaitable[None]] | None = None,
     ) -> None:
-        """own_log: where this process logs; absolute, or relative to a run's folder."""
+        """own_log: where this process logs; absolute, or relative to a run's folder.
+
+        write_report: writes the report of a run that is over; None writes none.
+        """
+        self._write_report = write_report
+        self._reporting = asyncio.Lock()
+        self._scan_reports = write_report is not None
+        """True if a report may be due: at the start, and when a run has ended."""
         self._own_log = own_log
         self._store = store
         self._build_mesh = build_mesh
@@ -105,6 +116,7 @@ class Reconciler:
     async def run(self) -> None:
         """Reconcile all active runs until cancelled; a hanging one does not delay the others."""
         looking: dict[str, asyncio.Task[None]] = {}
+        reporting: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 self._wake.clear()
@@ -112,13 +124,18 @@ class Reconciler:
                 for run_id in await self._unfinished():
                     if run_id not in looking:
                         looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
+                reporting = {run_id: task for run_id, task in reporting.items() if not task.done()}
+                for run_id in await self._reports_due():
+                    if run_id not in reporting:
+                        reporting[run_id] = asyncio.create_task(self._report(run_id), name=f"report of {run_id}")
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._reconcile_s):
                         await self._wake.wait()
         finally:
-            for task in looking.values():
+            tasks = [*looking.values(), *reporting.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*looking.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _unfinished(self) -> list[str]:
         """All runs that are not over; none while Redis does not answer: they are looked after as soon as it does."""
@@ -130,6 +147,40 @@ class Reconciler:
             return []
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
         return run_ids
+
+    async def _reports_due(self) -> list[str]:
+        if not self._scan_reports:
+            return []
+        self._scan_reports = False
+        try:
+            return await self._store.reports_due()
+        except redis_errors.RedisError as error:
+            self._scan_reports = True
+            logger.warning("can't look for due reports: %s; retrying", error)
+            return []
+
+    async def _report(self, run_id: str) -> None:
+        """Write a run's report, one at a time; an error is logged and not retried, unless it is an outage of Redis."""
+        assert self._write_report is not None
+        try:
+            async with self._reporting:
+                record = await self._store.load(run_id)
+                try:
+                    await self._write_report(record)
+                    outcome = REPORT_WRITTEN
+                except Exception as error:
+                    if _of_redis(error):
+                        raise
+                    logger.error("run %s has no report: %s", run_id, error)
+                    outcome = REPORT_FAILED
+                await self._store.close_report(record, outcome)
+                self._scan_reports = True  # the run may have been started again and ended meanwhile
+        except (UnknownRunError, ForeignRecordError):
+            return
+        except Exception as error:
+            logger.warning("the report of run %s is delayed: %s", run_id, error)
+            await asyncio.sleep(REPORT_RETRY_S)
+            self._scan_reports = True
 
     async def _look(self, run_id: str) -> None:
         try:
@@ -296,6 +347,10 @@ class Reconciler:
             await asyncio.gather(*(component.stop(now=now) for component in stopping))
             return RunState.DRAINING
         await mesh.clean_up()
-        await self._store.update(record.run_id, state=record.outcome, ended_at=self._store.clock())
+        report = REPORT_DUE if self._write_report else ""
+        await self._store.update(record.run_id, state=record.outcome, ended_at=self._store.clock(), report=report)
+        if report:
+            self._scan_reports = True
+            self.wake()
         logger.info("run %s is %s", record.run_id, record.outcome)
         return record.outcome

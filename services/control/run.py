@@ -106,6 +106,8 @@ class RunRecord:
     running_at: float = 0.0
     draining_at: float = 0.0
     ended_at: float = 0.0
+    report: str = ""
+    """`due`, `written` or `failed` once the run is over; empty if the control service writes none."""
     beat: float = 0.0
     """Time of the reconciler's last look."""
 
@@ -159,7 +161,7 @@ class Restarts:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class WeightProgress:
     """Progress of the published weights; -1 before version 0."""
 
     version: int = -1

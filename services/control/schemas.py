@@ -87,6 +87,10 @@ class SettingsView(create_model("SettingsView", __base__=View, **_view_fields)):
     def of(cls, settings: Settings) -> "SettingsView":
         return cls.model_validate(settings, from_attributes=True)
 
+    def to_settings(self) -> Settings:
+        """Return the settings with typed fields."""
+        return Settings(**self.model_dump())
+
 
 class _Patch(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -64,6 +64,10 @@ class RunFactory(BufferReader, Protocol):
         """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
         ...
 
+    async def write_report(self, record: RunRecord) -> None:
+        """Write the report of a run that is over into its folder. Raises `ControlError` with the command to retry."""
+        ...
+
     def remove_files(self, record: RunRecord) -> list[str]:
         """Remove what a run that is over has written into its folder; returns what is gone. Raises `BusyError`."""
         ...

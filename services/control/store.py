@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ from offbeat.services.control.run import (
     DesiredState,
     ForeignRecordError,
     LearnerReport,
-    Progress,
     Restarts,
     RunExistsError,
     RunRecord,
@@ -32,6 +32,7 @@ from offbeat.services.control.run import (
     RunState,
     RunStateError,
     UnknownRunError,
+    WeightProgress,
 )
 from offbeat.services.keys import RUNS, RunKeys, claims_key
 from offbeat.services.live_settings import (
@@ -49,6 +50,7 @@ ORPHANED_AFTER_S = 30.0
 OF_ONE_ATTEMPT = ("restarts", "components", "learner", "doing")
 """Fields about a run's processes; cleared when it is started again."""
 HISTORY_KEPT = 1000
+REPORT_DUE, REPORT_WRITTEN, REPORT_FAILED = "due", "written", "failed"
 EPOCH_KEPT_S = 7 * 24 * 3600
 """Time that a deleted run's epoch is kept: longer than an isolated learner could take to return."""
 
@@ -177,6 +179,28 @@ class RunStore:
         over = {state.value.encode() for state in RunState if state.over}
         return [run_id for run_id, state in zip(run_ids, states, strict=True) if state not in over]
 
+    async def reports_due(self) -> list[str]:
+        """Return the runs whose report must still be written, oldest first."""
+        run_ids = await self.run_ids()
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for run_id in run_ids:
+                pipe.hget(RunKeys(run_id).record, "report")
+            reports = await pipe.execute()
+        return [run_id for run_id, report in zip(run_ids, reports, strict=True) if report == REPORT_DUE.encode()]
+
+    async def close_report(self, record: RunRecord, report: str) -> None:
+        """Record how writing the report ended, unless the run was deleted or started again meanwhile."""
+        key = RunKeys(record.run_id).record
+        async with self.redis.pipeline() as pipe:
+            await pipe.watch(key)
+            started_at, due = await cast(Any, pipe.hmget(key, ["started_at", "report"]))
+            if due != REPORT_DUE.encode() or float(started_at) != record.started_at:
+                return
+            pipe.multi()
+            pipe.hset(key, "report", report)
+            with suppress(WatchError):
+                await pipe.execute()
+
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
         """(created at, id) of the runs whose id fits the glob `name`, newest first; those after the place `after`."""
         rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)
@@ -287,10 +311,10 @@ class RunStore:
             pipe.zrem(RUNS, run_id)
             await pipe.execute()
 
-    async def progress(self, run_id: str) -> Progress:
+    async def progress(self, run_id: str) -> WeightProgress:
         """Return the progress of the published weights."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).progress))
-        return Progress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
+        return WeightProgress(int(raw.get(b"version", -1)), int(raw.get(b"step", -1)))
 
     async def restarts(self, run_id: str) -> dict[str, Restarts]:
         """Return the number of deaths of each component."""

@@ -12,8 +12,8 @@ import numpy as np
 from offbeat.services.messages.envelope import (
     MALFORMED,
     Count,
-    Message,
-    Row,
+    MessageFormat,
+    MessageRow,
     check_spans,
     count,
     finite,
@@ -38,7 +38,7 @@ from offbeat.services.messages.types import (
 )
 
 
-class TrajectoryRow(Row):
+class TrajectoryRow(MessageRow):
     """A trajectory as messages carry it: field for field."""
 
     group_id: str
@@ -56,8 +56,8 @@ class TrajectoryRow(Row):
     baseline: bool
 
 
-TRAJECTORY = Message("trajectory", TrajectoryRow)
-TRAJECTORIES = Message("trajectories", list[bytes])
+TRAJECTORY = MessageFormat("trajectory", TrajectoryRow)
+TRAJECTORIES = MessageFormat("trajectories", list[bytes])
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -142,7 +142,7 @@ def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
             raise ValueError(f"reward {reward}")
 
 
-class RequestRow(Row):
+class RequestRow(MessageRow):
     """A turn to sample as messages carry it."""
 
     request_id: str
@@ -156,7 +156,7 @@ class RequestRow(Row):
     pictures: list[PictureRow]
 
 
-class CompletionRow(Row):
+class CompletionRow(MessageRow):
     """A sampled turn as messages carry it."""
 
     request_id: str
@@ -167,8 +167,8 @@ class CompletionRow(Row):
     error: str
 
 
-REQUESTS = Message("requests", list[RequestRow])
-COMPLETIONS = Message("completions", list[CompletionRow])
+REQUESTS = MessageFormat("requests", list[RequestRow])
+COMPLETIONS = MessageFormat("completions", list[CompletionRow])
 
 
 def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
@@ -246,7 +246,7 @@ def _completion(row: CompletionRow) -> Completion:
     return Completion(row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error)
 
 
-class TensorRow(Row):
+class TensorRow(MessageRow):
     """A tensor's specification as messages carry it."""
 
     name: str
@@ -254,7 +254,7 @@ class TensorRow(Row):
     shape: tuple[Count, ...]
 
 
-class AnchorRow(Row):
+class AnchorRow(MessageRow):
     """An anchor as messages carry it."""
 
     location: str
@@ -262,7 +262,7 @@ class AnchorRow(Row):
     num_bytes: Count
 
 
-class ManifestRow(Row):
+class ManifestRow(MessageRow):
     """A manifest as messages carry it."""
 
     run_id: str
@@ -278,7 +278,7 @@ class ManifestRow(Row):
     anchor: AnchorRow | None
 
 
-MANIFEST = Message("manifest", ManifestRow)
+MANIFEST = MessageFormat("manifest", ManifestRow)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -31,11 +31,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Body = TypeVar("Body")
 
 
-class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+class MessageRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of message rows: an array of declared types in a fixed order."""
 
 
-class Message(Generic[Body]):
+class MessageFormat(Generic[Body]):
     """Messages of one kind."""
 
     def __init__(self, kind: str, body: type[Body]) -> None:

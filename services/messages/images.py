@@ -6,7 +6,7 @@ Invariants: images of one sequence are ordered and disjoint, inside it, on token
 
 from collections.abc import Sequence
 
-from offbeat.services.messages.envelope import Row
+from offbeat.services.messages.envelope import MessageRow
 from offbeat.services.messages.types import Picture, Segment
 
 MAX_PICTURE = 1 << 20
@@ -14,7 +14,7 @@ MAX_PICTURE = 1 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class PictureRow(Row):
+class PictureRow(MessageRow):
     """A picture as messages carry it."""
 
     start: int

@@ -17,7 +17,7 @@ from offbeat.services.messages.envelope import (
     UINT16,
     UINT32,
     Count,
-    Row,
+    MessageRow,
     check_spans,
     read_logprobs,
     read_tokens,
@@ -34,7 +34,7 @@ from offbeat.services.messages.types import Segment, VersionSpan
 BOOL = np.dtype(np.bool_)
 
 
-class SegmentRow(Row):
+class SegmentRow(MessageRow):
     """A segment as messages carry it."""
 
     length: Count

@@ -44,7 +44,7 @@ class _Calls:
         return {**(of_policy if self.turns else {}), **(of_env if self.env_calls else {})}
 
 
-class Reporter:
+class WorkerMetrics:
     """Collects between two calls of `records`."""
 
     def __init__(self, worker_id: str) -> None:

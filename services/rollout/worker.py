@@ -24,7 +24,7 @@ from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler, samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
-from offbeat.services.rollout.metrics import Reporter
+from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.slots import Slot, SlotPool
 from offbeat.services.rollout.task_assigner import TaskAssigner
 from offbeat.services.rollout.tasks import EvalTasks, Task
@@ -86,7 +86,7 @@ class EnvWorker:
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
         self._desk = runtime_for(settings.custom_envs, settings.model_folder)
-        self._reporter = Reporter(worker_id)
+        self._reporter = WorkerMetrics(worker_id)
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._finding = asyncio.Lock()
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offbeat.services.buffer.api import LearnerBuffer
-from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.training.checkpoint import (
     Checkpoint,
@@ -39,7 +39,7 @@ class Checkpointer:
         store: CheckpointStore,
         buffer: LearnerBuffer,
         journal: StepLedger,
-        reporter: Reporter,
+        reporter: LearnerReporter,
         save_steps: int,
         *,
         tolerant: bool,

@@ -10,7 +10,7 @@ from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import EvaluationLog, Evaluations
 from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import LearnerComponents
-from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -31,7 +31,7 @@ def build_components(
     checkpoints: CheckpointStore,
     sink: MetricsSink,
     log: EvaluationLog,
-    reporter: Reporter,
+    reporter: LearnerReporter,
     stopped: Callable[[], bool],
 ) -> LearnerComponents:
     """sink: receives evaluations; stopped: True once the learner should stop."""

@@ -24,7 +24,7 @@ from offbeat.trainer.learner.checkpointing import Checkpointer
 from offbeat.trainer.learner.evaluations import Evaluation, Evaluations, When
 from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
 from offbeat.trainer.learner.reporter import (
-    Reporter,
+    LearnerReporter,
     replay_values,
     step_values,
     was_skipped,
@@ -52,7 +52,7 @@ class LearnerComponents:
     checkpoints: CheckpointStore
     evaluations: Evaluations
     intake: GroupIntake
-    reporter: Reporter
+    reporter: LearnerReporter
     journal: StepLedger
     replay: ReplayBuffer
     staleness: StalenessController

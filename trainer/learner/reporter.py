@@ -45,7 +45,7 @@ class RedisStatusBoard:
         self._redis.hset(self._key, mapping={**fields})
 
 
-class Reporter:
+class LearnerReporter:
     """Reports phases and steps; `step` is the number of optimizer batches behind the weights."""
 
     def __init__(

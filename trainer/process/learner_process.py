@@ -29,7 +29,7 @@ from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
-from offbeat.trainer.learner.reporter import RedisStatusBoard, Reporter
+from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
 from offbeat.trainer.process import redis_outage
 from offbeat.trainer.process.heartbeat import give_signs
 from offbeat.trainer.process.lease_wait import wait_for_lease
@@ -97,7 +97,7 @@ class LearnerProcess:
         self._redis = connect(redis_url, patience_s=redis_outage.PATIENCE_S, goes_on=waiting.should_retry)
         self._metrics = RedisMetrics(self._redis, run.run_id)
         board = RedisStatusBoard(self._redis, run.run_id)
-        self._reporter = Reporter(self._metrics, board, self._view, self._watchdog.sign)
+        self._reporter = LearnerReporter(self._metrics, board, self._view, self._watchdog.sign)
         self._peers = FollowerRanks()
         self._silent_s = SILENT_TIMEOUTS * run.config.buffer.learner_timeout_s
         self._laps = _StartupTimer(started)

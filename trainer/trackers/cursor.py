@@ -17,7 +17,7 @@ KEY_CHARS = 16
 
 
 @dataclass(slots=True)
-class Progress:
+class DeliveryCursor:
     """Position of a tracker and its counters, as stored."""
 
     key: str = ""
@@ -88,12 +88,12 @@ def folder_name(name: str) -> str:
     return name.replace(":", ".")
 
 
-def read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> DeliveryCursor:
     """Load the stored progress, or an empty one if there is none."""
-    return Progress(**json.loads(path.read_text())) if path.exists() else Progress()
+    return DeliveryCursor(**json.loads(path.read_text())) if path.exists() else DeliveryCursor()
 
 
-def write_progress(path: Path, progress: Progress) -> None:
+def write_progress(path: Path, progress: DeliveryCursor) -> None:
     """Store the progress atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(asdict(progress)) + "\n")

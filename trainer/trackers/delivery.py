@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.trainer.trackers.base import Row, Tracker, make_row
-from offbeat.trainer.trackers.cursor import Progress, write_progress
+from offbeat.trainer.trackers.cursor import DeliveryCursor, write_progress
 from offbeat.trainer.trackers.metrics_file import Line, read_lines
 
 MAX_CONSECUTIVE_REFUSALS = 3
@@ -24,7 +24,7 @@ class TrackerDownError(Exception):
 class Delivery:
     """Sends new lines to an open tracker."""
 
-    def __init__(self, metrics_path: Path, progress_path: Path, progress: Progress, tracker: Tracker) -> None:
+    def __init__(self, metrics_path: Path, progress_path: Path, progress: DeliveryCursor, tracker: Tracker) -> None:
         self._metrics_path = metrics_path
         self._progress_path = progress_path
         self.progress = progress

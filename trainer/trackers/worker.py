@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from offbeat.trainer.trackers.base import Ending, TrackedRun
 from offbeat.trainer.trackers.cursor import (
-    Progress,
+    DeliveryCursor,
     progress_file,
     read_progress,
     tracker_folder,
@@ -56,7 +56,7 @@ class StartMessage:
     output_dir: str
     lineage: str
     keep_key: bool
-    """As in `Progress.open`."""
+    """As in `DeliveryCursor.open`."""
     resumed_step: int
     config: dict[str, Any]
 
@@ -202,7 +202,7 @@ class _TrackerSession:
         tracker.close(self._inbox.ending)
         logger.info("closed as %s: %s", self._inbox.ending, _counts(progress))
 
-    def _open(self, progress: Progress) -> TrackedRun:
+    def _open(self, progress: DeliveryCursor) -> TrackedRun:
         order = self._order
         resumed = progress.open(order.lineage, keep_key=order.keep_key)
         folder = tracker_folder(self._output_dir, order.tracker)
@@ -233,7 +233,7 @@ def _is_stdin_closed() -> bool:
     return bool(poll.poll(0))
 
 
-def _counts(progress: Progress) -> dict[str, int]:
+def _counts(progress: DeliveryCursor) -> dict[str, int]:
     return {"lines": progress.number, "repeated": progress.repeated, "refused": progress.refused}
 
 

@@ -23,8 +23,8 @@ from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.trainer.config.learner import WarmStartConfig
 from offbeat.trainer.models.packing import PackedInput
 
-Message = dict[str, str]
-Demos = Callable[..., list[Message]]
+ChatMessageDict = dict[str, str]
+Demos = Callable[..., list[ChatMessageDict]]
 """(env, rng) -> the chat messages of one episode (`WarmStartConfig.demos`)."""
 
 
@@ -59,7 +59,7 @@ def load_demos(config: WarmStartConfig) -> Demos:
     return cast(Demos, demos)
 
 
-def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv) -> list[Message]:
+def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv) -> list[ChatMessageDict]:
     """Return one episode's messages. The tag's templates and turn limit are passed if the function accepts them."""
     available = {
         "max_turns": tag.max_steps,
@@ -77,21 +77,23 @@ def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, ma
     return lambda rng: [_truncate(tokenize(chat, messages), max_tokens) for messages in sample(rng)]
 
 
-def make_conversation_sampler(demos: Demos, env: CustomEnv) -> Callable[[np.random.Generator], list[list[Message]]]:
+def make_conversation_sampler(
+    demos: Demos, env: CustomEnv
+) -> Callable[[np.random.Generator], list[list[ChatMessageDict]]]:
     """Build the function that runs text-only episodes and returns their conversations.
 
     For a step-wise tag each turn is a conversation of its own, with the prompt that a rollout renders.
     """
     instance = registry.make(env.env_type, env.env_config)
 
-    def sample(rng: np.random.Generator) -> list[list[Message]]:
+    def sample(rng: np.random.Generator) -> list[list[ChatMessageDict]]:
         messages = run_demo(demos, instance, rng, env)
         return [messages] if env.env_manager_cls == "TrajEnvManager" else list(_split_into_steps(messages, env))
 
     return sample
 
 
-def tokenize(chat: ChatFormat, messages: list[Message]) -> Demonstration:
+def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration:
     """Tokenize an optional system message and alternating user and assistant messages, piecewise as a rollout does.
 
     Raises:
@@ -123,7 +125,7 @@ def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
     )
 
 
-def split_messages(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDict], list[ChatMessageDict]]:
     """Split messages into the system message, if any, and the turns.
 
     Raises:
@@ -141,7 +143,7 @@ def prompt_too_long(length: int) -> ValueError:
     return ValueError(f"warm start: the first prompt alone takes {length} tokens")
 
 
-def _split_into_steps(messages: list[Message], env: CustomEnv) -> Iterator[list[Message]]:
+def _split_into_steps(messages: list[ChatMessageDict], env: CustomEnv) -> Iterator[list[ChatMessageDict]]:
     """Render an episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
     system, turns = split_messages(messages)
     history = TurnHistory(env)

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.config.loader import compose_tree
-from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.cli.runs.tables import picture_of_run, picture_of_runs
+from offbeat.deploy.config.errors import ConfigError
+from offbeat.deploy.config.loader import compose_tree
+from offbeat.deploy.config.run import RunConfig
 from offbeat.services.control.client import ControlClient, ControlRefusedError
 from offbeat.services.control.schemas import ErrorBody, RunView
 from offbeat.services.errors import RetryableError

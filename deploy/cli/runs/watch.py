@@ -8,9 +8,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.cli.runs.calls import DONE, UNREACHABLE, call
+from offbeat.deploy.report.history import RunHistory
 from offbeat.services.control.client import ControlClient
 from offbeat.services.control.event_schemas import HistoryView, MetricView
 from offbeat.services.control.run import RunState

@@ -26,7 +26,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
 from offbeat.services.rollout.episodes.history import TurnHistory
-from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, Message, conversation
+from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, conversation
 
 Sample = Callable[..., Awaitable[Completion]]
 """(token ids of a prompt, most new tokens) -> completion; the prompt's pictures are a third argument where it has any.
@@ -123,7 +123,7 @@ class _Episode:
             self.text += [message.words, answer]
         return result.observation, _stop_reason(result, step, plan.env.max_steps)
 
-    async def _message(self, observation: str, step: int) -> Message:
+    async def _message(self, observation: str, step: int) -> TurnMessage:
         """Render the policy's message of a turn."""
         rules = self.plan.env
         words = fill_template(
@@ -135,8 +135,8 @@ class _Episode:
             image=self.chat.sight.mark if rules.shows_pictures else IMAGE,
         )
         if not rules.shows_pictures:
-            return Message(words, observation=observation)
-        return Message(words, await self.env.picture(), rules.agent_template.count(IMAGE), observation)
+            return TurnMessage(words, observation=observation)
+        return TurnMessage(words, await self.env.picture(), rules.agent_template.count(IMAGE), observation)
 
 
 def _stop_reason(result: StepResult, step: int, max_steps: int) -> StopReason | None:

@@ -8,7 +8,7 @@ from typing import Any
 from offbeat.services.messages.types import Completion, EpisodeKind, Picture
 from offbeat.services.rollout.envs.runners import EnvRunner, StepResult
 from offbeat.services.rollout.episodes.sampler import EpisodeSampler
-from offbeat.services.rollout.metrics import Reporter
+from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
@@ -26,7 +26,7 @@ class InstrumentedEpisode:
         turnstile: AbstractAsyncContextManager[Any],
         sampler: EpisodeSampler,
         waiting: Waiting,
-        reporter: Reporter,
+        reporter: WorkerMetrics,
         between: Wait | None = None,
     ) -> None:
         """turnstile: limits concurrent calls of the tag's envs. between: wait status after a call; None if the next

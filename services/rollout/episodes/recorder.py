@@ -30,7 +30,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import CustomEnv
 
 
-class Message(NamedTuple):
+class TurnMessage(NamedTuple):
     """Message of a turn: text, with `num_pictures` placeholders for its image."""
 
     words: str
@@ -54,7 +54,7 @@ class Record(NamedTuple):
 class EpisodeRecorder(Protocol):
     """Records the turns of one episode in order: `ask`, `hear`, `rate`."""
 
-    def ask(self, message: Message) -> Sent:
+    def ask(self, message: TurnMessage) -> Sent:
         """Return the prompt for the next message.
 
         Raises:
@@ -97,7 +97,7 @@ class AppendOnlyRecorder:
         """Logprobs of sampled tokens only."""
         self._spans: list[VersionSpan] = []
 
-    def ask(self, message: Message) -> Sent:
+    def ask(self, message: TurnMessage) -> Sent:
         """See `EpisodeRecorder.ask`. An answer that was cut short is ended first."""
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
@@ -150,7 +150,7 @@ class PerStepRecorder:
         self._system = system
         self._steps: list[AppendOnlyRecorder] = []
 
-    def ask(self, message: Message) -> Sent:
+    def ask(self, message: TurnMessage) -> Sent:
         self._steps.append(AppendOnlyRecorder(self._chat, self._system))
         return self._steps[-1].ask(message)
 
@@ -189,7 +189,7 @@ class RerenderedRecorder:
         if self.system:
             self.messages.append(ChatMessage("system", self.system))
 
-    def ask(self, message: Message) -> Sent:
+    def ask(self, message: TurnMessage) -> Sent:
         """See `EpisodeRecorder.ask`: all before it as the template writes it now."""
         if message.num_pictures:
             raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")

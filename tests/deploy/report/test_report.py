@@ -141,11 +141,11 @@ def test_a_run_whose_records_can_not_be_had_is_refused_in_a_line(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    assert remake_report(tmp_path) == 1
+    assert remake_report(str(tmp_path)) == 1
     assert "holds no redis/" in capsys.readouterr().err
     elsewhere = config.model_copy(update={"redis": RedisConfig(url="redis://127.0.0.1:1/0")})
     (tmp_path / "config.yaml").write_text(dump_yaml(elsewhere))
-    assert remake_report(tmp_path) == 1
+    assert remake_report(str(tmp_path)) == 1
     assert "refused" in capsys.readouterr().err
     assert not (tmp_path / "report.json").exists()
     assert not (tmp_path / "redis").exists()

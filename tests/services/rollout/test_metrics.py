@@ -5,7 +5,7 @@ from offbeat.services.messages.types import (
     Trajectory,
     Turn,
 )
-from offbeat.services.rollout.metrics import OWN, OWN_FOLDERS, Reporter
+from offbeat.services.rollout.metrics import OWN, OWN_FOLDERS, WorkerMetrics
 from offbeat.services.telemetry import Partial
 
 TRAIN = EpisodeKind.TRAIN
@@ -13,7 +13,7 @@ TRAIN = EpisodeKind.TRAIN
 
 def told(metrics: dict[str, float]) -> dict[str, Partial]:
     """What is recorded of a failed, a cancelled and two played episodes, a baseline among them."""
-    reporter = Reporter("w")
+    reporter = WorkerMetrics("w")
     turns = (Turn(0, 0, 1, 0.5), Turn(0, 1, 2, 0.25))
     reporter.env_call(TRAIN, "Lake", 0.1)
     reporter.turn(TRAIN, "Lake", Completion("r", (7,)), 0.2)

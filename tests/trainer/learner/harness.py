@@ -10,7 +10,7 @@ from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import Evaluations
 from offbeat.trainer.learner.group_intake import GroupIntake
 from offbeat.trainer.learner.loop import Learner, LearnerComponents
-from offbeat.trainer.learner.reporter import Reporter
+from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
@@ -83,7 +83,7 @@ class World:
             checkpoints=checkpoints,
             evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
             intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
-            reporter=Reporter(self.sink, self.board),
+            reporter=LearnerReporter(self.sink, self.board),
             journal=StepLedger(self.folder, next(self.epochs)),
             replay=ReplayBuffer(self.config.replay, GROUPS_PER_STEP, self.config.seed),
             staleness=StalenessController(

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.services.telemetry import MetricRecord, mean
 from offbeat.trainer.trackers.base import Row, TrackedRun, Tracker
-from offbeat.trainer.trackers.cursor import Progress, read_progress
+from offbeat.trainer.trackers.cursor import DeliveryCursor, read_progress
 from offbeat.trainer.trackers.delivery import Delivery, TrackerDownError
 from offbeat.trainer.trackers.metrics_file import MetricsFile
 
@@ -58,7 +58,7 @@ def delivery(folder: Path, tracker: Tracker) -> Delivery:
     return Delivery(folder / "metrics.jsonl", path, read_progress(path), tracker)
 
 
-def deliver(folder: Path, tracker: Tracker) -> Progress:
+def deliver(folder: Path, tracker: Tracker) -> DeliveryCursor:
     """Deliver everything as one tracker process would."""
     process = delivery(folder, tracker)
     while process.round():
@@ -147,7 +147,7 @@ def test_unflushed_rows_are_sent_again(tmp_path: Path):
 
 
 def test_key_is_kept_unless_the_lineage_changes():
-    progress = Progress()
+    progress = DeliveryCursor()
     assert not progress.open("monday", keep_key=False)
     key = progress.key
     progress.advance(1, 10, {"source": "learner", "step": 7, "labels": {}})

@@ -13,7 +13,7 @@ from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, WarmStar
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (
-    Message,
+    ChatMessageDict,
     load_demos,
     make_conversation_sampler,
     pack_demonstrations,
@@ -54,7 +54,7 @@ def run(
     return loss
 
 
-def conversations(env: CustomEnv, count: int = 1) -> list[list[Message]]:
+def conversations(env: CustomEnv, count: int = 1) -> list[list[ChatMessageDict]]:
     sample, rng = make_conversation_sampler(load_demos(WARM), env), np.random.default_rng(0)
     return [messages for _ in range(count) for messages in sample(rng)]
 

@@ -34,8 +34,8 @@ from offbeat.trainer.config.learner import (
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.warm_start.demonstrations import (
+    ChatMessageDict,
     Demonstration,
-    Message,
     pack_demonstrations,
 )
 from offbeat.trainer.warm_start.factory import make_demonstrator
@@ -167,7 +167,7 @@ class Lamp(gymnasium.Env[str, str]):
         return np.full((32, 32, 3), 255 * self.lit, dtype=np.uint8)
 
 
-def answer_the_frame(env: Lamp, rng: np.random.Generator) -> list[Message]:
+def answer_the_frame(env: Lamp, rng: np.random.Generator) -> list[ChatMessageDict]:
     env.reset(seed=int(rng.integers(2**31)))
     answer = ("Down", "Up")[env.lit]
     env.step(answer)
@@ -202,9 +202,9 @@ def test_long_demonstrations_are_truncated_as_a_rollout_is(chat: ChatFormat, man
         make_demonstrator(WARM, env, chat, max_tokens=20)(np.random.default_rng(3))
 
 
-def walk(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ...]) -> list[Message]:
+def walk(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ...]) -> list[ChatMessageDict]:
     env.reset(seed=int(rng.integers(2**31)))
-    messages: list[Message] = []
+    messages: list[ChatMessageDict] = []
     for answer in answers:
         messages += [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         env.step(answer)
@@ -212,13 +212,13 @@ def walk(env: FrozenLakeEnv, rng: np.random.Generator, answers: tuple[str, ...])
 
 
 def demonstrate_once(
-    chat: ChatFormat, demos: Callable[..., list[Message]], env: CustomEnv = ENV
+    chat: ChatFormat, demos: Callable[..., list[ChatMessageDict]], env: CustomEnv = ENV
 ) -> list[Demonstration]:
     return make_vision_demonstrator(demos, env, chat, max_tokens=512)(np.random.default_rng(0))
 
 
 def test_only_the_steps_after_the_last_reset_count(chat: ChatFormat) -> None:
-    def twice(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
+    def twice(env: FrozenLakeEnv, rng: np.random.Generator) -> list[ChatMessageDict]:
         walk(env, rng, ("Up", "Up", "Up"))
         return walk(env, rng, ("Up", "Left"))
 
@@ -228,7 +228,7 @@ def test_only_the_steps_after_the_last_reset_count(chat: ChatFormat) -> None:
 
 
 def test_answers_that_were_not_passed_to_the_env_are_rejected(chat: ChatFormat) -> None:
-    def invent_answer(env: FrozenLakeEnv, rng: np.random.Generator) -> list[Message]:
+    def invent_answer(env: FrozenLakeEnv, rng: np.random.Generator) -> list[ChatMessageDict]:
         walk(env, rng, ("Up", "Left"))
         return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Down"}]
 
