@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import DeliveryCursor as Bar
+from rich.progress import Progress as Bar
 
 from offbeat.deploy.cli.audit import AuditError, folder_of
 from offbeat.deploy.config.errors import ConfigError
