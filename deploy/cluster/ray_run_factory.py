@@ -29,9 +29,9 @@ from offbeat.services.buffer.admin import BufferWatch
 from offbeat.services.control.run import RunRecord, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import InvalidRunError
+from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
-from offbeat.services.errors import ControlError
 from offbeat.services.keys import RunKeys, claims_key
 from offbeat.services.process import die_with_this_thread
 from offbeat.services.redis.url import place
@@ -126,7 +126,11 @@ class RayRunFactory(MeshRunFactory):
             process = subprocess.run(
                 die_with_this_thread([sys.executable, "-m", "offbeat.deploy.cli.app", "report", str(folder)]),
                 cwd=self._working_dir,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), REDIS_VARIABLE: self._redis_url},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    REDIS_VARIABLE: self._redis_url,
+                },
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

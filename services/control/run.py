@@ -106,10 +106,10 @@ class RunRecord:
     running_at: float = 0.0
     draining_at: float = 0.0
     ended_at: float = 0.0
-    report: str = ""
-    """`due`, `written` or `failed` once the run is over; empty if the control service writes none."""
     beat: float = 0.0
     """Time of the reconciler's last look."""
+    report: str = ""
+    """`due`, `written` or `failed` once the run is over; empty if the control service writes none."""
 
     def encode(self) -> dict[str, str]:
         plain = {each.name: str(getattr(self, each.name)) for each in fields(self)}

@@ -1,5 +1,6 @@
 """The mesh as it is deployed: real `ray start`, `serve deploy`, `serve status` and `serve shutdown`, runs over REST."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,15 @@ def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing
     assert view["step"] == STEPS
     assert counters["trained"] == STEPS * GROUPS_PER_STEP
     assert counters["admitted"] == counters["trained"] + gone + counters["in_flight"]
+
+    # Its report is written when it ends, though its control replica was killed.
+    folder = cluster.folder / "runs/one"
+    wait_until_sync((folder / "report.json").exists, timeout_s=120, every_s=0.5)
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["exp_name"], report["steps"]) == ("one", STEPS)
+    assert report["groups_trained"] == counters["trained"]
+    assert 0 < report["wall_s"] < 600
+    assert (folder / "learning_curve.png").stat().st_size > 1000
 
     # The application is free again, and its engine the same: the next run has it at once, until Serve is shut down.
     (cluster.folder / "fast").unlink()

@@ -74,7 +74,7 @@ def test_show_prints_every_key_as_yaml():
 def test_a_report_of_a_folder_without_a_run_is_refused_in_words(tmp_path: Path):
     done = offbeat("report", str(tmp_path))
     assert done.returncode == 1
-    assert "no such file" in done.stderr
+    assert "there is no run in" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,11 +1,16 @@
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis as AsyncRedis
 
-from offbeat.deploy.cluster.ray_run_factory import Cluster, check_cluster
+from offbeat.deploy.cluster import ray_run_factory
+from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
+from offbeat.deploy.cluster.run_factory import CLAIM
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, load_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
+from offbeat.services.control.run import RunRecord
+from offbeat.services.errors import ControlError
 from tests.paths import QUICKSTART
 
 URL = "redis://127.0.0.1:6390/0"
@@ -44,3 +49,27 @@ def test_a_run_is_checked_against_the_cluster_and_not_the_host_of_the_service():
     with pytest.raises(ConfigError, match=r"actor_train\.device"):
         load_document(on_gpus, cores=32.0, gpus=0.0)
     assert load_document(on_gpus, cores=32.0, gpus=8.0).actor_train.device == "cuda"
+
+
+@pytest.fixture
+def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> RayRunFactory:
+    monkeypatch.setattr(ray_run_factory, "keep_reaper", lambda: None)
+    return RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path)
+
+
+def record(folder: Path) -> RunRecord:
+    config = run_config()
+    return RunRecord("lake", config.model_dump_json(), str(folder), 7, config.settings, created_at=1.0)
+
+
+async def test_a_failed_report_names_the_command_that_writes_it(factory: RayRunFactory, tmp_path: Path):
+    (tmp_path / CLAIM).write_text("lake 1.0")
+    with pytest.raises(ControlError, match=rf"there is no run in .*write it with `offbeat report {tmp_path} --redis"):
+        await factory.write_report(record(tmp_path))
+
+
+async def test_no_report_is_written_into_a_folder_of_another_run(factory: RayRunFactory, tmp_path: Path):
+    """The run failed because another one uses the folder."""
+    (tmp_path / CLAIM).write_text("other 1.0")
+    await factory.write_report(record(tmp_path))
+    assert not (tmp_path / "report.json").exists()

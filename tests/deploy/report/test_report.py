@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from redis import Redis
 from rich.console import Console
 
 from offbeat.deploy.cli.report import remake_report
@@ -11,7 +12,8 @@ from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker, build_report
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.control.schemas import CountersView
-from offbeat.services.telemetry import MetricRecord, Partial, mean
+from offbeat.services.keys import RunKeys
+from offbeat.services.telemetry import MetricRecord, Partial, RedisMetrics, mean
 from tests.paths import QUICKSTART
 
 COUNTERS = CountersView(admitted=10, submitted=9, trained=8, dropped={"stale": 1}, failed={"timeout": 1}, in_flight=0)
@@ -149,3 +151,25 @@ def test_a_run_whose_records_can_not_be_had_is_refused_in_a_line(
     assert "refused" in capsys.readouterr().err
     assert not (tmp_path / "report.json").exists()
     assert not (tmp_path / "redis").exists()
+
+
+def test_a_rest_run_has_the_attempts_of_its_history(
+    config: RunConfig, tmp_path: Path, redis_url: str, capsys: pytest.CaptureFixture[str]
+):
+    """A run over REST has no records of a command, no redis/ in its folder, and no report yet."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with Redis.from_url(redis_url) as redis:
+        assert remake_report(str(tmp_path), redis_url) == 1
+        assert f"holds no run '{config.exp_name}'" in capsys.readouterr().err
+        keys = RunKeys(config.exp_name)
+        redis.hset(keys.record, mapping={"started_at": "200.0", "ended_at": "290.0"})
+        for at, event in ((100, "created"), (150, "state"), (200, "created"), (290, "state")):
+            redis.xadd(keys.history, {"e": event, "d": "{}"}, id=f"{at}000-0")
+        metrics = RedisMetrics(redis, config.exp_name)
+        for record in records()[1:]:
+            metrics.append(record)
+        assert remake_report(str(tmp_path), redis_url) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["attempts"], report["wall_s"], report["ended_at"]) == (2, 140.0, 290.0)
+    assert (report["success_before"], report["success_after"], report["steps"]) == (0.25, 0.75, 2)
+    assert (tmp_path / "learning_curve.png").stat().st_size > 1000

@@ -48,6 +48,9 @@ class FakeRunFactory:
         if values.get("num_workers", 0) > MOST_WORKERS:
             raise InvalidRunError([ProblemView(path="rollout.num_workers", message="there are not enough CPUs")])
 
+    async def write_report(self, record: RunRecord) -> None:
+        del record
+
     def remove_files(self, record: RunRecord) -> list[str]:
         shutil.rmtree(Path(record.output_dir))
         return [record.output_dir]

@@ -64,6 +64,7 @@ def test_every_field_survives_redis():
         4.5,
         5.5,
         6.5,
+        "written",
     )
     assert RunRecord.decode({k.encode(): v.encode() for k, v in record.encode().items()}) == record
 
