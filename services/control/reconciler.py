@@ -1,6 +1,6 @@
 """Drives every run from its actual to its desired state.
 
-Level-triggered: each look reads the record and the components, and does the next missing thing; state between two looks
+Level-triggered: each pass reads the record and the components, and does the next missing thing; state between two passes
 is kept in Redis only, so a restarted or second control replica does the same.
 
     preparing -> starting -> running <-> paused -> draining -> finished | stopped | failed
@@ -36,9 +36,9 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
 
-LONGEST_LOOK_S = 900.0
-"""Timeout of a look (a call that Ray never answers, for example), after which the next one starts."""
-SETTLE_S = 3.0
+RECONCILE_TIMEOUT_S = 900.0
+"""Timeout of one pass over a run (a call that Ray never answers, for example), after which the next one starts."""
+OUTAGE_GRACE_S = 3.0
 """Grace period after Redis refused writes, in which live components can report before any is considered dead."""
 REPORT_RETRY_S = 5.0
 GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
@@ -61,7 +61,7 @@ class RestartPolicy:
         return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
 
 
-def _of_redis(error: BaseException | None) -> redis_errors.RedisError | None:
+def _redis_outage(error: BaseException | None) -> redis_errors.RedisError | None:
     """Return the Redis outage behind `error`, if any."""
     while error is not None and not isinstance(error, (redis_errors.ConnectionError, redis_errors.TimeoutError)):
         error = error.__cause__
@@ -69,7 +69,7 @@ def _of_redis(error: BaseException | None) -> redis_errors.RedisError | None:
 
 
 class Reconciler:
-    """Looks after every run of one Redis."""
+    """Reconciles every run of one Redis."""
 
     def __init__(
         self,
@@ -96,34 +96,36 @@ class Reconciler:
         self._policy = policy or RestartPolicy()
         self._meshes: dict[tuple[str, float], RunMesh] = {}
         self._foreign: set[str] = set()
-        self._excused: set[tuple[str, str]] = set()
+        self._excused_starts: set[tuple[str, str]] = set()
         """Components whose last start failed only because of Redis, and that have not failed since."""
-        self._troubled_at = float("-inf")
+        self._outage_at = float("-inf")
         """Monotonic time at which Redis last could not be used."""
         self.redis_trouble = ""
         """Error of a Redis that refuses writes; empty otherwise."""
         self._wake = asyncio.Event()
 
     def tune(self, *, reconcile_s: float, policy: RestartPolicy) -> None:
-        """Apply new settings from the next look on."""
+        """Apply new settings from the next pass on."""
         self._reconcile_s = reconcile_s
         self._policy = policy
 
     def wake(self) -> None:
-        """Look now rather than at the next turn."""
+        """Start the next pass now."""
         self._wake.set()
 
     async def run(self) -> None:
         """Reconcile all active runs until cancelled; a hanging one does not delay the others."""
-        looking: dict[str, asyncio.Task[None]] = {}
+        tasks_by_run: dict[str, asyncio.Task[None]] = {}
         reporting: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 self._wake.clear()
-                looking = {run_id: task for run_id, task in looking.items() if not task.done()}
-                for run_id in await self._unfinished():
-                    if run_id not in looking:
-                        looking[run_id] = asyncio.create_task(self._look(run_id), name=f"look after {run_id}")
+                tasks_by_run = {run_id: task for run_id, task in tasks_by_run.items() if not task.done()}
+                for run_id in await self._active_runs():
+                    if run_id not in tasks_by_run:
+                        tasks_by_run[run_id] = asyncio.create_task(
+                            self._try_reconcile(run_id), name=f"reconcile {run_id}"
+                        )
                 reporting = {run_id: task for run_id, task in reporting.items() if not task.done()}
                 for run_id in await self._reports_due():
                     if run_id not in reporting:
@@ -132,18 +134,18 @@ class Reconciler:
                     async with asyncio.timeout(self._reconcile_s):
                         await self._wake.wait()
         finally:
-            tasks = [*looking.values(), *reporting.values()]
+            tasks = [*tasks_by_run.values(), *reporting.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _unfinished(self) -> list[str]:
-        """All runs that are not over; none while Redis does not answer: they are looked after as soon as it does."""
+    async def _active_runs(self) -> list[str]:
+        """Return the runs that are not over; none while Redis is unreachable."""
         try:
             run_ids = await self._store.unfinished()
         except redis_errors.RedisError as error:
-            self._redis_fails(error)
-            logger.warning("no run is looked after now: %s", error)
+            self._note_outage(error)
+            logger.warning("no run is reconciled: %s; retrying", error)
             return []
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] in run_ids}
         return run_ids
@@ -169,7 +171,7 @@ class Reconciler:
                     await self._write_report(record)
                     outcome = REPORT_WRITTEN
                 except Exception as error:
-                    if _of_redis(error):
+                    if _redis_outage(error):
                         raise
                     logger.error("run %s has no report: %s", run_id, error)
                     outcome = REPORT_FAILED
@@ -182,31 +184,31 @@ class Reconciler:
             await asyncio.sleep(REPORT_RETRY_S)
             self._scan_reports = True
 
-    async def _look(self, run_id: str) -> None:
+    async def _try_reconcile(self, run_id: str) -> None:
         try:
-            async with asyncio.timeout(LONGEST_LOOK_S):
-                await self.look(run_id)
+            async with asyncio.timeout(RECONCILE_TIMEOUT_S):
+                await self.reconcile(run_id)
         except UnknownRunError:
             self._forget(run_id)
         except ForeignRecordError as error:
             if run_id not in self._foreign:
                 self._foreign.add(run_id)
-                logger.error("not looked after: %s", error)
+                logger.error("not reconciled: %s", error)
         except Exception as error:
-            # One look that failed is no reason to stop looking: the next one starts from what Redis says.
-            if cause := _of_redis(error):
-                self._redis_fails(cause)
-                logger.warning("run %s is not looked after now: %s", run_id, error)
+            # A failed pass must not stop the loop: the next one starts from the state in Redis.
+            if cause := _redis_outage(error):
+                self._note_outage(cause)
+                logger.warning("run %s is not reconciled: %s; retrying", run_id, error)
             else:
-                logger.exception("could not look after run %s", run_id)
+                logger.exception("reconciling run %s failed; retrying", run_id)
 
-    def _redis_fails(self, error: redis_errors.RedisError) -> None:
-        self._troubled_at = time.monotonic()
-        self._excused.clear()
-        if isinstance(error, RedisReadOnlyError):  # of one that does not answer nobody can read anything
+    def _note_outage(self, error: redis_errors.RedisError) -> None:
+        self._outage_at = time.monotonic()
+        self._excused_starts.clear()
+        if isinstance(error, RedisReadOnlyError):  # one that does not answer can report nothing
             self.redis_trouble = str(error)
 
-    async def look(self, run_id: str) -> RunState:
+    async def reconcile(self, run_id: str) -> RunState:
         """Do the next thing that the run needs and return its state."""
         record = await self._store.load(run_id)
         if record.state.over:
@@ -214,17 +216,17 @@ class Reconciler:
             return record.state
         mesh = self._mesh(record)
         if record.wanted.ends and record.state is not RunState.DRAINING:
-            return await self._begin_draining(record, RunState.STOPPED)
+            return await self._start_draining(record, RunState.STOPPED)
         match record.state:
             case RunState.PREPARING:
                 return await self._prepare(record, mesh)
             case RunState.DRAINING:
                 return await self._drain(record, mesh)
             case _:
-                return await self._keep_up(record, mesh)
+                return await self._maintain(record, mesh)
 
     def _forget(self, run_id: str) -> None:
-        self._excused = {key for key in self._excused if key[0] != run_id}
+        self._excused_starts = {key for key in self._excused_starts if key[0] != run_id}
         self._meshes = {key: mesh for key, mesh in self._meshes.items() if key[0] != run_id}
 
     def _mesh(self, record: RunRecord) -> RunMesh:
@@ -237,31 +239,31 @@ class Reconciler:
         try:
             await mesh.prepare()
         except Exception as error:
-            if _of_redis(error):
-                raise  # no fault of the run's: the next look tries again
-            logger.exception("run %s can't be prepared", record.run_id)
-            return await self._begin_draining(record, RunState.FAILED, f"preparation failed: {error}", self._own_log)
+            if _redis_outage(error):
+                raise  # not the fault of the run: the next pass retries
+            logger.exception("run %s: preparation failed", record.run_id)
+            return await self._start_draining(record, RunState.FAILED, f"preparation failed: {error}", self._own_log)
         await self._store.update(record.run_id, state=RunState.STARTING)
-        return await self._keep_up(replace(record, state=RunState.STARTING), mesh)
+        return await self._maintain(replace(record, state=RunState.STARTING), mesh)
 
-    async def _keep_up(self, record: RunRecord, mesh: RunMesh) -> RunState:
+    async def _maintain(self, record: RunRecord, mesh: RunMesh) -> RunState:
         """Bring up what is missing, replace what died, and notice when all is done."""
         await mesh.apply_settings(await self._store.settings(record), paused=record.wanted is DesiredState.PAUSED)
-        seen = await self._observe(record, mesh.components)
-        if time.monotonic() < self._troubled_at + SETTLE_S:
+        observations = await self._observe(record, mesh.components)
+        if time.monotonic() < self._outage_at + OUTAGE_GRACE_S:
             return record.state
-        healths = {each.name: seen[each.name].health for each in mesh.components}
+        healths = {each.name: observations[each.name].health for each in mesh.components}
         if Health.DONE in healths.values():
-            return await self._begin_draining(record, RunState.FINISHED)
+            return await self._start_draining(record, RunState.FINISHED)
         for component in mesh.components:
-            reason = await self._mend(record, component, seen[component.name])
+            reason = await self._restart_if_down(record, component, observations[component.name])
             if reason:
-                return await self._begin_draining(record, RunState.FAILED, reason, seen[component.name].log)
+                return await self._start_draining(record, RunState.FAILED, reason, observations[component.name].log)
         if record.state is RunState.STARTING and any(health is not Health.READY for health in healths.values()):
             return record.state
-        return await self._runs(record)
+        return await self._record_running(record)
 
-    async def _runs(self, record: RunRecord) -> RunState:
+    async def _record_running(self, record: RunRecord) -> RunState:
         """Record that the run is running or paused."""
         state = RunState.PAUSED if record.wanted is DesiredState.PAUSED else RunState.RUNNING
         if state is not record.state:
@@ -269,28 +271,28 @@ class Reconciler:
             await self._store.update(record.run_id, state=state, **first)
         return state
 
-    async def _mend(self, record: RunRecord, component: Component, seen: Observation) -> str:
+    async def _restart_if_down(self, record: RunRecord, component: Component, observation: Observation) -> str:
         """Start `component` if it is absent; return why that is hopeless, or an empty string."""
-        if seen.health is Health.BROKEN:
-            return f"{component.name}: {seen.detail}"
-        if seen.health is Health.DEAD:
-            restarts = await self._count(record.run_id, component.name, seen)
+        if observation.health is Health.BROKEN:
+            return f"{component.name}: {observation.detail}"
+        if observation.health is Health.DEAD:
+            restarts = await self._count(record.run_id, component.name, observation)
             if restarts.count > self._policy.max_restarts:
-                return f"{component.name} died {restarts.count} times without getting further: {seen.detail}"
+                return f"{component.name} died {restarts.count} times without getting further: {observation.detail}"
             if self._store.clock() < restarts.last_at + self._policy.delay_s(restarts.count):
                 return ""
-        elif seen.health is not Health.ABSENT:
+        elif observation.health is not Health.ABSENT:
             return ""
         key = record.run_id, component.name
         try:
             await component.ensure()
-            self._excused.discard(key)
+            self._excused_starts.discard(key)
         except Exception as error:
-            if _of_redis(error) and key not in self._excused:
-                self._excused.add(key)  # if Redis is well, it can't reach it, and fails so again
-                logger.warning("run %s: can't start %s now: %s", *key, error)
+            if _redis_outage(error) and key not in self._excused_starts:
+                self._excused_starts.add(key)  # if the component alone can not reach Redis, the next start fails, too
+                logger.warning("run %s: starting %s failed: %s; retrying", *key, error)
                 return ""
-            logger.exception("run %s: can't start %s", record.run_id, component.name)
+            logger.exception("run %s: starting %s failed", record.run_id, component.name)
             incident = f"start at {self._store.clock()}"
             failure = Observation(Health.DEAD, f"can't be started: {error}", self._own_log, incident)
             restarts = await self._count(record.run_id, component.name, failure)
@@ -298,35 +300,35 @@ class Reconciler:
                 return f"{component.name} could not be started {restarts.count} times: {error}"
         return ""
 
-    async def _count(self, run_id: str, component: str, seen: Observation) -> Restarts:
+    async def _count(self, run_id: str, component: str, observation: Observation) -> Restarts:
         """Return the number of its deaths; one incident counts once."""
         before = (await self._store.restarts(run_id)).get(component, Restarts())
-        if before.incident == seen.incident:
+        if before.incident == observation.incident:
             return before
         step = (await self._store.progress(run_id)).step
         count = before.count + 1 if step <= before.step else 1
-        restarts = Restarts(count, before.total + 1, self._store.clock(), seen.incident, step)
-        logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, seen.detail, restarts.total)
-        await self._store.set_restarts(run_id, component, restarts, seen.detail)
+        restarts = Restarts(count, before.total + 1, self._store.clock(), observation.incident, step)
+        logger.warning("run %s: %s is dead (%s), restart %d", run_id, component, observation.detail, restarts.total)
+        await self._store.set_restarts(run_id, component, restarts, observation.detail)
         return restarts
 
     async def _observe(self, record: RunRecord, components: Sequence[Component]) -> dict[str, Observation]:
-        async def one(component: Component) -> Observation:
+        async def observe(component: Component) -> Observation:
             try:
                 return await component.observe()
             except Exception as error:
-                # Not knowing is no reason to replace it: what it was is looked up again at the next turn.
-                logger.warning("run %s: can't see how %s is: %s", record.run_id, component.name, error)
+                # An unknown state is no reason to replace it: the next pass observes it again.
+                logger.warning("run %s: no state of %s: %s", record.run_id, component.name, error)
                 return Observation(Health.STARTING, f"does not answer: {error}")
 
-        found = await asyncio.gather(*(one(component) for component in components))
-        seen = {component.name: observation for component, observation in zip(components, found, strict=True)}
-        await self._store.set_observations(record.run_id, seen)
+        results = await asyncio.gather(*(observe(component) for component in components))
+        observations = {component.name: observation for component, observation in zip(components, results, strict=True)}
+        await self._store.set_observations(record.run_id, observations)
         self.redis_trouble = ""
-        return seen
+        return observations
 
-    async def _begin_draining(self, record: RunRecord, outcome: RunState, error: str = "", log: str = "") -> RunState:
-        (logger.error if error else logger.info)("run %s drains: %s %s", record.run_id, outcome, error)
+    async def _start_draining(self, record: RunRecord, outcome: RunState, error: str = "", log: str = "") -> RunState:
+        (logger.error if error else logger.info)("run %s is draining: %s %s", record.run_id, outcome, error)
         now = self._store.clock()
         await self._store.update(
             record.run_id, state=RunState.DRAINING, outcome=outcome, error=error, log=log, draining_at=now
@@ -340,10 +342,10 @@ class Reconciler:
         now = now or self._store.clock() > record.draining_at + self._policy.drain_timeout_s
         if not now:
             await mesh.drain()
-        seen = await self._observe(record, mesh.components)
-        left = [component for component in mesh.components if seen[component.name].health not in GONE]
-        if left:
-            stopping = left if now or left[0] is not mesh.components[0] else left[:1]
+        observations = await self._observe(record, mesh.components)
+        remaining = [component for component in mesh.components if observations[component.name].health not in GONE]
+        if remaining:
+            stopping = remaining if now or remaining[0] is not mesh.components[0] else remaining[:1]
             await asyncio.gather(*(component.stop(now=now) for component in stopping))
             return RunState.DRAINING
         await mesh.clean_up()

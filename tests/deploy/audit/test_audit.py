@@ -118,7 +118,7 @@ def test_a_learner_that_repeats_steps_after_a_death_is_in_order():
     assert any("had been replaced" in note for note in found.notes)
 
 
-def test_a_redis_that_came_back_without_its_newest_events_is_told_and_in_order():
+def test_a_redis_that_lost_its_newest_events_is_a_note_not_a_finding():
     lost = [
         *EVENTS[:12],
         LifeEvent("2000-0", 11, 4, "dropped", "stale"),

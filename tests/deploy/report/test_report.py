@@ -81,7 +81,7 @@ def history(found: list[MetricRecord]) -> RunHistory:
     return made
 
 
-def test_the_report_says_what_the_records_say(config: RunConfig):
+def test_the_report_summarizes_the_records(config: RunConfig):
     report = build_report(config, history(records()), COUNTERS, baselines={"random": 0.1}, startup_s={}, ended_at=150.0)
     assert set(report) >= ISSUE_2
     assert (report["success_before"], report["success_after"]) == (0.25, 0.75)
@@ -96,7 +96,7 @@ def test_the_report_says_what_the_records_say(config: RunConfig):
     assert report["eval_episodes"] == 4
 
 
-def test_a_run_that_hardly_began_has_a_report_too(config: RunConfig):
+def test_a_run_without_records_has_a_report(config: RunConfig):
     maker = ReportMaker(config, RunHistory())
     maker.make_artifacts()
     report = maker.write(None, ended_at=150.0)
@@ -105,7 +105,7 @@ def test_a_run_that_hardly_began_has_a_report_too(config: RunConfig):
     maker.show(Console(quiet=True))
 
 
-def test_the_folder_holds_the_report_the_curve_and_rendered_episodes(config: RunConfig, tmp_path: Path):
+def test_report_curve_and_rendered_episodes_are_written(config: RunConfig, tmp_path: Path):
     rows = [
         {"tag": "FrozenLake", "seed": 2**31 + i, "reward": 0.0, "metrics": {"success": 0.0}, "text": ["s", "o", "Down"]}
         for i in range(3)
@@ -132,14 +132,14 @@ def test_the_folder_holds_the_report_the_curve_and_rendered_episodes(config: Run
     assert "learning_curve.png" in shown
 
 
-def test_what_was_not_measured_is_null_and_never_nan(config: RunConfig):
+def test_unmeasured_values_are_null_and_never_nan(config: RunConfig):
     nan = MetricRecord("eval", {"reward": mean([1.0])}, 1, {"when": "during", "sampling": "sampled"}, 135.0)
     report = build_report(config, history([*records(), nan]), None, baselines={}, startup_s={}, ended_at=150.0)
     json.dumps(report, allow_nan=False)
     assert [each["success"] for each in report["evaluations"]].count(None) == 1
 
 
-def test_a_run_whose_records_can_not_be_had_is_refused_in_a_line(
+def test_a_run_without_readable_records_is_refused_in_one_line(
     config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))

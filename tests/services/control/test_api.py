@@ -199,9 +199,7 @@ async def test_metrics_are_read_on_from_where_one_stopped(api: ApiWorld):
     ("name", "value"),
     [("settings", None), ("settings", '{"num_workers": 1}'), ("state", "dreaming"), ("max_steps", "many")],
 )
-async def test_a_run_that_another_version_has_recorded_hides_no_other_and_can_be_deleted(
-    api: ApiWorld, name: str, value: str | None
-):
+async def test_a_foreign_record_hides_no_other_run_and_can_be_deleted(api: ApiWorld, name: str, value: str | None):
     for run_id in ("a", "old", "b"):
         await api.start(run_id, output_dir=f"/runs/{run_id}")
     key = RunKeys("old").record
@@ -263,7 +261,7 @@ async def test_a_lost_redis_is_a_503_and_the_client_may_try_again():
             await api.client.runs()
 
 
-async def test_a_redis_that_refuses_writes_is_a_503_that_says_so_and_what_can_be_read_is_told(redis_url: str):
+async def test_a_read_only_redis_is_a_503_and_reads_are_answered(redis_url: str):
     redis = connect_async(redis_url, patience_s=0.05)
     world = ApiWorld(redis, redis_url, None, None)
     await world.start("a")

@@ -46,7 +46,7 @@ async def test_a_run_pauses_and_goes_on_and_neither_once_it_ends(api: ApiWorld):
         assert (caught.value.status, caught.value.error.error.code) == (409, "run_state")
 
 
-async def test_settings_change_counts_at_once_the_others_when_the_learner_has_adopted_them(api: ApiWorld):
+async def test_process_counts_change_at_once_and_others_when_adopted(api: ApiWorld):
     await api.start("a")
     view = await api.client.change("a", {"num_workers": 2, "learning_rate": 3e-4, "max_staleness": 2})
     assert (view.settings.num_workers, view.settings.learning_rate, view.settings.max_staleness) == (2, 1e-3, 1.0)

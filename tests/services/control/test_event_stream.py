@@ -69,7 +69,7 @@ class Watcher:
         return [record["step"] for record in self.of("metrics")]
 
 
-async def test_a_watcher_sees_what_happens_until_the_run_is_over(api: ApiWorld):
+async def test_a_stream_lasts_until_the_run_is_over(api: ApiWorld):
     await api.start("a")
     await step(api, 0)
     async with served(api) as url, ControlClient(url) as client:
@@ -88,7 +88,7 @@ async def test_a_watcher_sees_what_happens_until_the_run_is_over(api: ApiWorld):
     assert watcher.of("run")[-1]["state"] == "stopped"
 
 
-async def test_from_the_start_everything_that_is_kept_is_told(api: ApiWorld):
+async def test_a_stream_from_the_start_has_every_retained_event(api: ApiWorld):
     await api.start("a")
     for number in range(600):
         await step(api, number)
@@ -99,7 +99,7 @@ async def test_from_the_start_everything_that_is_kept_is_told(api: ApiWorld):
     assert {message.event for message in watcher.seen} == {"metrics"}
 
 
-async def test_a_watcher_that_comes_back_misses_nothing_and_sees_nothing_twice(api: ApiWorld):
+async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiWorld):
     await api.start("a")
     async with served(api) as url, httpx.AsyncClient(base_url=url) as http:
         seen: list[ServerSentEvent] = []
@@ -123,7 +123,7 @@ async def test_a_watcher_that_comes_back_misses_nothing_and_sees_nothing_twice(a
     assert len({m.id for m in seen}) == len(seen)
 
 
-async def test_the_client_takes_up_a_stream_that_breaks(api: ApiWorld):
+async def test_the_client_resumes_a_broken_stream(api: ApiWorld):
     await api.start("a")
     async with served(api) as url:
         cut = asyncio.Event()
@@ -141,7 +141,7 @@ async def test_the_client_takes_up_a_stream_that_breaks(api: ApiWorld):
     assert watcher.steps() == list(range(20))
 
 
-async def test_a_service_that_goes_with_a_run_that_was_ending_is_not_waited_for(api: ApiWorld):
+async def test_the_client_stops_waiting_for_a_service_that_ended_with_its_run(api: ApiWorld):
     await api.start("a")
     watcher, cut = Watcher(), asyncio.Event()
     async with AsyncExitStack() as stack:
@@ -185,7 +185,7 @@ class _CutStream(httpx.AsyncByteStream):
         await self._inner.aclose()
 
 
-async def test_a_watcher_that_has_seen_the_end_is_told_not_to_come_back(api: ApiWorld):
+async def test_a_watcher_that_saw_the_end_gets_204(api: ApiWorld):
     await api.start("a", RunState.FINISHED)
     watcher = Watcher()
     await watcher.read(api.client.events("a", from_start=True))
@@ -196,13 +196,13 @@ async def test_a_watcher_that_has_seen_the_end_is_told_not_to_come_back(api: Api
 @pytest.mark.parametrize(
     "position", ["x", "1-1", "1-1,1-1", "1-1,1-1,1-1,1-1", "-1-1,0-0,0-0", f"{2**64}-0,0-0,0-0", "0-0,0-0,0-0\n", ""]
 )
-async def test_an_id_that_no_event_carried_is_refused(api: ApiWorld, position: str):
+async def test_an_invalid_event_id_is_refused(api: ApiWorld, position: str):
     await api.start("a")
     refused = await api.http.get("/runs/a/events", headers={LAST_EVENT_ID: position})
     assert (refused.status_code, code(refused)) == (422, "invalid_request")
 
 
-async def test_too_many_watchers_are_refused_and_those_that_leave_make_room(api: ApiWorld):
+async def test_too_many_watchers_are_refused_until_one_leaves(api: ApiWorld):
     await api.start("a")
     async with served(api) as url, httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=None)) as http:
 
@@ -233,7 +233,7 @@ async def test_too_many_watchers_are_refused_and_those_that_leave_make_room(api:
         await wait_until(room)
 
 
-async def test_a_run_that_is_deleted_ends_its_streams(api: ApiWorld):
+async def test_deleting_a_run_ends_its_streams(api: ApiWorld):
     await api.start("a")
     async with served(api) as url, ControlClient(url) as client:
         watcher = Watcher()
@@ -245,6 +245,6 @@ async def test_a_run_that_is_deleted_ends_its_streams(api: ApiWorld):
             await asyncio.wait_for(watching, 60)
 
 
-def test_a_position_comes_back_as_it_was_written():
+def test_a_position_survives_its_text_form():
     position = Position("1-2", "3-4", f"{2**64 - 1}-0")
     assert Position.parse(str(position)) == position

@@ -70,7 +70,8 @@ def told(links: Sequence[Cause]) -> list[tuple[str, str, str | None]]:
     return [(link.who, link.state, link.waits_for) for link in links]
 
 
-def test_the_learner_waits_for_a_group_whose_episodes_wait_for_a_replica_that_loads():
+def test_the_chain_leads_from_the_learner_to_a_loading_replica():
+    """The learner waits for a group, whose episodes wait for a replica that loads weights."""
     loading = ReplicaReport(11, NOW - 0.3, ReplicaLoad(9, 9, loading=12, loading_since=NOW - 0.4))
     links = chain(picture(replicas={"r0": loading}))
     assert told(links) == [
@@ -299,7 +300,8 @@ def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
     assert chain(picture(learner=learner))[-1].says == says
 
 
-def test_a_redis_that_takes_nothing_comes_first_and_nobody_is_accused_of_the_silence_that_follows():
+def test_a_read_only_redis_is_named_first():
+    """The silence that follows from it is blamed on no component."""
     refusal = "Redis refuses writes: OOM command not allowed (raise its maxmemory)"
     silent = replace(picture().record, beat=NOW - 500)
     links = chain(picture(redis_trouble=refusal, record=silent))

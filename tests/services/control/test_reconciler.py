@@ -53,22 +53,22 @@ def reconciler(store: RunStore, mesh: FakeMesh) -> Reconciler:
     return Reconciler(store, lambda _: mesh, policy=RestartPolicy(max_restarts=3, backoff_s=1.0))
 
 
-async def look_until(reconciler: Reconciler, state: RunState, looks: int = 10) -> None:
-    seen = [await reconciler.look("lake") for _ in range(looks)]
-    assert seen[-1] is state, seen
+async def reconcile_until(reconciler: Reconciler, state: RunState, passes: int = 10) -> None:
+    states = [await reconciler.reconcile("lake") for _ in range(passes)]
+    assert states[-1] is state, states
 
 
 async def test_a_run_is_prepared_then_started_then_running(reconciler: Reconciler, mesh: FakeMesh):
-    assert await reconciler.look("lake") is RunState.STARTING
+    assert await reconciler.reconcile("lake") is RunState.STARTING
     assert mesh.prepared == 1
-    assert await reconciler.look("lake") is RunState.RUNNING
+    assert await reconciler.reconcile("lake") is RunState.RUNNING
     assert [component.starts for component in mesh.components] == [1, 1, 1]
 
 
-async def test_a_look_that_hangs_is_given_up_and_the_next_one_goes_on(
+async def test_a_pass_that_hangs_times_out_and_the_next_one_continues(
     store: RunStore, mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("offbeat.services.control.reconciler.LONGEST_LOOK_S", 0.3)
+    monkeypatch.setattr("offbeat.services.control.reconciler.RECONCILE_TIMEOUT_S", 0.3)
     reconciler = Reconciler(store, lambda _: mesh, reconcile_s=0.05)
     hung, ensure = asyncio.Event(), mesh.components[0].ensure
 
@@ -85,8 +85,8 @@ async def test_a_look_that_hangs_is_given_up_and_the_next_one_goes_on(
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_looking_again_changes_nothing_that_is_right(reconciler: Reconciler, mesh: FakeMesh):
-    await look_until(reconciler, RunState.RUNNING, looks=20)
+async def test_reconciling_again_changes_nothing_that_is_right(reconciler: Reconciler, mesh: FakeMesh):
+    await reconcile_until(reconciler, RunState.RUNNING, passes=20)
     assert mesh.prepared == 1
     assert [component.starts for component in mesh.components] == [1, 1, 1]
 
@@ -94,10 +94,10 @@ async def test_looking_again_changes_nothing_that_is_right(reconciler: Reconcile
 async def test_the_run_finishes_when_the_learner_has_done_its_work(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh["learner"].health = Health.DONE
-    assert await reconciler.look("lake") is RunState.DRAINING
-    await look_until(reconciler, RunState.FINISHED)
+    assert await reconciler.reconcile("lake") is RunState.DRAINING
+    await reconcile_until(reconciler, RunState.FINISHED)
     assert mesh["learner"].stops == []
     assert mesh["generation"].stops == [True]
     assert mesh.cleaned == 1
@@ -106,9 +106,9 @@ async def test_the_run_finishes_when_the_learner_has_done_its_work(
 
 @pytest.mark.parametrize("name", ["learner", "env-workers", "generation"])
 async def test_a_dead_component_is_replaced_at_once(reconciler: Reconciler, mesh: FakeMesh, name: str):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh[name].die()
-    assert await reconciler.look("lake") is RunState.RUNNING
+    assert await reconciler.reconcile("lake") is RunState.RUNNING
     assert mesh[name].health is Health.READY
     assert mesh[name].starts == 2
 
@@ -116,37 +116,37 @@ async def test_a_dead_component_is_replaced_at_once(reconciler: Reconciler, mesh
 async def test_a_component_that_keeps_dying_is_given_more_and_more_time(
     reconciler: Reconciler, mesh: FakeMesh, clock: FakeClock
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     for delay in (0.0, 1.0, 2.0):
         mesh["learner"].die()
         before = mesh["learner"].starts
         if delay:
-            await reconciler.look("lake")
+            await reconciler.reconcile("lake")
             clock.now += delay - 0.1
-            await reconciler.look("lake")
+            await reconciler.reconcile("lake")
             assert mesh["learner"].starts == before
             clock.now += 0.2
-        await reconciler.look("lake")
+        await reconciler.reconcile("lake")
         assert mesh["learner"].starts == before + 1
 
 
 async def test_one_death_counts_once_however_often_it_is_seen(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh["learner"].die()
-    await reconciler.look("lake")
+    await reconciler.reconcile("lake")
     mesh["learner"].die()
     for _ in range(5):
-        await reconciler.look("lake")
+        await reconciler.reconcile("lake")
     assert (await store.restarts("lake"))["learner"].count == 2
 
 
-async def test_a_component_that_always_dies_fails_the_run_with_the_cause_and_the_log(
+async def test_a_component_that_always_dies_fails_the_run_with_cause_and_log(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
 ):
     mesh["learner"].stays_dead = True
     for _ in range(12):
         clock.now += 100.0
-        await reconciler.look("lake")
+        await reconciler.reconcile("lake")
     record = await store.load("lake")
     assert record.state is RunState.FAILED
     assert record.error == "learner died 4 times without getting further: it always does"
@@ -157,14 +157,14 @@ async def test_a_component_that_always_dies_fails_the_run_with_the_cause_and_the
 async def test_a_run_that_gets_further_between_deaths_goes_on_for_ever(
     reconciler: Reconciler, mesh: FakeMesh, redis: Redis, clock: FakeClock
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     for step in range(20):
         await redis.hset(RunKeys("lake").progress, mapping={"version": step, "step": step})
         clock.now += 100.0
-        await reconciler.look("lake")
+        await reconciler.reconcile("lake")
         mesh["learner"].die()
-    await reconciler.look("lake")
-    assert await reconciler.look("lake") is RunState.RUNNING
+    await reconciler.reconcile("lake")
+    assert await reconciler.reconcile("lake") is RunState.RUNNING
 
 
 async def test_a_component_that_cannot_be_started_fails_the_run(
@@ -173,7 +173,7 @@ async def test_a_component_that_cannot_be_started_fails_the_run(
     mesh["generation"].start_error = RuntimeError("no GPU left")
     for _ in range(12):
         clock.now += 100.0
-        await reconciler.look("lake")
+        await reconciler.reconcile("lake")
     record = await store.load("lake")
     assert record.state is RunState.FAILED
     assert "generation could not be started 4 times: no GPU left" in record.error
@@ -182,9 +182,9 @@ async def test_a_component_that_cannot_be_started_fails_the_run(
 async def test_what_a_restart_cannot_mend_fails_the_run_at_once(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh["learner"].health, mesh["learner"].detail = Health.BROKEN, "the configuration does not fit the checkpoint"
-    await look_until(reconciler, RunState.FAILED)
+    await reconcile_until(reconciler, RunState.FAILED)
     assert (await store.load("lake")).error == "learner: the configuration does not fit the checkpoint"
 
 
@@ -192,60 +192,60 @@ async def test_a_failed_preparation_fails_the_run_with_its_cause(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
     mesh.prepare_error = OSError("disk full")
-    await look_until(reconciler, RunState.FAILED)
+    await reconcile_until(reconciler, RunState.FAILED)
     assert "disk full" in (await store.load("lake")).error
 
 
 async def test_a_graceful_stop_drains_and_stops_the_learner_before_the_others(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh["learner"].stops_at_once = False
     await store.want("lake", DesiredState.STOPPED)
-    await look_until(reconciler, RunState.DRAINING, looks=4)
+    await reconcile_until(reconciler, RunState.DRAINING, passes=4)
     assert mesh.drained > 0
     assert set(mesh["learner"].stops) == {False}
     assert mesh["generation"].stops == []
     mesh["learner"].health = Health.ABSENT
-    await look_until(reconciler, RunState.STOPPED)
+    await reconcile_until(reconciler, RunState.STOPPED)
     assert mesh["generation"].stops == [False]
 
 
 async def test_a_graceful_stop_that_takes_too_long_goes_on_without_grace(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh["learner"].stops_at_once = False
     await store.want("lake", DesiredState.STOPPED)
-    await look_until(reconciler, RunState.DRAINING, looks=3)
+    await reconcile_until(reconciler, RunState.DRAINING, passes=3)
     clock.now += RestartPolicy().drain_timeout_s + 1
-    await look_until(reconciler, RunState.STOPPED)
+    await reconcile_until(reconciler, RunState.STOPPED)
     assert mesh["learner"].stops[-1] is True
 
 
-@pytest.mark.parametrize("looks", [0, 1, 2])
-async def test_stopping_now_works_from_any_state(reconciler: Reconciler, mesh: FakeMesh, store: RunStore, looks: int):
-    for _ in range(looks):
-        await reconciler.look("lake")
+@pytest.mark.parametrize("passes", [0, 1, 2])
+async def test_stopping_now_works_from_any_state(reconciler: Reconciler, mesh: FakeMesh, store: RunStore, passes: int):
+    for _ in range(passes):
+        await reconciler.reconcile("lake")
     await store.want("lake", DesiredState.KILLED)
-    await look_until(reconciler, RunState.STOPPED)
+    await reconcile_until(reconciler, RunState.STOPPED)
     assert all(component.health is Health.ABSENT for component in mesh.components)
 
 
-async def test_a_paused_run_keeps_all_its_processes_and_goes_on_when_it_is_resumed(
+async def test_a_paused_run_keeps_its_processes_and_continues_when_resumed(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore, clock: FakeClock
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     running_at = (await store.load("lake")).running_at
     await store.want("lake", DesiredState.PAUSED)
-    assert await reconciler.look("lake") is RunState.PAUSED
+    assert await reconciler.reconcile("lake") is RunState.PAUSED
     assert mesh.steered[-1] == (SETTINGS, True)
     mesh["env-workers"].die()
-    assert await reconciler.look("lake") is RunState.PAUSED
+    assert await reconciler.reconcile("lake") is RunState.PAUSED
     assert mesh["env-workers"].health is Health.READY, "what dies meanwhile is replaced"
     clock.now += 10
     await store.want("lake", DesiredState.RUNNING)
-    assert await reconciler.look("lake") is RunState.RUNNING
+    assert await reconciler.reconcile("lake") is RunState.RUNNING
     assert mesh.steered[-1] == (SETTINGS, False)
     assert (await store.load("lake")).running_at == running_at
     assert [component.stops for component in mesh.components] == [[], [], []]
@@ -253,56 +253,56 @@ async def test_a_paused_run_keeps_all_its_processes_and_goes_on_when_it_is_resum
 
 async def test_a_run_paused_before_it_runs_comes_up_paused(reconciler: Reconciler, mesh: FakeMesh, store: RunStore):
     await store.want("lake", DesiredState.PAUSED)
-    assert await reconciler.look("lake") is RunState.STARTING
-    assert await reconciler.look("lake") is RunState.PAUSED
+    assert await reconciler.reconcile("lake") is RunState.STARTING
+    assert await reconciler.reconcile("lake") is RunState.PAUSED
     assert {paused for _, paused in mesh.steered} == {True}
 
 
 async def test_a_paused_run_can_be_stopped(reconciler: Reconciler, store: RunStore):
     await store.want("lake", DesiredState.PAUSED)
-    await look_until(reconciler, RunState.PAUSED)
+    await reconcile_until(reconciler, RunState.PAUSED)
     await store.want("lake", DesiredState.STOPPED)
-    await look_until(reconciler, RunState.STOPPED)
+    await reconcile_until(reconciler, RunState.STOPPED)
 
 
-async def test_numbers_of_processes_are_taken_as_soon_as_they_are_asked_for(
+async def test_process_counts_apply_as_soon_as_they_are_requested(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     await store.change("lake", {"num_workers": 3, "learning_rate": 0.5})
-    await reconciler.look("lake")
+    await reconciler.reconcile("lake")
     assert mesh.steered[-1] == (replace(SETTINGS, num_workers=3), False)
     successor = Reconciler(store, lambda _: mesh)
-    await successor.look("lake")
+    await successor.reconcile("lake")
     assert mesh.steered[-1][0].num_workers == 3
 
 
-async def test_a_new_control_replica_goes_on_where_the_old_one_died(
+async def test_a_new_control_replica_continues_where_the_old_one_died(
     reconciler: Reconciler, mesh: FakeMesh, store: RunStore
 ):
-    await look_until(reconciler, RunState.RUNNING)
+    await reconcile_until(reconciler, RunState.RUNNING)
     mesh["env-workers"].die()
     successor = Reconciler(store, lambda _: mesh)
-    assert await successor.look("lake") is RunState.RUNNING
+    assert await successor.reconcile("lake") is RunState.RUNNING
     assert mesh["env-workers"].starts == 2
     assert [mesh["learner"].starts, mesh["generation"].starts] == [1, 1]
 
 
-async def test_a_component_that_does_not_say_how_it_is_is_left_alone(reconciler: Reconciler, mesh: FakeMesh):
-    await look_until(reconciler, RunState.RUNNING)
+async def test_a_component_without_an_observation_is_left_alone(reconciler: Reconciler, mesh: FakeMesh):
+    await reconcile_until(reconciler, RunState.RUNNING)
 
     async def silent() -> None:
         raise TimeoutError("no answer")
 
     observe = mesh["generation"].observe
     mesh["generation"].observe = silent  # pyright: ignore[reportAttributeAccessIssue]
-    assert await reconciler.look("lake") is RunState.RUNNING
+    assert await reconciler.reconcile("lake") is RunState.RUNNING
     mesh["generation"].observe = observe
-    assert await reconciler.look("lake") is RunState.RUNNING
+    assert await reconciler.reconcile("lake") is RunState.RUNNING
     assert mesh["generation"].starts == 1
 
 
-async def test_the_loop_looks_after_every_run_and_at_once_when_woken(redis: Redis):
+async def test_the_loop_reconciles_every_run_and_at_once_when_woken(redis: Redis):
     meshes = {"a": FakeMesh(), "b": FakeMesh()}
     store = RunStore(redis)
     for run_id in meshes:
@@ -367,10 +367,10 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
     await asyncio.gather(looking, return_exceptions=True)
 
 
-async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not_replaced(
+async def test_a_component_silenced_by_a_read_only_redis_is_not_replaced(
     store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("offbeat.services.control.reconciler.SETTLE_S", 60.0)
+    monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 60.0)
     client = connect_async(redis_url, patience_s=0.05)
     reconciler = Reconciler(RunStore(client), lambda _: mesh, reconcile_s=0.02)
     running = asyncio.create_task(reconciler.run())
@@ -388,7 +388,7 @@ async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not
         await wait_until(lambda: len(looks) > 3)
         assert reconciler.redis_trouble == ""
         mesh["learner"].health = Health.READY
-        monkeypatch.setattr("offbeat.services.control.reconciler.SETTLE_S", 0.0)
+        monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 0.0)
         looks.clear()
         await wait_until(lambda: len(looks) > 3)
         assert mesh["learner"].starts == 1
@@ -402,9 +402,10 @@ async def test_who_could_not_say_that_it_lives_while_redis_refused_writes_is_not
         await client.aclose()
 
 
-async def test_that_redis_refuses_writes_is_told_for_as_long_as_it_does_also_of_a_run_that_ends(
+async def test_redis_trouble_is_reported_while_redis_refuses_writes(
     store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str
 ):
+    """Also for a run that is ending."""
     client = connect_async(redis_url, patience_s=0.05)
     reconciler = Reconciler(RunStore(client), lambda _: mesh, reconcile_s=0.02)
     mesh["learner"].stops_at_once = False
@@ -430,7 +431,7 @@ def redis_is_away() -> RetryableError:
     return refusal
 
 
-async def test_a_preparation_that_fails_because_redis_can_not_be_used_is_tried_again(
+async def test_a_preparation_that_fails_in_an_outage_is_retried(
     reconciler: Reconciler, store: RunStore, mesh: FakeMesh
 ):
     prepare, tries = mesh.prepare, []
@@ -444,29 +445,29 @@ async def test_a_preparation_that_fails_because_redis_can_not_be_used_is_tried_a
     mesh.prepare = fails_ten_times
     for _ in range(10):
         with pytest.raises(RetryableError):
-            await reconciler.look("lake")
-    await look_until(reconciler, RunState.RUNNING)
+            await reconciler.reconcile("lake")
+    await reconcile_until(reconciler, RunState.RUNNING)
     assert await store.restarts("lake") == {}
 
 
 @pytest.mark.parametrize("missed_by_all", [True, False])
-async def test_a_start_that_fails_because_redis_can_not_be_used_counts_once_redis_is_well(
+async def test_a_start_that_fails_in_an_outage_counts_once_redis_is_back(
     reconciler: Reconciler,
     store: RunStore,
     mesh: FakeMesh,
     missed_by_all: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("offbeat.services.control.reconciler.SETTLE_S", 0.0)
+    monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 0.0)
 
     async def fails() -> None:
         if missed_by_all:
-            reconciler._redis_fails(ConnectionError("OOM"))
+            reconciler._note_outage(ConnectionError("OOM"))
         raise redis_is_away()
 
     mesh["learner"].ensure = fails
     for _ in range(3):
-        await reconciler.look("lake")
+        await reconciler.reconcile("lake")
     counted = {name: restarts.total for name, restarts in (await store.restarts("lake")).items()}
     assert counted == ({} if missed_by_all else {"learner": 1})
 

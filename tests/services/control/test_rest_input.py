@@ -154,7 +154,7 @@ def test_any_change_of_settings(http: TestClient, body: dict[str, Any]):
     in_words(http.patch("/runs/quickstart", content=json.dumps(body), headers=JSON))
 
 
-def test_more_workers_than_the_machine_has_cpus_for_are_refused_saying_how_many_fit(http: TestClient):
+def test_more_workers_than_cpus_are_refused_with_the_number_that_fits(http: TestClient):
     assert http.post("/runs", json=QUICKSTART).status_code == 201
     refused = http.patch("/runs/quickstart", json={"num_workers": 4000})
     assert refused.status_code == 422

@@ -106,7 +106,7 @@ async def test_a_run_that_is_looked_after_is_not_taken_for_an_orphan(store: RunS
     assert new
 
 
-async def test_who_looks_after_all_runs_takes_none_for_an_orphan_however_long_it_was_away(store: RunStore):
+async def test_a_control_service_orphans_no_run_after_a_long_absence(store: RunStore):
     await store.create(replace(SPEC, claims={"app": "generation-local"}))
     clock_of(store).now += 100 * ORPHANED_AFTER_S
     control = replace(store, orphaned_after_s=math.inf)
@@ -117,7 +117,7 @@ async def test_who_looks_after_all_runs_takes_none_for_an_orphan_however_long_it
     assert await control.create(replace(SPEC, claims={"app": "generation-local"})) == (await store.load("lake"), False)
 
 
-async def test_a_run_that_is_over_is_forgotten_by_the_next_of_its_name_but_for_its_epoch(store: RunStore):
+async def test_a_new_run_deletes_an_ended_one_of_its_name_except_its_epoch(store: RunStore):
     await store.create(SPEC)
     await store.update("lake", state=RunState.FINISHED)
     for run_id in ("lake", "lake2"):
@@ -172,7 +172,7 @@ async def test_a_deleted_run_leaves_no_key_but_its_epoch_for_a_while(store: RunS
 
 
 @pytest.mark.parametrize("resume", [False, True])
-async def test_the_epoch_of_a_deleted_run_expires_no_more_once_one_of_its_name_is_there(store: RunStore, resume: bool):
+async def test_a_deleted_runs_epoch_persists_once_its_name_is_used_again(store: RunStore, resume: bool):
     await store.create(SPEC)
     await store.redis.set(RunKeys("lake").epoch, 5)
     await store.update("lake", state=RunState.FAILED)
@@ -219,7 +219,7 @@ async def test_a_run_that_ends_or_is_over_neither_pauses_nor_goes_on_nor_changes
         await store.want("lake", DesiredState.PAUSED)
 
 
-async def test_a_resumed_run_keeps_changed_settings_but_for_those_that_its_configuration_now_has_otherwise(
+async def test_a_resumed_run_keeps_changed_settings_unless_reconfigured(
     store: RunStore,
 ):
     await store.create(SPEC)
