@@ -39,6 +39,7 @@ WRITTEN = (
     "trackers",
     "weights",
     ".claim",
+    ".report.json.part",
 )
 """Files and folders that runs, their learners and their reports write; `LOCK` is removed last."""
 

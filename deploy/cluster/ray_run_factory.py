@@ -35,10 +35,9 @@ from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
 from offbeat.services.keys import RunKeys, claims_key
 from offbeat.services.process import die_with_this_thread
 from offbeat.services.redis.url import place
+from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.config.issue import ConfigIssue
 
-REDIS_VARIABLE = "OFFBEAT_REDIS"
-"""Environment variable for the Redis of `offbeat report`: arguments, unlike it, are visible to every user of the host."""
 REPORT_TIMEOUT_S = 900.0
 SHOWN_OUTPUT = 2000
 """Characters of a failed command's output in the log."""
@@ -114,7 +113,13 @@ class RayRunFactory(MeshRunFactory):
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim(record))
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a process of its own: rendering episodes runs the user's envs, which may hang or crash."""
+        """Run `offbeat report` in a process of its own: rendering episodes runs the user's envs, which may hang or crash.
+
+        The Redis URL, which may hold a password, is passed through the environment: every user of the host sees arguments.
+
+        Raises:
+            ControlError: the report was not written; the message names the command that writes it.
+        """
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim(record)):
             return  # the run failed before it had the folder, which may hold another run

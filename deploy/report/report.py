@@ -65,7 +65,9 @@ class ReportMaker:
             ended_at=ended_at,
         )
         text = json.dumps(self._report, indent=2, allow_nan=False)
-        (self._folder / REPORT).write_text(text + "\n", encoding="utf-8")
+        temporary = self._folder / f".{REPORT}.part"
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(self._folder / REPORT)  # a reader that waits for the file finds it complete
         return self._report
 
     def show(self, console: Console | None = None) -> None:
@@ -134,8 +136,8 @@ def build_report(
 
 
 def _success(history: RunHistory, kind: str, sampling: str) -> float | None:
-    found = history.evaluation(kind, sampling)
-    return None if found is None else _finite(found.success)
+    evaluation = history.evaluation(kind, sampling)
+    return None if evaluation is None else _finite(evaluation.success)
 
 
 def _mean(history: RunHistory, key: str) -> float | None:
@@ -217,8 +219,8 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
 
 def _found(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
     """What the newest such evaluation says."""
-    found = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
-    return found[-1] if found else None
+    values = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
+    return values[-1] if values else None
 
 
 def _shown(value: float | None, form: str = ".3f") -> str:
