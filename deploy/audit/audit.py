@@ -93,175 +93,181 @@ class Audit:
 def audit(evidence: Evidence) -> Audit:
     """Compare everything that a run left."""
     lineage = trace(evidence.journal)
-    found = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
-    standing = _standing(evidence.events, found)
-    _live(standing, found)
-    _settle(found)
-    found.findings += _numbers(found)
-    found.findings += _steps(evidence, found)
-    found.findings += _acknowledged(evidence, found)
-    found.findings += _counters(evidence, found)
-    found.findings += _end(evidence, found)
+    result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
+    standing = _standing(evidence.events, result)
+    _live(standing, result)
+    _settle(result)
+    result.findings += _numbers(result)
+    result.findings += _steps(evidence, result)
+    result.findings += _acknowledged(evidence, result)
+    result.findings += _counters(evidence, result)
+    result.findings += _end(evidence, result)
     if evidence.broken_lines:
-        found.notes.append(
+        result.notes.append(
             f"{evidence.broken_lines} cut lines in ledger/, of a disk that was full or a process that died"
         )
-    return found
+    return result
 
 
-def _standing(events: Sequence[LifeEvent], found: Audit) -> list[LifeEvent]:
+def _standing(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
     """The events that no loss of data in Redis took back."""
     standing: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNCOUNTED]
     if old := len(events) - len(counted):
-        found.notes.append(f"{old} events of an older version of Offbeat are not numbered, and were not looked at")
+        result.notes.append(f"{old} events of an older version of Offbeat are not numbered, and were not looked at")
     for event in counted:
         last = standing[-1].ordinal if standing else 0
         if event.ordinal > last + 1:
             missing = f"event {last + 1}" if event.ordinal == last + 2 else f"events {last + 1} to {event.ordinal - 1}"
-            found.findings.append(f"ledger/groups.jsonl: {missing} before {event.id} are missing")
+            result.findings.append(f"ledger/groups.jsonl: {missing} before {event.id} are missing")
         elif event.ordinal <= last:
-            kept = [each for each in standing if each.ordinal < event.ordinal]
-            found.notes.append(f"Redis came back without its newest {len(standing) - len(kept)} events (at {event.id})")
-            standing = kept
+            earlier = [each for each in standing if each.ordinal < event.ordinal]
+            result.notes.append(
+                f"Redis came back without its newest {len(standing) - len(earlier)} events (at {event.id})"
+            )
+            standing = earlier
         standing.append(event)
     return standing
 
 
-def _live(events: Iterable[LifeEvent], found: Audit) -> None:
+def _live(events: Iterable[LifeEvent], result: Audit) -> None:
     for event in events:
-        life = found.groups.get(event.number)
+        life = result.groups.get(event.number)
         if event.event == "admitted":
             if life is not None:
-                found.findings.append(f"group {event.number} was admitted twice (again at {event.id})")
-            found.groups[event.number] = GroupLife(event.number, int(event.detail))
+                result.findings.append(f"group {event.number} was admitted twice (again at {event.id})")
+            result.groups[event.number] = GroupLife(event.number, int(event.detail))
             continue
         if life is None:
-            found.findings.append(f"group {event.number} was {event.event} at {event.id}, though never admitted")
-            life = found.groups[event.number] = GroupLife(event.number, 0)
+            result.findings.append(f"group {event.number} was {event.event} at {event.id}, though never admitted")
+            life = result.groups[event.number] = GroupLife(event.number, 0)
         if life.ending:
-            found.findings.append(
+            result.findings.append(
                 f"group {event.number} was {event.event} at {event.id} after it had been {life.ending} ({life.detail})"
             )
         elif event.event == "submitted":
             if life.submitted:
-                found.findings.append(f"group {event.number} entered the stream twice (again at {event.id})")
+                result.findings.append(f"group {event.number} entered the stream twice (again at {event.id})")
             life.submitted = True
         else:
             if event.event == TRAINED and not life.submitted:
-                found.findings.append(f"group {event.number} was trained, though it never entered the stream")
+                result.findings.append(f"group {event.number} was trained, though it never entered the stream")
             life.ending, life.detail = event.event, event.detail
 
 
-def _settle(found: Audit) -> None:
+def _settle(result: Audit) -> None:
     """Add the learner's knowledge: the step of each group, and corrections of groups if either side lost data."""
-    for step, groups in found.lineage.rewound.items():
+    for step, groups in result.lineage.rewound.items():
         for number in groups:
-            life = found.groups.get(number)
+            life = result.groups.get(number)
             if life is not None and life.ending == TRAINED and int(life.detail) >= step:
                 life.ending, life.detail = DROPPED, REWOUND
-    for line in found.lineage.steps:
+    for line in result.lineage.steps:
         for each in line.groups:
-            life = found.groups.get(each.number)
-            if life is None and line.step <= found.lineage.restored_to:
-                life = found.groups[each.number] = GroupLife(
+            life = result.groups.get(each.number)
+            if life is None and line.step <= result.lineage.restored_to:
+                life = result.groups[each.number] = GroupLife(
                     each.number, each.oldest_version, True, TRAINED, str(line.step)
                 )
             if life is not None:
                 life.step, life.oldest_version = line.step, each.oldest_version
-                if not life.ending and line.step <= found.lineage.restored_to:
+                if not life.ending and line.step <= result.lineage.restored_to:
                     life.submitted, life.ending, life.detail = True, TRAINED, str(line.step)
-    rewound_to = found.lineage.rewound_to
+    rewound_to = result.lineage.rewound_to
     if rewound_to is not None:
-        found.notes.append(f"checkpoints after step {rewound_to} were gone: their groups are dropped as {REWOUND}")
-        for life in found.groups.values():
+        result.notes.append(f"checkpoints after step {rewound_to} were gone: their groups are dropped as {REWOUND}")
+        for life in result.groups.values():
             if life.ending == TRAINED and life.step is not None and life.step <= rewound_to < int(life.detail):
                 life.detail = str(rewound_to)
-    if found.lineage.restored_to:
-        found.notes.append(
-            f"Redis had lost its data: the groups of the steps up to {found.lineage.restored_to} are counted by the journal"
+    if result.lineage.restored_to:
+        result.notes.append(
+            f"Redis had lost its data: the groups of the steps up to {result.lineage.restored_to} are counted by the journal"
         )
 
 
-def _numbers(found: Audit) -> Iterator[str]:
-    if not found.groups or found.lineage.restored_to or found.lineage.first > 1:
+def _numbers(result: Audit) -> Iterator[str]:
+    if not result.groups or result.lineage.restored_to or result.lineage.first > 1:
         return
-    missing = [number for number in range(max(found.groups)) if number not in found.groups]
+    missing = [number for number in range(max(result.groups)) if number not in result.groups]
     if missing:
-        yield f"{named('group', missing)} never admitted, though group {max(found.groups)} was"
+        yield f"{named('group', missing)} never admitted, though group {max(result.groups)} was"
 
 
-def _steps(evidence: Evidence, found: Audit) -> Iterator[str]:
+def _steps(evidence: Evidence, result: Audit) -> Iterator[str]:
     """Check the groups of the surviving steps."""
-    seen: dict[int, int] = {}
-    for line in found.lineage.steps:
+    trained_at: dict[int, int] = {}
+    for line in result.lineage.steps:
         if len(line.groups) != evidence.groups_per_step:
             yield f"step {line.step} consumed {len(line.groups)} groups instead of {evidence.groups_per_step}"
         for each in line.groups:
-            if each.number in seen:
-                yield f"group {each.number} was trained twice: at step {seen[each.number]} and at step {line.step}"
-            seen[each.number] = line.step
+            if each.number in trained_at:
+                yield f"group {each.number} was trained twice: at step {trained_at[each.number]} and at step {line.step}"
+            trained_at[each.number] = line.step
             lag = line.step - 1 - each.oldest_version
             if lag < 0:
                 yield f"group {each.number} of step {line.step} holds tokens of the later version {each.oldest_version}"
             if lag > math.ceil(line.max_staleness) and not evidence.train_stale:
                 bound = f"{line.max_staleness:g}"
                 yield f"group {each.number} was trained at step {line.step} with a lag of {lag}, above {bound}"
-            life = found.groups.get(each.number)
+            life = result.groups.get(each.number)
             if life is None:
                 yield f"group {each.number} of step {line.step} is not in the buffer's ledger"
             elif life.ending in (DROPPED, FAILED):
                 yield f"group {each.number} was trained at step {line.step}, and {life.ending} ({life.detail})"
 
 
-def _acknowledged(evidence: Evidence, found: Audit) -> Iterator[str]:
+def _acknowledged(evidence: Evidence, result: Audit) -> Iterator[str]:
     """Groups left the buffer when a durable checkpoint held them, and not before."""
-    trained = [life for life in found.groups.values() if life.ending == TRAINED]
+    trained = [life for life in result.groups.values() if life.ending == TRAINED]
     newest = max((int(life.detail) for life in trained), default=0)
-    if found.lineage.first == 1:
+    if result.lineage.first == 1:
         orphans = [life.number for life in trained if life.step is None]
         if orphans:
             yield f"{named('group', orphans)} acknowledged as trained, though no step of the surviving lineage holds them"
     for life in trained:
         if life.step is not None and life.step > int(life.detail):
             yield f"group {life.number} of step {life.step} was acknowledged by the checkpoint of step {life.detail} before"
-    left = [life.number for life in found.groups.values() if not life.ending and life.step and life.step <= newest]
-    if left:
-        yield f"{named('group', left)} trained by step {newest}, whose checkpoint was acknowledged without them"
-    whole = [step for step, complaint in evidence.checkpoints.items() if not complaint]
+    acked_early = [
+        life.number for life in result.groups.values() if not life.ending and life.step and life.step <= newest
+    ]
+    if acked_early:
+        yield f"{named('group', acked_early)} trained by step {newest}, whose checkpoint was acknowledged without them"
+    complete = [step for step, complaint in evidence.checkpoints.items() if not complaint]
     for step, complaint in sorted(evidence.checkpoints.items()):
         if complaint:
             yield f"checkpoints/step-{step:06d} can't be used: {complaint}"
-    if newest > max(whole, default=0):
-        there = f"the newest whole checkpoint is of step {max(whole)}" if whole else "there is no whole checkpoint"
+    if newest > max(complete, default=0):
+        there = (
+            f"the newest whole checkpoint is of step {max(complete)}" if complete else "there is no whole checkpoint"
+        )
         yield f"groups were acknowledged for step {newest}, but {there}"
 
 
-def _counters(evidence: Evidence, found: Audit) -> Iterator[str]:
+def _counters(evidence: Evidence, result: Audit) -> Iterator[str]:
     """The counters of Redis count the same groups."""
     counters = evidence.counters
     if counters is None:
         return
-    elsewhere = (found.lineage.first - 1) * evidence.groups_per_step
+    elsewhere = (result.lineage.first - 1) * evidence.groups_per_step
     pairs = {
-        "admitted": (counters.admitted, len(found.groups) + elsewhere),
-        TRAINED: (counters.trained, found.count(TRAINED) + elsewhere),
-        DROPPED: (sum(counters.dropped.values()), found.count(DROPPED)),
-        FAILED: (sum(counters.failed.values()), found.count(FAILED)),
+        "admitted": (counters.admitted, len(result.groups) + elsewhere),
+        TRAINED: (counters.trained, result.count(TRAINED) + elsewhere),
+        DROPPED: (sum(counters.dropped.values()), result.count(DROPPED)),
+        FAILED: (sum(counters.failed.values()), result.count(FAILED)),
     }
     for name, (counted, listed) in pairs.items():
         if counted != listed:
             yield f"Redis counts {counted} groups as {name}, the ledger lists {listed}"
 
 
-def _end(evidence: Evidence, found: Audit) -> Iterator[str]:
+def _end(evidence: Evidence, result: Audit) -> Iterator[str]:
     """A run that is through has trained every group that it was to train, and left none behind."""
-    if not evidence.max_steps or found.lineage.last < evidence.max_steps:
+    if not evidence.max_steps or result.lineage.last < evidence.max_steps:
         return
-    whole = [step for step, complaint in evidence.checkpoints.items() if not complaint]
-    if max(whole, default=0) < evidence.max_steps:
+    complete = [step for step, complaint in evidence.checkpoints.items() if not complaint]
+    if max(complete, default=0) < evidence.max_steps:
         return
-    open_ones = [life.number for life in found.groups.values() if not life.ending]
+    open_ones = [life.number for life in result.groups.values() if not life.ending]
     if open_ones:
         yield f"all {evidence.max_steps} steps are trained and saved, but {named('group', open_ones, past=False)} still open"
 

@@ -60,14 +60,14 @@ def audit_run(
         AuditError: there is no such run, or it has no ledger.
     """
     folder = folder_of(run)
-    found, evidence = examine(folder, redis_url)
-    if group is not None and group not in found.groups:
-        raise AuditError(f"run {run} has no group {group}: it has {len(found.groups)}, numbered from 0")
+    result, evidence = examine(folder, redis_url)
+    if group is not None and group not in result.groups:
+        raise AuditError(f"run {run} has no group {group}: it has {len(result.groups)}, numbered from 0")
     if as_json:
-        console.print_json(json.dumps(as_tree(found, evidence, group)))
+        console.print_json(json.dumps(as_tree(result, evidence, group)))
     else:
-        _show(found, evidence, folder, console, group)
-    return 0 if found.proven else 1
+        _show(result, evidence, folder, console, group)
+    return 0 if result.proven else 1
 
 
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
@@ -93,10 +93,10 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
         train_stale=config.buffer.stale_policy == "train",
         broken_lines=broken + broken_lines(folder),
     )
-    found = audit(evidence)
+    result = audit(evidence)
     if complaint:
-        found.notes.append(complaint)
-    return found, evidence
+        result.notes.append(complaint)
+    return result, evidence
 
 
 def folder_of(run: str) -> Path:
@@ -140,62 +140,62 @@ def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[li
 
 
 def _checkpoints(folder: Path) -> dict[int, str]:
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for path in (folder / "checkpoints").glob(f"{PREFIX}*"):
         try:
             state = read_checkpoint(path).state
-            found[state.step] = ""
+            result[state.step] = ""
         except CheckpointError as error:
             digits = path.name.removeprefix(PREFIX)
-            found[int(digits) if digits.isdigit() else -1] = str(error)
-    return found
+            result[int(digits) if digits.isdigit() else -1] = str(error)
+    return result
 
 
-def as_tree(found: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
+def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict[str, Any]:
     """Return the audit as JSON values; with the life of every group, or of the requested one."""
-    lives = [found.groups[group]] if group is not None else [found.groups[n] for n in sorted(found.groups)]
+    lives = [result.groups[group]] if group is not None else [result.groups[n] for n in sorted(result.groups)]
     return {
-        "proven": found.proven,
-        "findings": found.findings,
-        "notes": found.notes,
-        "admitted": len(found.groups),
-        "trained": found.count(TRAINED),
-        "dropped": found.reasons(DROPPED),
-        "failed": found.reasons(FAILED),
-        "in_flight": len(found.groups) - sum(found.count(ending) for ending in ENDINGS),
-        "steps": found.lineage.last,
-        "steps_repeated": found.lineage.repeated,
-        "steps_skipped": found.lineage.skipped,
-        "learners": found.lineage.learners,
-        "staleness": {str(lag): count for lag, count in found.staleness.items()},
+        "proven": result.proven,
+        "findings": result.findings,
+        "notes": result.notes,
+        "admitted": len(result.groups),
+        "trained": result.count(TRAINED),
+        "dropped": result.reasons(DROPPED),
+        "failed": result.reasons(FAILED),
+        "in_flight": len(result.groups) - sum(result.count(ending) for ending in ENDINGS),
+        "steps": result.lineage.last,
+        "steps_repeated": result.lineage.repeated,
+        "steps_skipped": result.lineage.skipped,
+        "learners": result.lineage.learners,
+        "staleness": {str(lag): count for lag, count in result.staleness.items()},
         "checkpoints": {str(step): complaint or "whole" for step, complaint in sorted(evidence.checkpoints.items())},
         "groups": [asdict(life) | {"state": life.state} for life in lives],
     }
 
 
-def _show(found: Audit, evidence: Evidence, folder: Path, console: Console, group: int | None) -> None:
+def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, group: int | None) -> None:
     if group is not None:
-        console.print(_sentence(found.groups[group]))
+        console.print(_sentence(result.groups[group]))
         return
-    in_flight = len(found.groups) - sum(found.count(ending) for ending in ENDINGS)
+    in_flight = len(result.groups) - sum(result.count(ending) for ending in ENDINGS)
     table = Table(title=f"{folder}", title_justify="left", show_header=False, box=None)
-    table.add_row("groups admitted", str(len(found.groups)))
-    table.add_row("= trained", str(found.count(TRAINED)))
+    table.add_row("groups admitted", str(len(result.groups)))
+    table.add_row("= trained", str(result.count(TRAINED)))
     for ending in (DROPPED, FAILED):
-        table.add_row(f"+ {ending}", f"{found.count(ending)}{_listed(found.reasons(ending))}")
+        table.add_row(f"+ {ending}", f"{result.count(ending)}{_listed(result.reasons(ending))}")
     table.add_row("+ in flight", str(in_flight))
-    table.add_row("steps", f"{found.lineage.last} of {evidence.max_steps}, by {found.lineage.learners} learner(s)")
-    table.add_row("lag at consumption", ", ".join(f"{lag}: {count} groups" for lag, count in found.staleness.items()))
-    whole = [step for step, complaint in sorted(evidence.checkpoints.items()) if not complaint]
-    table.add_row("whole checkpoints", ", ".join(map(str, whole)) or "none")
+    table.add_row("steps", f"{result.lineage.last} of {evidence.max_steps}, by {result.lineage.learners} learner(s)")
+    table.add_row("lag at consumption", ", ".join(f"{lag}: {count} groups" for lag, count in result.staleness.items()))
+    complete = [step for step, complaint in sorted(evidence.checkpoints.items()) if not complaint]
+    table.add_row("whole checkpoints", ", ".join(map(str, complete)) or "none")
     console.print(table)
-    for note in found.notes:
+    for note in result.notes:
         console.print(f"  {note}")
-    if found.proven:
+    if result.proven:
         console.print("PROVEN: every group admitted is accounted for once; nothing was lost and nothing trained twice.")
         return
-    console.print(f"NOT PROVEN: {len(found.findings)} finding(s)")
-    for finding in found.findings:
+    console.print(f"NOT PROVEN: {len(result.findings)} finding(s)")
+    for finding in result.findings:
         console.print(f"  - {finding}")
 
 

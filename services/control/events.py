@@ -129,14 +129,14 @@ class Feed:
         return news
 
     async def _read(self, position: Position) -> tuple[Position, list[Event]]:
-        wanted = {name: key for name, key in self._streams.items() if EventKind(name) in self._kinds}
-        if not wanted:
+        streams = {name: key for name, key in self._streams.items() if EventKind(name) in self._kinds}
+        if not streams:
             return position, []
-        asked = {key: getattr(position, name) for name, key in wanted.items()}
-        rows = cast(list[Any], await self._redis.xread(asked, count=COUNT) or [])
+        positions = {key: getattr(position, name) for name, key in streams.items()}
+        rows = cast(list[Any], await self._redis.xread(positions, count=COUNT) or [])
         events: list[Event] = []
         for key, entries in rows:
-            kind = next(EventKind(name) for name, each in wanted.items() if each == key.decode())
+            kind = next(EventKind(name) for name, stream in streams.items() if stream == key.decode())
             for raw_id, fields in entries:
                 position = replace(position, **{kind.value: raw_id.decode()})
                 events.append(Event(kind, position, _body(kind, raw_id.decode(), fields)))

@@ -109,27 +109,37 @@ def sentence(links: Sequence[Cause]) -> str:
 
 
 def _starting(picture: RunSnapshot) -> list[Cause]:
-    missing = {name: seen for name, seen in picture.observations.items() if seen.health is not Health.READY}
+    missing = {
+        name: observation
+        for name, observation in picture.observations.items()
+        if observation.health is not Health.READY
+    }
     if not missing:
         return [Cause("run", "starting", "The run starts; no part of it has been looked at yet")]
     names = _listed(sorted(missing))
     links = [Cause("run", "waits", f"The run starts and waits for {names}", next(iter(missing)))]
-    links += [_component(picture, name, seen) for name, seen in missing.items()]
+    links += [_component(picture, name, observation) for name, observation in missing.items()]
     return [*links, *_slow_fetches(picture)]
 
 
-def _component(picture: RunSnapshot, name: str, seen: Observation) -> Cause:
-    detail = picture.learner.phase if name == "learner" and seen.health is Health.STARTING else ""
-    detail = detail or seen.detail
-    clause = f"{_the(name)} is {seen.health}" + (f" ({detail})" if detail else "")
-    return Cause(name, seen.health.value, clause, detail={"detail": detail, "log": seen.log})
+def _component(picture: RunSnapshot, name: str, observation: Observation) -> Cause:
+    detail = picture.learner.phase if name == "learner" and observation.health is Health.STARTING else ""
+    detail = detail or observation.detail
+    clause = f"{_the(name)} is {observation.health}" + (f" ({detail})" if detail else "")
+    return Cause(name, observation.health.value, clause, detail={"detail": detail, "log": observation.log})
 
 
 def _draining(picture: RunSnapshot) -> list[Cause]:
-    left = [name for name, seen in picture.observations.items() if seen.health in (Health.READY, Health.STARTING)]
+    remaining = [
+        name
+        for name, observation in picture.observations.items()
+        if observation.health in (Health.READY, Health.STARTING)
+    ]
     since = picture.now - picture.record.draining_at
-    first = Cause("run", "draining", f"The run ends since {since:.1f} s and waits for {_listed(left)}", None, since)
-    if "learner" not in left:
+    first = Cause(
+        "run", "draining", f"The run ends since {since:.1f} s and waits for {_listed(remaining)}", None, since
+    )
+    if "learner" not in remaining:
         return [first]
     doing = _learner_busy(picture) or Cause("learner", "ends", "the learner ends its step and saves a checkpoint")
     return [Cause("run", "draining", first.says, "learner", since), doing]
@@ -144,9 +154,9 @@ def _paused(picture: RunSnapshot) -> list[Cause]:
 
 
 def _running(picture: RunSnapshot) -> list[Cause]:
-    seen = picture.observations.get("learner")
-    if seen is not None and seen.health in (Health.DEAD, Health.ABSENT, Health.BROKEN):
-        return [*_rollouts_wait(picture), _no_learner(picture, seen)]
+    observation = picture.observations.get("learner")
+    if observation is not None and observation.health in (Health.DEAD, Health.ABSENT, Health.BROKEN):
+        return [*_rollouts_wait(picture), _no_learner(picture, observation)]
     if not picture.leased:
         phase = f" ({picture.learner.phase})" if picture.learner.phase else ""
         starting = Cause("learner", "starting", f"the learner starts and does not hold the run yet{phase}")
@@ -161,34 +171,34 @@ def _running(picture: RunSnapshot) -> list[Cause]:
 
 def _trouble(picture: RunSnapshot) -> list[Cause]:
     """Report problems that nothing waits for yet."""
-    what = picture.learner.trouble
-    unsaved = [Cause("learner", "unsaved", f"but {what}; it is tried again every few seconds")] if what else []
+    trouble = picture.learner.trouble
+    unsaved = [Cause("learner", "unsaved", f"but {trouble}; it is tried again every few seconds")] if trouble else []
     return [*unsaved, *_slow_fetches(picture)]
 
 
 def _slow_fetches(picture: RunSnapshot) -> list[Cause]:
     """Report replicas that keep an older version because newer weights do not arrive."""
     links: list[Cause] = []
-    for name, each in picture.replicas.items():
-        if each.fetching is None or picture.now - each.at >= SILENT_S:
+    for name, replica in picture.replicas.items():
+        if replica.fetching is None or picture.now - replica.at >= SILENT_S:
             continue
-        since, version = picture.now - each.fetching.since, each.fetching.version
+        since, version = picture.now - replica.fetching.since, replica.fetching.version
         if since >= SLOW_FETCH_S:
-            serves = f"serves version {each.version}" if each.version >= 0 else "serves nothing yet"
+            serves = f"serves version {replica.version}" if replica.version >= 0 else "serves nothing yet"
             says = f"but replica {name} {serves} and has been fetching version {version} for {since:.0f} s from "
-            detail = {"replica": name, "version": version, "source": each.fetching.source}
-            says += f"{each.fetching.source}: the share may hang"
+            detail = {"replica": name, "version": version, "source": replica.fetching.source}
+            says += f"{replica.fetching.source}: the share may hang"
             links.append(Cause("generation", "fetches", says, None, since, detail))
     return links
 
 
-def _no_learner(picture: RunSnapshot, seen: Observation) -> Cause:
+def _no_learner(picture: RunSnapshot, observation: Observation) -> Cause:
     ready = picture.buffer.ready + picture.buffer.consumed
-    if seen.health is Health.ABSENT:
-        says = f"no learner trains it ({seen.detail or 'none was started'}), and {ready} complete groups wait for one"
+    if observation.health is Health.ABSENT:
+        says = f"no learner trains it ({observation.detail or 'none was started'}), and {ready} complete groups wait for one"
     else:
-        says = f"the learner is {seen.health} ({seen.detail}) and is being replaced"
-    return Cause("learner", seen.health.value, says, detail={"groups_ready": ready, "log": seen.log})
+        says = f"the learner is {observation.health} ({observation.detail}) and is being replaced"
+    return Cause("learner", observation.health.value, says, detail={"groups_ready": ready, "log": observation.log})
 
 
 def _learner_busy(picture: RunSnapshot) -> Cause | None:
@@ -224,7 +234,7 @@ def _learner_waits(picture: RunSnapshot) -> list[Cause]:
     if picture.buffer.ready:
         says = f"The learner takes groups for step {step + 1}; {picture.buffer.ready} are ready"
         return [Cause("learner", "takes", says, None, since, {"step": step, "ready": picture.buffer.ready})]
-    group = min(picture.groups, key=lambda each: (each.missing, each.number), default=None)
+    group = min(picture.groups, key=lambda group: (group.missing, group.number), default=None)
     if group is None:
         return _nothing_played(picture, step, since)
     who = f"group {group.number}"
@@ -252,37 +262,41 @@ def _nothing_played(picture: RunSnapshot, step: int, since: float) -> list[Cause
 def _workers(picture: RunSnapshot, opening: str) -> Cause:
     alive = picture.buffer.workers
     if not alive:
-        seen = picture.observations.get("env-workers")
-        how = f" ({seen.health}{f', {seen.detail}' if seen.detail else ''})" if seen else ""
+        observation = picture.observations.get("env-workers")
+        how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
         return Cause("env workers", "absent", f"{opening}no env worker is there{how}")
-    playing = sum(each.episodes for each in alive)
+    playing = sum(worker.episodes for worker in alive)
     says = f"{opening}{len(alive)} env worker(s) play {playing} episodes and take more as places get free"
     return Cause("env workers", "busy", says, detail={"workers": len(alive)})
 
 
 def _group(picture: RunSnapshot, group: GroupProgress) -> list[Cause]:
     still = min(group.missing, group.played + group.queued)
-    said = _waits(picture.workers.values(), "groups", str(group.number), picture.now)
+    waits = _waits(picture.workers.values(), "groups", str(group.number), picture.now)
     if not group.played:
         says = f"{group.missing} of its {group.size} episodes are played by nobody yet"
         first = Cause(f"group {group.number}", "queued", says, "env workers", detail=_progress(group))
         return [first, _workers(picture, "")]
     says = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still playing"
-    whom = _longest(said)
+    longest = _longest(waits)
     first = Cause(f"group {group.number}", "playing", says, "episodes", detail=_progress(group))
-    return [first, *_episodes(picture, said, whom, still)]
+    return [first, *_episodes(picture, waits, longest, still)]
 
 
-def _episodes(picture: RunSnapshot, said: Mapping[str, tuple[int, float]], whom: str | None, still: int) -> list[Cause]:
+def _episodes(
+    picture: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
+) -> list[Cause]:
     """Explain what the `still` running episodes wait for, by the longest wait; their workers reported recently."""
-    if whom is None:
-        silent = [each for each in picture.buffer.workers if each.silent_s > SILENT_S]
-        about = f"their env worker has been silent for {max(each.silent_s for each in silent):.0f} s" if silent else ""
+    if longest is None:
+        silent = [worker for worker in picture.buffer.workers if worker.silent_s > SILENT_S]
+        about = (
+            f"their env worker has been silent for {max(worker.silent_s for worker in silent):.0f} s" if silent else ""
+        )
         return [Cause("episodes", "unknown", about or "their env workers have not said yet what they wait for")]
-    count, since = said[whom]
+    count, since = waits[longest]
     they = "it waits" if still == 1 else "they wait" if count >= still else f"{count} of them wait{'s' * (count == 1)}"
-    detail: dict[str, Any] = {wait: number for wait, (number, _) in said.items()}
-    match whom:
+    detail: dict[str, Any] = {wait: number for wait, (number, _) in waits.items()}
+    match longest:
         case "generation":
             first = Cause("episodes", "waits", f"{they} for generation", "generation", picture.now - since, detail)
             return [first, _generation(picture)]
@@ -300,24 +314,24 @@ def _episodes(picture: RunSnapshot, said: Mapping[str, tuple[int, float]], whom:
 
 
 def _generation(picture: RunSnapshot) -> Cause:
-    replicas = {name: each for name, each in picture.replicas.items() if picture.now - each.at < SILENT_S}
+    replicas = {name: replica for name, replica in picture.replicas.items() if picture.now - replica.at < SILENT_S}
     detail = {"replicas": len(replicas), "newest_version": picture.version}
     if not replicas:
-        seen = picture.observations.get("generation")
-        how = f" ({seen.health}{f', {seen.detail}' if seen.detail else ''})" if seen else ""
+        observation = picture.observations.get("generation")
+        how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
         return Cause("generation", "absent", f"no replica of which answers{how}", detail=detail)
     whose = "whose replica is" if len(replicas) == 1 else f"of whose {len(replicas)} replicas one is"
-    for each in replicas.values():
-        if each.load.loading is not None:
-            since = picture.now - each.load.loading_since
-            says = f"{whose} loading version {each.load.loading} since {since:.1f} s"
-            return Cause("generation", "loads", says, None, since, {**detail, "version": each.load.loading})
-    behind = [each for each in replicas.values() if each.load.waiting and each.version < picture.version]
+    for replica in replicas.values():
+        if replica.load.loading is not None:
+            since = picture.now - replica.load.loading_since
+            says = f"{whose} loading version {replica.load.loading} since {since:.1f} s"
+            return Cause("generation", "loads", says, None, since, {**detail, "version": replica.load.loading})
+    behind = [replica for replica in replicas.values() if replica.load.waiting and replica.version < picture.version]
     if behind:
         says = f"which serves version {behind[0].version} and fetches version {picture.version}"
         return Cause("generation", "fetches", says, detail=detail)
-    running = sum(each.load.running for each in replicas.values())
-    says = f"which samples {running} request(s) under version {max(each.version for each in replicas.values())}"
+    running = sum(replica.load.running for replica in replicas.values())
+    says = f"which samples {running} request(s) under version {max(replica.version for replica in replicas.values())}"
     return Cause("generation", "samples", says, detail={**detail, "requests": running})
 
 
@@ -325,27 +339,27 @@ def _evaluating(picture: RunSnapshot) -> list[Cause]:
     units = {name for report in picture.workers.values() for name in report.get("evaluations", {})}
     says = f"The learner waits for an evaluation ({picture.learner.phase})"
     first = Cause("learner", "waits", says, "evaluation")
-    said: dict[str, tuple[int, float]] = {}
+    waits: dict[str, tuple[int, float]] = {}
     for unit in units:
-        said = _merged(said, _waits(picture.workers.values(), "evaluations", unit, picture.now))
-    if not said:
+        waits = _merged(waits, _waits(picture.workers.values(), "evaluations", unit, picture.now))
+    if not waits:
         workers = _workers(picture, "")
         says = f"{picture.buffer.queued_eval} of its episodes are played by nobody yet"
         return [first, Cause("evaluation", "queued", says, workers.who), workers]
-    playing = sum(number for number, _ in said.values())
+    playing = sum(number for number, _ in waits.values())
     says = f"{playing} of its episodes are playing and {picture.buffer.queued_eval} are queued"
     second = Cause("evaluation", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
-    return [first, second, *_episodes(picture, said, _longest(said), playing)]
+    return [first, second, *_episodes(picture, waits, _longest(waits), playing)]
 
 
 def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:
     """Return the waits of a unit's episodes from recent reports: wait -> (number of episodes, start of the longest)."""
-    said: dict[str, tuple[int, float]] = {}
+    waits: dict[str, tuple[int, float]] = {}
     for report in reports:
         if now - float(report.get("at", 0.0)) < SILENT_S:
-            found = report.get(kind, {}).get(unit, {})
-            said = _merged(said, {wait: (int(number), float(since)) for wait, (number, since) in found.items()})
-    return said
+            entries = report.get(kind, {}).get(unit, {})
+            waits = _merged(waits, {wait: (int(number), float(since)) for wait, (number, since) in entries.items()})
+    return waits
 
 
 def _merged(
@@ -358,8 +372,8 @@ def _merged(
     return out
 
 
-def _longest(said: Mapping[str, tuple[int, float]]) -> str | None:
-    return min(said, key=lambda wait: said[wait][1], default=None)
+def _longest(waits: Mapping[str, tuple[int, float]]) -> str | None:
+    return min(waits, key=lambda wait: waits[wait][1], default=None)
 
 
 def _playing(picture: RunSnapshot) -> int:

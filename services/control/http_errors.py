@@ -111,8 +111,8 @@ def answer_errors(api: FastAPI) -> None:
     async def unreachable(request: Request, error: Exception) -> Response:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
         refusal = error if isinstance(error, RedisReadOnlyError) else error.__cause__
-        what = str(refusal) if isinstance(refusal, RedisReadOnlyError) else "Redis does not answer"
-        return error_response(503, "state_unreachable", f"{what}: try again")
+        message = str(refusal) if isinstance(refusal, RedisReadOnlyError) else "Redis does not answer"
+        return error_response(503, "state_unreachable", f"{message}: try again")
 
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -67,7 +67,7 @@ class Overview:
 
     async def _view(self, record: RunRecord) -> RunView:
         store, run_id = self._store, record.run_id
-        progress, seen, restarts = await asyncio.gather(
+        progress, observations, restarts = await asyncio.gather(
             store.progress(run_id), store.observations(run_id), store.restarts(run_id)
         )
         snapshot, learner, changes, records = await asyncio.gather(
@@ -92,7 +92,9 @@ class Overview:
             started_at=record.started_at,
             running_at=record.running_at,
             ended_at=record.ended_at,
-            components=component_views({name: (each.health, each.detail) for name, each in seen.items()}, restarts),
+            components=component_views(
+                {name: (each.health, each.detail) for name, each in observations.items()}, restarts
+            ),
             counters=CountersView.of(snapshot.counters),
             quarantined=snapshot.quarantined,
             staleness=_staleness(learner, settings),
@@ -106,7 +108,7 @@ class Overview:
     async def why(self, record: RunRecord) -> list[Cause]:
         """Return which component waits for which."""
         store, run_id = self._store, record.run_id
-        seen, learner, progress, reports = await asyncio.gather(
+        observations, learner, progress, reports = await asyncio.gather(
             store.observations(run_id), store.learner(run_id), store.progress(run_id), store.reports(run_id)
         )
         snapshot, groups = await asyncio.gather(self._buffer.snapshot(run_id), self._buffer.groups(run_id))
@@ -114,7 +116,7 @@ class Overview:
             RunSnapshot(
                 now=store.clock(),
                 record=record,
-                observations=seen,
+                observations=observations,
                 learner=learner,
                 buffer=snapshot,
                 groups=groups,
@@ -128,8 +130,8 @@ class Overview:
 
 
 def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
-    mean, most = learner.metrics.get("staleness"), learner.metrics.get("staleness_max")
-    return StalenessView(mean=mean, max=most, bound=settings.max_staleness)
+    mean, highest = learner.metrics.get("staleness"), learner.metrics.get("staleness_max")
+    return StalenessView(mean=mean, max=highest, bound=settings.max_staleness)
 
 
 def _rates(records: Iterable[MetricRecord]) -> RatesView:

@@ -97,8 +97,8 @@ class ControlService:
             async with asyncio.timeout(VALIDATE_S):
                 return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
         except TimeoutError:
-            what = f"not validated in {VALIDATE_S:g} s: does an env hang when it is made or reset?"
-            raise InvalidRunError([ProblemView(path="custom_envs", message=what)]) from None
+            message = f"not validated in {VALIDATE_S:g} s: does an env hang when it is made or reset?"
+            raise InvalidRunError([ProblemView(path="custom_envs", message=message)]) from None
 
     async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:
         """Start a run; return it, and whether it is new. `dry_run` only validates.
@@ -175,17 +175,17 @@ class ControlService:
     async def quarantine(self, run_id: str) -> QuarantineView:
         """Trajectories that could not be read."""
         await self.store.load(run_id)
-        kept = await self._wiring.quarantine(run_id)
+        trajectories = await self._wiring.quarantine(run_id)
         return QuarantineView(
             trajectories=[
                 QuarantinedView(
-                    group=int(each.unit.partition(":")[2]),
-                    member=each.index,
-                    complaint=each.complaint,
-                    size=len(each.blob),
-                    head=each.blob[:64].hex(),
+                    group=int(trajectory.unit.partition(":")[2]),
+                    member=trajectory.index,
+                    complaint=trajectory.complaint,
+                    size=len(trajectory.blob),
+                    head=trajectory.blob[:64].hex(),
                 )
-                for each in kept
+                for trajectory in trajectories
             ]
         )
 
