@@ -114,7 +114,7 @@ def _standing(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
     standing: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNCOUNTED]
     if old := len(events) - len(counted):
-        result.notes.append(f"{old} events of an older version of Offbeat are not numbered, and were not looked at")
+        result.notes.append(f"{old} events of an older version of Offbeat are not numbered and were ignored")
     for event in counted:
         last = standing[-1].ordinal if standing else 0
         if event.ordinal > last + 1:

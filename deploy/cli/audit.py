@@ -80,7 +80,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
     except (ConfigError, OSError) as error:
         raise AuditError(f"{folder / run_folder.CONFIG}: {error}") from error
     if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():
-        raise AuditError(f"{folder} has no ledger/: its learner never came to a step, or an older build wrote it")
+        raise AuditError(f"{folder} has no ledger/: its learner trained no step, or an older build wrote it")
     journal, broken = read_step_ledger(folder)
     events, counters, complaint = _events(folder, config, redis_url)
     evidence = Evidence(
@@ -114,16 +114,16 @@ def _events(folder: Path, config: RunConfig, redis_url: str | None) -> tuple[lis
     url = redis_url or config.redis.url or (running.redis_url if running else None)
     try:
         if url is None and not (folder / "redis").is_dir():
-            return events, None, "its Redis is gone: only what lies on the disk was looked at"
+            return events, None, "its Redis is gone: only the files were examined"
         if url is not None:
             with connect(url, patience_s=PATIENCE_S) as redis:
                 events, counters = _with_newest(redis, config.exp_name, events)
-            unknown = f"its Redis tells no counters of run {config.exp_name}: only the ledger was looked at"
+            unknown = f"its Redis has no counters of run {config.exp_name}: only the ledger was examined"
             return events, counters, unknown if counters is None else ""
         with EmbeddedRedis(folder / "redis", config.redis) as server, connect(server.url) as redis:
             return *_with_newest(redis, config.exp_name, events), ""
     except (MeshError, RedisError, OSError) as error:
-        return events, None, f"its Redis does not answer ({error}): only what lies on the disk was looked at"
+        return events, None, f"its Redis does not answer ({error}): only the files were examined"
 
 
 def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[list[LifeEvent], Counters | None]:

@@ -100,8 +100,8 @@ def _refuse_other_hosts() -> None:
     host = client.http_config.host if client else LOOPBACK
     if host and host not in LOOPBACK_NAMES:
         raise ControlError(
-            f"http_options.host is {host}, which other machines reach: give the control application a token_file, "
-            f"or take {LOOPBACK}"
+            f"http_options.host is {host}, which other machines can reach: set token_file of the control application, "
+            f"or use {LOOPBACK}"
         )
 
 

@@ -99,7 +99,7 @@ class AuthMiddleware:
         if operates or (reads and request.method in READING):
             return None
         if reads:
-            return 403, "read_only", f"this token may read: {request.method} wants the one that operates"
+            return 403, "read_only", f"this token is for reading: {request.method} needs the operating token"
         if wait_s := self._wrong.take():
             return _too_many(wait_s)
         return 401, "unauthorized", "send the bearer token: `Authorization: Bearer ...`"

@@ -53,7 +53,7 @@ class Position:
     def parse(cls, text: str) -> "Position":
         """Undo `str`. Raises `ValueError`."""
         if not POSITION.fullmatch(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
-            raise ValueError(f"{text!r} is no event id: take one that an event carried, or leave it out")
+            raise ValueError(f"{text!r} is not an event id: use the id of a received event, or omit it")
         return cls(*text.split(","))
 
     def __str__(self) -> str:

@@ -71,7 +71,7 @@ def _refused(picture: RunSnapshot) -> list[Cause]:
     """Comes first: other reports are outdated, as nothing proceeds while writes are refused."""
     if not picture.redis_trouble or picture.record.state.over:
         return []
-    says = f"{picture.redis_trouble}: all wait for it, and go on by themselves then; what follows was said before"
+    says = f"{picture.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
     return [Cause("redis", "refuses", says)]
 
 
@@ -80,7 +80,7 @@ def _unattended(picture: RunSnapshot) -> list[Cause]:
     silent_s = picture.now - picture.record.beat
     if picture.record.state.over or picture.redis_trouble or not picture.record.beat or silent_s < UNATTENDED_S:
         return []
-    says = f"and nobody has looked after the run for {silent_s:.0f} s: the control service hangs, or is being replaced"
+    says = f"and the run has not been reconciled for {silent_s:.0f} s: the control service hangs or is being replaced"
     return [Cause("control", "silent", says, None, silent_s)]
 
 
@@ -89,7 +89,7 @@ def _chain(picture: RunSnapshot) -> list[Cause]:
     match record.state:
         case RunState.FINISHED | RunState.STOPPED | RunState.FAILED:
             why = f": {record.error}" if record.error else ""
-            return [Cause("run", record.state.value, f"Nobody waits: the run is {record.state}{why}")]
+            return [Cause("run", record.state.value, f"Nothing waits: the run is {record.state}{why}")]
         case RunState.PREPARING:
             return [Cause("run", "preparing", "The run makes its folder and its model ready")]
         case RunState.STARTING:
@@ -147,9 +147,9 @@ def _draining(picture: RunSnapshot) -> list[Cause]:
 
 def _paused(picture: RunSnapshot) -> list[Cause]:
     playing = sum(worker.episodes for worker in picture.buffer.workers)
-    rest = f"; {playing} episodes are played to their end" if playing else ""
+    rest = f"; {playing} running episodes finish first" if playing else ""
     learner = _learner_busy(picture)
-    says = f"The run is paused: `offbeat runs resume {picture.record.run_id}` lets it go on{rest}"
+    says = f"The run is paused: `offbeat runs resume {picture.record.run_id}` resumes it{rest}"
     return [Cause("run", "paused", says), *([learner] if learner else [])]
 
 
@@ -172,7 +172,7 @@ def _running(picture: RunSnapshot) -> list[Cause]:
 def _trouble(picture: RunSnapshot) -> list[Cause]:
     """Report problems that nothing waits for yet."""
     trouble = picture.learner.trouble
-    unsaved = [Cause("learner", "unsaved", f"but {trouble}; it is tried again every few seconds")] if trouble else []
+    unsaved = [Cause("learner", "unsaved", f"but {trouble}; it is retried every few seconds")] if trouble else []
     return [*unsaved, *_slow_fetches(picture)]
 
 
@@ -207,10 +207,10 @@ def _learner_busy(picture: RunSnapshot) -> Cause | None:
     stage, step = doing.get("stage"), doing.get("step", 0)
     clauses = {
         "train": f"the learner trains step {step + 1}",
-        "publish": f"the learner copies version {step} out",
+        "publish": f"the learner publishes version {step} out",
         "checkpoint": f"the learner saves a checkpoint of step {step}",
         "settle": f"the learner waits until its checkpoint of step {step} is on the disk",
-        "no_room": f"the learner waits for room on the disk: too much is unsaved to go on after step {step}",
+        "no_room": f"the learner waits for room on the disk: too much is unsaved to continue after step {step}",
         "resume": "the learner loads its checkpoint",
     }
     if stage not in clauses:
@@ -236,27 +236,27 @@ def _learner_waits(picture: RunSnapshot) -> list[Cause]:
         return [Cause("learner", "takes", says, None, since, {"step": step, "ready": picture.buffer.ready})]
     group = min(picture.groups, key=lambda group: (group.missing, group.number), default=None)
     if group is None:
-        return _nothing_played(picture, step, since)
+        return _no_running_group(picture, step, since)
     who = f"group {group.number}"
     detail = {"step": step, "groups_needed": doing.get("groups"), "groups_taken": picture.buffer.consumed}
     first = Cause("learner", "waits", f"The learner waits for {who}" + _for(since), who, since, detail)
     return [first, *_group(picture, group)]
 
 
-def _nothing_played(picture: RunSnapshot, step: int, since: float) -> list[Cause]:
+def _no_running_group(picture: RunSnapshot, step: int, since: float) -> list[Cause]:
     """Explain why no group is active though the learner needs one."""
     admission = picture.buffer.admission
     reasons = {
         Admission.PAUSED: "no new group may start while the run is paused",
         Admission.NO_WEIGHTS: "no weights are published yet",
-        Admission.ALL_ADMITTED: "all groups of the run have been played",
+        Admission.ALL_ADMITTED: "all groups of the run were admitted",
         Admission.STALENESS_BOUND: "the staleness bound admits none before the next version is published",
     }
     says = f"The learner waits for groups of step {step + 1}" + _for(since)
     if admission in reasons:
         first = Cause("learner", "waits", says, "admission", since)
-        return [first, Cause("admission", admission.value, f"none is played: {reasons[admission]}")]
-    return [Cause("learner", "waits", says, "env workers", since), _workers(picture, "none is played yet: ")]
+        return [first, Cause("admission", admission.value, f"no group is running: {reasons[admission]}")]
+    return [Cause("learner", "waits", says, "env workers", since), _workers(picture, "no group is running yet: ")]
 
 
 def _workers(picture: RunSnapshot, opening: str) -> Cause:
@@ -266,7 +266,7 @@ def _workers(picture: RunSnapshot, opening: str) -> Cause:
         how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
         return Cause("env workers", "absent", f"{opening}no env worker is there{how}")
     playing = sum(worker.episodes for worker in alive)
-    says = f"{opening}{len(alive)} env worker(s) play {playing} episodes and take more as places get free"
+    says = f"{opening}{len(alive)} env worker(s) run {playing} episodes and claim more as slots become free"
     return Cause("env workers", "busy", says, detail={"workers": len(alive)})
 
 
@@ -274,10 +274,10 @@ def _group(picture: RunSnapshot, group: GroupProgress) -> list[Cause]:
     still = min(group.missing, group.played + group.queued)
     waits = _waits(picture.workers.values(), "groups", str(group.number), picture.now)
     if not group.played:
-        says = f"{group.missing} of its {group.size} episodes are played by nobody yet"
+        says = f"{group.missing} of its {group.size} episodes are not claimed yet"
         first = Cause(f"group {group.number}", "queued", says, "env workers", detail=_progress(group))
         return [first, _workers(picture, "")]
-    says = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still playing"
+    says = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still running"
     longest = _longest(waits)
     first = Cause(f"group {group.number}", "playing", says, "episodes", detail=_progress(group))
     return [first, *_episodes(picture, waits, longest, still)]
@@ -292,7 +292,7 @@ def _episodes(
         about = (
             f"their env worker has been silent for {max(worker.silent_s for worker in silent):.0f} s" if silent else ""
         )
-        return [Cause("episodes", "unknown", about or "their env workers have not said yet what they wait for")]
+        return [Cause("episodes", "unknown", about or "their env workers have not reported yet what they wait for")]
     count, since = waits[longest]
     they = "it waits" if still == 1 else "they wait" if count >= still else f"{count} of them wait{'s' * (count == 1)}"
     detail: dict[str, Any] = {wait: number for wait, (number, _) in waits.items()}
@@ -304,7 +304,7 @@ def _episodes(
             says = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(picture.now - since)
             return [Cause("episodes", "waits", says, "env", picture.now - since, detail)]
         case "agent":
-            says = f"{they} for {'its' if still == 1 else 'their'} agent to go on" + _for(picture.now - since)
+            says = f"{they} for {'its' if still == 1 else 'their'} agent to continue" + _for(picture.now - since)
             return [Cause("episodes", "waits", says, "agent", picture.now - since, detail)]
         case "place":
             return [Cause("episodes", "waits", f"{they} for an env of the pool", "env", picture.now - since, detail)]
@@ -344,7 +344,7 @@ def _evaluating(picture: RunSnapshot) -> list[Cause]:
         waits = _merged(waits, _waits(picture.workers.values(), "evaluations", unit, picture.now))
     if not waits:
         workers = _workers(picture, "")
-        says = f"{picture.buffer.queued_eval} of its episodes are played by nobody yet"
+        says = f"{picture.buffer.queued_eval} of its episodes are not claimed yet"
         return [first, Cause("evaluation", "queued", says, workers.who), workers]
     playing = sum(number for number, _ in waits.values())
     says = f"{playing} of its episodes are playing and {picture.buffer.queued_eval} are queued"

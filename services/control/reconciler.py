@@ -278,7 +278,7 @@ class Reconciler:
         if observation.health is Health.DEAD:
             restarts = await self._count(record.run_id, component.name, observation)
             if restarts.count > self._policy.max_restarts:
-                return f"{component.name} died {restarts.count} times without getting further: {observation.detail}"
+                return f"{component.name} died {restarts.count} times without progress: {observation.detail}"
             if self._store.clock() < restarts.last_at + self._policy.delay_s(restarts.count):
                 return ""
         elif observation.health is not Health.ABSENT:

@@ -167,7 +167,7 @@ def _add_events(routes: APIRouter, service: ControlService) -> None:
         """
         record = await service.store.load(run_id)
         if len(watchers) >= MAX_WATCHERS:
-            raise HttpError(429, "too_many_watchers", f"{MAX_WATCHERS} streams of events are open already")
+            raise HttpError(429, "too_many_watchers", f"{MAX_WATCHERS} event streams are open already")
         feed = Feed(service.store.redis, run_id, lambda: service.view(run_id), kind or tuple(EventKind))
         watchers.add(feed)
         try:

@@ -144,7 +144,7 @@ class RunRecord:
 def _foreign(raw: Mapping[bytes, bytes], what: str) -> ForeignRecordError:
     run_id, place = (raw.get(name, b"?").decode(errors="replace") for name in (b"run_id", b"output_dir"))
     return ForeignRecordError(
-        f"run {run_id!r} was recorded by another version of Offbeat ({what}): move {place}/redis aside, and it goes on from "
+        f"run {run_id!r} was recorded by another version of Offbeat ({what}): move {place}/redis aside, and it resumes from "
         "its newest checkpoint; in a Redis of several runs, delete it (`offbeat runs delete`) and start it again"
     )
 

@@ -161,7 +161,7 @@ class ControlService:
         values = body.values()
         if not values:
             known = ", ".join(SettingsPatch.model_fields)
-            raise InvalidRunError([ProblemView(path="", message=f"nothing to change: name at least one of {known}")])
+            raise InvalidRunError([ProblemView(path="", message=f"nothing to change: set at least one of {known}")])
         if not record.state.over:
             await self._validated(self._wiring.validate_change, record, values)
         await self.store.change(run_id, values)
@@ -225,4 +225,4 @@ def _place(text: str | None) -> tuple[float, str] | None:
     try:
         return float(at), run_id
     except ValueError:
-        raise InvalidPlaceError(f"{text!r} is no place in the list: take `next` of the answer before") from None
+        raise InvalidPlaceError(f"{text!r} is not a position in the list: use `next` of the previous page") from None

@@ -89,7 +89,7 @@ class RunStore:
                     if old.config == spec.config:
                         return old, False
                     raise RunExistsError(
-                        f"run {spec.run_id!r} is {old.state}: stop it first, or name this one otherwise{self._hint()}"
+                        f"run {spec.run_id!r} is {old.state}: stop it first, or choose another name{self._hint()}"
                     )
                 await self._refuse_busy(spec)
                 record = self._new(spec, old if spec.resume else None)
@@ -123,7 +123,7 @@ class RunStore:
             if state := self._use(raw):
                 raise BusyError(
                     f"{kind} {name!r} is in use by run {holder.decode()!r}, which is {state}: "
-                    f"stop that one first, or take another {kind}"
+                    f"stop it first, or use another {kind}"
                 )
 
     def _use(self, raw: dict[bytes, bytes]) -> str:
@@ -131,7 +131,7 @@ class RunStore:
         try:
             return record.state if raw and self._goes_on(record := RunRecord.decode(raw)) else ""
         except ForeignRecordError:
-            return "looked after by another version of Offbeat" if self._beats(raw) else ""
+            return "managed by another version of Offbeat" if self._beats(raw) else ""
 
     def _beats(self, raw: Mapping[bytes, bytes]) -> bool:
         """Return True if a reconciler attends the run, whichever version recorded it."""
@@ -147,7 +147,7 @@ class RunStore:
     def _hint(self) -> str:
         if math.isinf(self.orphaned_after_s):
             return ""
-        return f" (if it was killed: it is taken for dead once it has been silent for {self.orphaned_after_s:.0f} s)"
+        return f" (if it was killed, it counts as dead after {self.orphaned_after_s:.0f} s of silence)"
 
     def _new(self, spec: RunSpec, old: RunRecord | None) -> RunRecord:
         now = self.clock()
@@ -251,7 +251,7 @@ class RunStore:
         record = await self.load(run_id)
         if record.state.over or record.wanted.ends:
             state = record.state if record.state.over else "ending"
-            raise RunStateError(f"run {run_id!r} is {state}: its settings can't change any more")
+            raise RunStateError(f"run {run_id!r} is {state}: its settings can no longer change")
         change = Change(dict(values), self.clock())
         async with self.redis.pipeline() as pipe:
             pipe.rpush(RunKeys(run_id).changes, encode_change(change.values, change.at))
@@ -297,7 +297,7 @@ class RunStore:
         except ForeignRecordError:
             if self._beats(await cast(Any, self.redis.hgetall(RunKeys(run_id).record))):
                 raise RunStateError(
-                    f"run {run_id!r} is looked after by another version of Offbeat: stop it there first"
+                    f"run {run_id!r} is managed by another version of Offbeat: stop it there first"
                 ) from None
         else:
             if not record.state.over:

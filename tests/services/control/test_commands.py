@@ -74,7 +74,7 @@ async def test_process_counts_change_at_once_and_others_when_adopted(api: ApiWor
         ({"num_replicas": 0}, "num_replicas", "greater than or equal to 1", None),
         ({"max_staleness": -1}, "max_staleness", "greater than or equal to 0", None),
         ({"num_workers": MOST_WORKERS + 1}, "rollout.num_workers", "not enough CPUs", None),
-        ({}, "", "nothing to change: name at least one of num_workers", None),
+        ({}, "", "nothing to change: set at least one of num_workers", None),
     ],
 )
 async def test_a_change_that_cannot_be_names_the_key(

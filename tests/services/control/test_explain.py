@@ -81,7 +81,7 @@ def test_the_chain_leads_from_the_learner_to_a_loading_replica():
         ("generation", "loads", None),
     ]
     assert sentence(links) == (
-        "The learner waits for group 41 since 1.5 s; 3 of its 8 episodes are still playing; they wait for generation; "
+        "The learner waits for group 41 since 1.5 s; 3 of its 8 episodes are still running; they wait for generation; "
         "whose replica is loading version 12 since 0.4 s."
     )
 
@@ -140,15 +140,15 @@ def test_episodes_wait_for_what_the_longest_of_them_waits_for():
 def test_one_episode_is_spoken_of_as_one_and_never_as_more_than_there_are():
     groups = (GroupProgress(41, 8, 7, 0, 1, 0, 11),)
     said = sentence(chain(picture(groups=groups)))
-    assert "1 of its 8 episodes is still playing; it waits for generation" in said
+    assert "1 of its 8 episodes is still running; it waits for generation" in said
     said = sentence(chain(picture(workers={"w0": report({"41": {"env": [5, NOW - 2.0]}})})))
-    assert "3 of its 8 episodes are still playing; they wait for their env to answer since 2.0 s" in said
+    assert "3 of its 8 episodes are still running; they wait for their env to answer since 2.0 s" in said
 
 
 def test_an_agent_that_thinks_is_told_apart_from_its_env():
     links = chain(picture(workers={"w0": report({"41": {"agent": [3, NOW - 4.0], "env": [1, NOW - 0.1]}})}))
     assert links[-1].waits_for == "agent"
-    assert "3 of its 8 episodes are still playing; they wait for their agent to go on since 4.0 s" in sentence(links)
+    assert "3 of its 8 episodes are still running; they wait for their agent to continue since 4.0 s" in sentence(links)
 
 
 def test_a_worker_that_is_silent_is_not_believed():
@@ -160,8 +160,8 @@ def test_a_worker_that_is_silent_is_not_believed():
 def test_queued_episodes_wait_for_the_workers():
     groups = (GroupProgress(41, 8, 5, 0, 0, 3, 11),)
     assert [link.says for link in chain(picture(groups=groups))][1:] == [
-        "3 of its 8 episodes are played by nobody yet",
-        "2 env worker(s) play 8 episodes and take more as places get free",
+        "3 of its 8 episodes are not claimed yet",
+        "2 env worker(s) run 8 episodes and claim more as slots become free",
     ]
     gone = chain(picture(groups=groups, buffer=replace(BUFFER, workers=())))
     assert gone[-1].says == "no env worker is there (ready)"
@@ -171,7 +171,7 @@ def test_queued_episodes_wait_for_the_workers():
     ("doing", "says"),
     [
         ({"stage": "train", "step": 12, "since": NOW - 0.7}, "the learner trains step 13 since 0.7 s"),
-        ({"stage": "publish", "step": 12, "since": NOW}, "the learner copies version 12 out"),
+        ({"stage": "publish", "step": 12, "since": NOW}, "the learner publishes version 12 out"),
         (
             {"stage": "checkpoint", "step": 12, "since": NOW - 3},
             "the learner saves a checkpoint of step 12 since 3.0 s",
@@ -211,21 +211,21 @@ def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
 @pytest.mark.parametrize(
     ("admission", "says"),
     [
-        (Admission.NO_WEIGHTS, "none is played: no weights are published yet"),
-        (Admission.ALL_ADMITTED, "none is played: all groups of the run have been played"),
+        (Admission.NO_WEIGHTS, "no group is running: no weights are published yet"),
+        (Admission.ALL_ADMITTED, "no group is running: all groups of the run were admitted"),
         (
             Admission.STALENESS_BOUND,
-            "none is played: the staleness bound admits none before the next version is published",
+            "no group is running: the staleness bound admits none before the next version is published",
         ),
-        (Admission.OPEN, "none is played yet: 2 env worker(s) play 8 episodes and take more as places get free"),
+        (Admission.OPEN, "no group is running yet: 2 env worker(s) run 8 episodes and claim more as slots become free"),
     ],
 )
-def test_no_group_is_played_for_a_reason(admission: Admission, says: str):
+def test_the_reason_why_no_group_is_running(admission: Admission, says: str):
     links = chain(picture(groups=(), buffer=replace(BUFFER, admission=admission)))
     assert [link.says for link in links] == ["The learner waits for groups of step 13 since 1.5 s", says]
 
 
-def test_groups_that_are_ready_are_waited_for_by_nobody():
+def test_nothing_waits_for_ready_groups():
     (link,) = chain(picture(buffer=replace(BUFFER, ready=2)))
     assert (link.state, link.waits_for) == ("takes", None)
 
@@ -264,16 +264,16 @@ def test_every_state_has_a_chain_even_before_any_part_has_said_a_word(state: Run
 
 def test_a_paused_run_says_how_it_goes_on():
     said = sentence(chain(picture(RunState.PAUSED)))
-    assert said == "The run is paused: `offbeat runs resume lake` lets it go on; 8 episodes are played to their end."
+    assert said == "The run is paused: `offbeat runs resume lake` resumes it; 8 running episodes finish first."
 
 
-def test_a_run_that_is_over_keeps_nobody_waiting():
+def test_nothing_waits_for_a_run_that_is_over():
     over = picture(RunState.FAILED)
     said = sentence(chain(replace(over, record=replace(over.record, error="the disk is full"))))
-    assert said == "Nobody waits: the run is failed: the disk is full."
+    assert said == "Nothing waits: the run is failed: the disk is full."
 
 
-def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
+def test_troubles_follow_the_chain():
     trouble = (
         "the checkpoint of step 8 could not be written (No space left on device); the newest whole one is of step 6"
     )
@@ -281,8 +281,8 @@ def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
     record = replace(picture().record, beat=NOW - 40.0)
     links = chain(picture(learner=learner, record=record))
     assert sentence(links) == (
-        f"The learner trains step 13; but {trouble}; it is tried again every few seconds; and nobody has looked after the "
-        "run for 40 s: the control service hangs, or is being replaced."
+        f"The learner trains step 13; but {trouble}; it is retried every few seconds; and the run has not been "
+        "reconciled for 40 s: the control service hangs or is being replaced."
     )
     over = replace(record, state=RunState.FINISHED)
     assert told(chain(picture(record=over))) == [("run", "finished", None)]
@@ -292,7 +292,10 @@ def test_what_goes_wrong_beside_the_waiting_is_told_behind_it():
     ("stage", "says"),
     [
         ("settle", "the learner waits until its checkpoint of step 12 is on the disk since 3.0 s"),
-        ("no_room", "the learner waits for room on the disk: too much is unsaved to go on after step 12 since 3.0 s"),
+        (
+            "no_room",
+            "the learner waits for room on the disk: too much is unsaved to continue after step 12 since 3.0 s",
+        ),
     ],
 )
 def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
@@ -306,7 +309,7 @@ def test_a_read_only_redis_is_named_first():
     silent = replace(picture().record, beat=NOW - 500)
     links = chain(picture(redis_trouble=refusal, record=silent))
     assert told(links)[0] == ("redis", "refuses", None)
-    assert sentence(links).startswith(f"{refusal}: all wait for it")
+    assert sentence(links).startswith(f"{refusal}: everything waits for it")
     assert "control" not in [link.who for link in links]
     over = replace(silent, state=RunState.FINISHED)
     assert told(chain(picture(redis_trouble=refusal, record=over))) == [("run", "finished", None)]
