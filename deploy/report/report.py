@@ -38,7 +38,7 @@ SHOWN_EPISODES = 8
 
 
 class ReportMaker:
-    """Makes the report of one run; `make_artifacts` may take its time, `write` closes the report."""
+    """Writes the report of one run: first `make_artifacts`, which may take minutes, then `write`."""
 
     def __init__(self, config: RunConfig, history: RunHistory) -> None:
         self._config = config
@@ -71,7 +71,7 @@ class ReportMaker:
         return self._report
 
     def show(self, console: Console | None = None) -> None:
-        """Print the result and where everything lies."""
+        """Print the results and the paths of the files."""
         show_report(self._report, self._folder, console or Console(highlight=False))
 
 
@@ -84,7 +84,7 @@ def build_report(
     startup_s: Mapping[str, float],
     ended_at: float,
 ) -> dict[str, Any]:
-    """All figures of a run; None where a run did not come to it. Times are seconds."""
+    """Return all figures of a run; None for what was not measured. Times are in seconds."""
     steps = history.steps.newest()
     trained = [each.values["tokens_trained"] for each in steps if "tokens_trained" in each.values]
     before, after = history.evaluation("before", "sampled"), history.evaluation("after", "sampled")
@@ -146,12 +146,12 @@ def _mean(history: RunHistory, key: str) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no NaN: what was not measured is null."""
+    """Return None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
 def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
-    """How the time divides: until training began, training, and what came after the last step."""
+    """Return the seconds before the first step, of training, and after the last step."""
     steps = history.steps.newest()
     if not steps:
         return {}
@@ -179,21 +179,21 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
 
 
 def render_episodes(folder: Path, config: RunConfig) -> None:
-    """Play some recorded evaluation episodes again and draw them."""
+    """Render some recorded evaluation episodes by stepping their envs again."""
     episodes: list[PlayedEpisode] = []
     for recorded in recorded_episodes(folder, SHOWN_EPISODES):
         try:
             episodes.append(play_again(config, recorded))
         except Exception:
-            # The user's own env: a picture that can't be had is no reason to have no report.
-            logger.exception("can't play %s with seed %d again", recorded.tag, recorded.seed)
+            # User code: a failed rendering must not prevent the report.
+            logger.exception("rendering %s with seed %d failed", recorded.tag, recorded.seed)
     if episodes:
         write_gif(folder / GIF, episodes)
         write_html(folder / HTML, episodes, title=f"{config.exp_name}: episodes")
 
 
 def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> None:
-    """A table of what came out, and where everything lies."""
+    """Print a table of the results and the paths of the files."""
     table = Table(
         title=f"{report['exp_name']} after {report['steps']} steps, {report['wall_s']:.0f} s", title_justify="left"
     )
@@ -218,7 +218,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
 
 
 def _found(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
-    """What the newest such evaluation says."""
+    """Return `measure` of the newest such evaluation."""
     values = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
     return values[-1] if values else None
 

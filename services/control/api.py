@@ -32,7 +32,7 @@ def create_api(
     api = FastAPI(title="Offbeat", version="1", description=ABOUT, lifespan=lifespan)
     bearer: list[Any] = []
     if tokens.operate is not None:
-        # Says in the documentation what `AuthMiddleware` demands.
+        # Documents what `AuthMiddleware` requires.
         bearer = [Depends(HTTPBearer(auto_error=False, description="A token that the service was started with."))]
     api.include_router(run_routes(service), dependencies=bearer)
 

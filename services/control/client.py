@@ -33,7 +33,7 @@ class ServerSentEvent:
 
 
 async def messages(lines: AsyncIterator[str]) -> AsyncIterator[ServerSentEvent]:
-    """The events that lines of a stream carry; one that is cut off in the middle is left out."""
+    """Parse server-sent events from lines; an incomplete last event is dropped."""
     fields: dict[str, str] = {}
     async for line in lines:
         if line:
@@ -99,28 +99,28 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", "/runs", content=config, headers=JSON))
 
     async def validate(self, config: str) -> None:
-        """See whether the run that `config` (JSON) describes could start."""
+        """Check whether the run that `config` (JSON) describes could start."""
         await self._call("POST", "/runs", content=config, headers=JSON, params={"dry_run": "true"})
 
     async def runs(
         self, *, states: Sequence[str] = (), name: str = "*", after: str | None = None, limit: int = 50
     ) -> RunsView:
-        """Runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`."""
+        """Return runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`."""
         place = (("after", after),) if after else ()
         params = (*(("state", state) for state in states), ("name", name), ("limit", str(limit)), *place)
         return RunsView.model_validate(await self._call("GET", "/runs", params=params))
 
     async def show(self, run_id: str) -> RunView:
-        """One run."""
+        """Return one run."""
         return RunView.model_validate(await self._call("GET", f"/runs/{run_id}"))
 
     async def stop(self, run_id: str, *, now: bool = False) -> RunView:
-        """End a run, gracefully or now."""
+        """Stop a run, gracefully or now."""
         params = {"now": "true" if now else "false"}
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/stop", params=params))
 
     async def pause(self, run_id: str) -> RunView:
-        """Begin no episode and no step until it is resumed."""
+        """Pause a run: no episode and no step starts until it is resumed."""
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/pause"))
 
     async def resume(self, run_id: str) -> RunView:
@@ -128,7 +128,7 @@ class ControlClient:
         return RunView.model_validate(await self._call("POST", f"/runs/{run_id}/resume"))
 
     async def change(self, run_id: str, values: Mapping[str, float]) -> RunView:
-        """Change a run's settings; see `ChangeBody`."""
+        """Change a run's settings; see `SettingsPatch`."""
         return RunView.model_validate(await self._call("PATCH", f"/runs/{run_id}", json=dict(values)))
 
     async def why(self, run_id: str) -> WhyView:
@@ -136,11 +136,11 @@ class ControlClient:
         return WhyView.model_validate(await self._call("GET", f"/runs/{run_id}/why"))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        """Trajectories that could not be read."""
+        """Return trajectories that could not be decoded."""
         return QuarantineView.model_validate(await self._call("GET", f"/runs/{run_id}/quarantine"))
 
     async def delete(self, run_id: str, *, files: bool = False) -> DeletedView:
-        """Forget a run that is over."""
+        """Delete a run that is over."""
         params = {"files": "true" if files else "false"}
         return DeletedView.model_validate(await self._call("DELETE", f"/runs/{run_id}", params=params))
 
@@ -158,7 +158,7 @@ class ControlClient:
         patience_s: float = 60.0,
         parting_s: float = 10.0,
     ) -> AsyncIterator[ServerSentEvent]:
-        """A run's events until it is over; a stream that breaks is taken up again where it broke.
+        """Yield a run's events until it is over; a broken stream is resumed where it broke.
 
         patience_s: time for which the service may be gone before `RetryableError` is raised; parting_s: after which a run
         that was ending is over and has taken the service with it, as `offbeat train` does.

@@ -24,10 +24,10 @@ class ControlConfig(Config):
     """Keep a second learner process: fully started, waiting, it takes over as soon as the first one dies. Costs that
     process's memory, on `actor_train.device`, too."""
     reconcile_s: float = Field(default=0.5, gt=0)
-    """Seconds between two looks at what runs and what should."""
+    """Interval of reconciliation, s."""
 
     @model_validator(mode="after")
-    def _somebody_keeps_the_standby(self) -> "ControlConfig":
+    def _check_standby(self) -> "ControlConfig":
         if self.standby_learner and self.learner == "external":
             raise ValueError(
                 "standby_learner has no effect with learner=external: attach a second learner instead, it stands by"
@@ -39,7 +39,7 @@ class ControlTuning(Config):
     """Settings that can change while the service runs (`user_config` of its deployment)."""
 
     reconcile_s: float = Field(default=0.5, gt=0)
-    """Seconds between two looks at what runs and what should."""
+    """Interval of reconciliation, s."""
     max_restarts: int = Field(default=5, ge=0)
     """Deaths of a part without progress between them before its run is failed."""
     drain_timeout_s: float = Field(default=60.0, gt=0)

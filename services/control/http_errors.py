@@ -28,16 +28,16 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 logger = logging.getLogger(__name__)
 
 WORDS = {
-    400: "The body can't be read.",
+    400: "The body is malformed.",
     401: "The bearer token is missing or wrong.",
-    403: "Without a token only programs on this machine may call; one that reads may not change anything.",
+    403: "Without a token only programs on this machine may call; the read token may not change anything.",
     404: "There is no such run.",
-    409: "It makes no sense for what the run, or another one, is at.",
+    409: "The state of the run, or of another one, does not allow it.",
     413: "The body is too large.",
     415: "The body is of another type than YAML or JSON.",
     422: "A value was refused; `problems` names each key, and the nearest valid one where a key is unknown.",
-    429: "Too many calls, or too many watch already.",
-    503: "The state can't be reached: try again.",
+    429: "Too many calls, or too many event streams.",
+    503: "Redis is unavailable: retry.",
 }
 ANSWERS: dict[type[Exception], tuple[int, str]] = {
     UnknownRunError: (404, "unknown_run"),

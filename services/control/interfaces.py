@@ -67,7 +67,7 @@ class RunMesh(Protocol):
         ...
 
     async def prepare(self) -> None:
-        """Make what must be there before anything starts: the model folder, the buffer's limits."""
+        """Prepare the model folder and the buffer's limits, before anything starts."""
         ...
 
     async def apply_settings(self, settings: Settings, *, paused: bool) -> None:
@@ -80,5 +80,5 @@ class RunMesh(Protocol):
         ...
 
     async def clean_up(self) -> None:
-        """Remove what outlives processes, such as weights in shared memory; called when all components are gone."""
+        """Remove resources that outlive processes, such as weights in shared memory; called once all components are gone."""
         ...

@@ -33,10 +33,10 @@ RATED = {
 
 
 class BufferReader(Protocol):
-    """The trajectory buffer of a run, to look at."""
+    """Read access to the trajectory buffer of a run."""
 
     async def snapshot(self, run_id: str) -> Snapshot:
-        """The whole buffer at one moment."""
+        """Return a consistent snapshot of the buffer."""
         ...
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
@@ -44,7 +44,7 @@ class BufferReader(Protocol):
         ...
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
-        """Trajectories that could not be read, newest first."""
+        """Return trajectories that could not be decoded, newest first."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Reading what a call carries: a configuration as YAML or JSON, settings as JSON, the place in a stream of events."""
+"""Parsers of request bodies and parameters: configurations (YAML or JSON), settings (JSON), positions in event streams."""
 
 import json
 from difflib import get_close_matches
@@ -16,15 +16,15 @@ from offbeat.services.live_settings import LIVE_SETTINGS
 MAX_BODY_BYTES = 1_000_000
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 JSON_TYPE = "application/json"
-BIGGEST_ID_PART = 2**64 - 1
-CLOSE = 0.6
-"""Similarity from which on a name is taken for a misspelt other one."""
+MAX_ID_PART = 2**64 - 1
+MIN_SIMILARITY = 0.6
+"""Similarity (0 to 1) above which a name counts as misspelt."""
 ALIASES = {alias: name for name, row in LIVE_SETTINGS.items() for alias in (row.info.path, *row.info.aliases)}
 """Configuration paths and common other names of settings -> their names here."""
 
 
 async def read_document(request: Request) -> str | dict[str, Any]:
-    """The body as YAML text or as a JSON object. Raises `HttpError`."""
+    """Return the body as YAML text or a JSON object. Raises `HttpError`."""
     kind = _kind(request)
     if kind != JSON_TYPE and kind not in YAML_TYPES:
         raise _unsupported(kind, f"{JSON_TYPE} or {YAML_TYPES[0]}")
@@ -38,7 +38,7 @@ async def read_document(request: Request) -> str | dict[str, Any]:
 
 
 async def read_change(request: Request) -> SettingsPatch:
-    """The body as settings to change. Raises `HttpError`, `InvalidRunError`."""
+    """Return the settings to change. Raises `HttpError`, `InvalidRunError`."""
     kind = _kind(request)
     if kind != JSON_TYPE:
         raise _unsupported(kind, JSON_TYPE)
@@ -54,7 +54,7 @@ def _problem(key: str, kind: str, message: str) -> ProblemView:
     if kind != "extra_forbidden":
         return ProblemView(path=key, message=message)
     known = list(SettingsPatch.model_fields)
-    near = get_close_matches(key.rpartition(".")[2], known, 1, CLOSE)
+    near = get_close_matches(key.rpartition(".")[2], known, 1, MIN_SIMILARITY)
     nearest = ALIASES.get(key) or (near[0] if near else None)
     if nearest is None:
         return ProblemView(path=key, message=f"can't be changed; these can: {', '.join(known)}")
@@ -70,9 +70,9 @@ def read_position(text: str) -> Position:
 
 
 def entry_id(text: str) -> str:
-    """A stream id that Redis can read. Raises `ValueError`."""
-    if any(int(part) > BIGGEST_ID_PART for part in text.split("-")):
-        raise ValueError("no id of a record: its parts are below 2^64")
+    """Return `text` if it is a stream id that Redis accepts. Raises `ValueError`."""
+    if any(int(part) > MAX_ID_PART for part in text.split("-")):
+        raise ValueError("not a record's id: its parts must be below 2^64")
     return text
 
 

@@ -1,4 +1,4 @@
-"""The routes about runs, of a few lines each, over `ControlService`."""
+"""Routes under /runs, over `ControlService`."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -63,15 +63,15 @@ CHANGE: dict[str, Any] = {
 }
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "`event` is run, metrics, history or life; `data` is JSON; `id` is what Last-Event-ID takes.",
+        "description": "`event` is run, metrics, history or life; `data` is JSON; `id` is a value for Last-Event-ID.",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     },
-    204: {"description": "The run is over and there is nothing after Last-Event-ID: do not come back."},
+    204: {"description": "The run is over and nothing follows Last-Event-ID: do not reconnect."},
 }
 
 
 def run_routes(service: ControlService) -> APIRouter:
-    """Every route under /runs."""
+    """Build the routes under /runs."""
     routes = APIRouter(tags=["runs"])
 
     @routes.post(
@@ -79,7 +79,7 @@ def run_routes(service: ControlService) -> APIRouter:
         status_code=201,
         openapi_extra=YAML_OR_JSON,
         responses={
-            200: {"model": RunView | None, "description": "It goes on already; or, of a dry run, it is valid (null)."},
+            200: {"model": RunView | None, "description": "It is already active; or null: a valid dry run."},
             **refusals(400, 409, 413, 415, 422),
         },
     )
@@ -96,7 +96,7 @@ def run_routes(service: ControlService) -> APIRouter:
         after: Annotated[str | None, Query(max_length=200, description="`next` of the answer before.")] = None,
         limit: Annotated[int, Query(ge=1, le=500)] = 50,
     ) -> RunsView:
-        """Runs, newest first."""
+        """List runs, newest first."""
         return await service.runs(states=state, name=name, after=after, limit=limit)
 
     @routes.get("/runs/{run_id}", responses=refusals(404, 409, 422))
@@ -111,7 +111,7 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.delete("/runs/{run_id}", responses=refusals(404, 409, 422))
     async def delete_run(run_id: RunId, files: bool = False) -> DeletedView:
-        """Forget a run that is over; with `files`, remove what it wrote into its folder too."""
+        """Delete a run that is over; with `files`, also the files that it wrote into its folder."""
         return await service.delete(run_id, files=files)
 
     @routes.post("/runs/{run_id}/stop", status_code=202, responses=refusals(404, 409, 422))
@@ -136,7 +136,7 @@ def run_routes(service: ControlService) -> APIRouter:
 
     @routes.get("/runs/{run_id}/quarantine", responses=refusals(404, 409, 422))
     async def show_quarantine(run_id: RunId) -> QuarantineView:
-        """Trajectories that could not be read, newest first: why, and how they begin."""
+        """Trajectories that could not be read, newest first: with the error and the first bytes."""
         return await service.quarantine(run_id)
 
     @routes.get("/runs/{run_id}/metrics", responses=refusals(404, 409, 422))

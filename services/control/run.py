@@ -44,15 +44,15 @@ class RunState(StrEnum):
 
 
 class RunExistsError(ControlError):
-    """A run of that name is going on."""
+    """A run of that name is active."""
 
 
 class BusyError(ControlError):
-    """Another run has the use of something that this one needs."""
+    """Another run has claimed a resource that this one needs."""
 
 
 class RunStateError(ControlError):
-    """A command that makes no sense for what the run is at."""
+    """A command that the state of the run does not allow."""
 
 
 class UnknownRunError(ControlError):

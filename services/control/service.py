@@ -50,7 +50,7 @@ class InvalidRunError(ControlError):
 
 
 class InvalidPlaceError(ControlError):
-    """`after` names no place in the list of runs."""
+    """`after` is not a position in the list of runs."""
 
 
 class RunFactory(BufferReader, Protocol):
@@ -61,7 +61,7 @@ class RunFactory(BufferReader, Protocol):
         ...
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        """Check whether a run's settings may become `values`. Raises `InvalidRunError`."""
         ...
 
     async def write_report(self, record: RunRecord) -> None:
@@ -116,7 +116,7 @@ class ControlService:
         return await self._overview.view(record), created
 
     async def runs(self, *, states: Sequence[RunState], name: str, after: str | None, limit: int) -> RunsView:
-        """Runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`.
+        """Return runs, newest first: those in one of `states` (empty: any) whose id fits the glob `name`.
 
         Raises:
             InvalidPlaceError: `after` is not what an answer gave as `next`.
@@ -141,11 +141,11 @@ class ControlService:
         return RunsView(runs=views, unreadable=unreadable)
 
     async def view(self, run_id: str) -> RunView:
-        """One run."""
+        """Return one run."""
         return await self._overview.view(await self.store.load(run_id))
 
     async def want(self, run_id: str, wanted: DesiredState) -> RunView:
-        """Stop, pause or resume a run. Raises `RunStateError` where that makes no sense any more."""
+        """Stop, pause or resume a run. Raises `RunStateError` if its state does not allow it."""
         record = await self.store.want(run_id, wanted)
         self._wake()
         return await self._overview.view(record)
@@ -154,8 +154,8 @@ class ControlService:
         """Change a run's settings.
 
         Raises:
-            InvalidRunError: they can't be so.
-            RunStateError: the run is over, or ends.
+            InvalidRunError: the settings are invalid.
+            RunStateError: the run is over or ending.
         """
         record = await self.store.load(run_id)
         values = body.values()
@@ -173,7 +173,7 @@ class ControlService:
         return WhyView.of(run_id, await self._overview.why(await self.store.load(run_id)))
 
     async def quarantine(self, run_id: str) -> QuarantineView:
-        """Trajectories that could not be read."""
+        """Return trajectories that could not be decoded."""
         await self.store.load(run_id)
         trajectories = await self._wiring.quarantine(run_id)
         return QuarantineView(
