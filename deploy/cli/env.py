@@ -11,7 +11,7 @@ EXIT_FOUND, EXIT_USAGE = 1, 2
 INLINE_S, THREAD_S = 0.002, 0.5
 """Mean call up to which an env is played inline, or in a thread."""
 
-env_app = typer.Typer(help="Find, check and write environments.", no_args_is_help=True)
+env_app = typer.Typer(help="List, check and create environments.", no_args_is_help=True)
 
 EnvType = Annotated[str, typer.Argument(metavar="ENV", help="A name, or `module:Class`.", show_default=False)]
 Settings = Annotated[
@@ -22,7 +22,7 @@ Settings = Annotated[
 
 @env_app.command("list")
 def list_envs() -> None:
-    """Every env that has a name: built in, or registered by an installed package (entry points `offbeat.envs`)."""
+    """List the envs: built in, or registered by an installed package (entry points `offbeat.envs`)."""
     from rich.console import Console
     from rich.table import Table
 
@@ -42,12 +42,12 @@ def list_envs() -> None:
 def check(
     env: EnvType,
     settings: Settings = None,
-    limit_s: Annotated[float, typer.Option(min=0.1, help="Longest that one call may take, seconds.")] = 30.0,
-    seeds: Annotated[int, typer.Option(min=2, help="Seeds that are played.")] = 8,
+    limit_s: Annotated[float, typer.Option(min=0.1, help="Time limit of one call, in seconds.")] = 30.0,
+    seeds: Annotated[int, typer.Option(min=2, help="Number of seeds to play.")] = 8,
 ) -> None:
-    """Play an env and say what it does not hold: text, gymnasium's own check, determinism, generators, timeouts, speed.
+    """Check an env: text, gymnasium's own checks, determinism, random generators, timeouts, speed.
 
-    Exit code 1 where there is a problem; advice alone is 0.
+    Exits with 1 if there is a problem; advice alone exits with 0.
     """
     from offbeat.envs.contract_process import check_apart
 
@@ -69,7 +69,7 @@ def check(
 
 @env_app.command("new")
 def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, such as `word_game`.")]) -> None:
-    """Write an env of one's own (`NAME.py`), its test and a run's configuration into the current folder."""
+    """Create an env (`NAME.py`), its test and a run's configuration in the current folder."""
     from offbeat.deploy.cli.env_template import BadNameError, class_name, write_template
 
     try:

@@ -32,12 +32,18 @@ def play(
     env: EnvOrConfig,
     settings: Settings = None,
     agent: Agent = "human",
-    seed: Annotated[int, typer.Option(help="Of the env and of the agent.")] = 0,
-    tag: Annotated[str | None, typer.Option(help="Which tag of the YAML file; its first.", show_default=False)] = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Turns.", show_default=False)] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the env and of the agent.")] = 0,
+    tag: Annotated[
+        str | None, typer.Option(help="Tag of the YAML file; the first by default.", show_default=False)
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Maximum number of turns.", show_default=False)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.", show_default=False)
+    ] = None,
     tokenizer: Tokenizer = None,
-    model: Annotated[str, typer.Option(help="Of `openai`: else the first that the endpoint lists.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model of an `openai` agent; the first that the endpoint lists by default.")
+    ] = "",
     template: Annotated[
         str | None,
         typer.Option(
@@ -47,7 +53,7 @@ def play(
     ] = None,
     render: Annotated[Path | None, typer.Option(help="Write the episode as .gif or .html.", show_default=False)] = None,
 ) -> None:
-    """Play one episode here: each observation, the exact prompt tokens, completion, action, reward, and why it ended.
+    """Play one episode on this machine and print each observation, prompt tokens, completion, action and reward.
 
     `offbeat play ENV --agent openai http://localhost:8000/v1` lets a model behind an OpenAI-compatible endpoint play (its
     key is read from OPENAI_API_KEY).
@@ -149,9 +155,9 @@ async def _play(
 def rollout(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.")
     ] = None,
-    episodes: Annotated[int, typer.Option(min=1, help="How many.")] = 64,
+    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes.")] = 64,
     out: Annotated[Path, typer.Option(help="The parquet file to write.")] = Path("rollout.parquet"),
     agent: Annotated[
         str | None,
@@ -162,12 +168,14 @@ def rollout(
     split: Annotated[
         Literal["held_out", "train"], typer.Option(help="Tasks of evaluation or of training.")
     ] = "held_out",
-    group_size: Annotated[int, typer.Option(min=1, help="Episodes of each task, for pass@k.")] = 1,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default=False)] = None,
-    seed: Annotated[int | None, typer.Option(help="Else the run's.", show_default=False)] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 32,
+    group_size: Annotated[int, typer.Option(min=1, help="Number of episodes of each task, for pass@k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.", show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed; the run's by default.", show_default=False)] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Number of episodes played at a time.")] = 32,
 ) -> None:
-    """Play a run's episodes here and keep them: for evaluation, pass@k, or as data to train on.
+    """Play a run's episodes on this machine and write them to a file: for evaluation, pass@k, or training data.
 
     Tasks and rules are the run's own; tokens, masks, logprobs and rewards go into a parquet file that `offbeat inspect`
     shows.
@@ -240,10 +248,10 @@ def _summary(played: Any, order: Any) -> None:
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="FILE|RUN", help="A file of `offbeat rollout`, or a run's folder.")],
     color: Annotated[
-        Literal["logprob", "version", "mask"], typer.Option(help="What a token's colour says.")
+        Literal["logprob", "version", "mask"], typer.Option(help="Quantity that colours the tokens.")
     ] = "logprob",
-    episode: Annotated[int | None, typer.Option(help="Show this one alone.", show_default=False)] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Show the first so many.")] = 3,
+    episode: Annotated[int | None, typer.Option(help="Show only this episode.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of episodes.")] = 3,
 ) -> None:
     """Show recorded trajectories, token by token."""
     from offbeat.deploy.play.inspector import inspected

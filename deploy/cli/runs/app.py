@@ -13,7 +13,7 @@ configuration, a value or the command line was refused; 3 there is no such run; 
 5 the token is missing or wrong."""
 
 runs_app = typer.Typer(
-    help="Start, steer and watch runs over REST.",
+    help="Start, control and watch runs over REST.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -23,11 +23,9 @@ RunId = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.", sho
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's YAML file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override values of the file.", show_default=False),
 ]
-Url = Annotated[
-    str, typer.Option("--url", envvar="OFFBEAT_URL", metavar="URL", help="Where the control service listens.")
-]
+Url = Annotated[str, typer.Option("--url", envvar="OFFBEAT_URL", metavar="URL", help="URL of the control service.")]
 Token = Annotated[
     str | None,
     typer.Option("--token", envvar="OFFBEAT_TOKEN", metavar="TOKEN", help="Bearer token.", show_default=False),
@@ -39,12 +37,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print the service's answer a
 def start(
     config: ConfigPath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only see whether it could start.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the configuration only.")] = False,
     url: Url = DEFAULT_URL,
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Start a run; prints its id. Relative paths start from here."""
+    """Start a run and print its id. Relative paths are relative to the current folder."""
     from offbeat.deploy.cli.runs.calls import start_run
 
     raise typer.Exit(start_run(url, token, config, overrides or [], dry_run=dry_run, as_json=json))
@@ -53,12 +51,12 @@ def start(
 @runs_app.command("list", epilog=EXIT_CODES)
 def list_runs(
     state: Annotated[
-        list[str] | None, typer.Option("--state", metavar="STATE", help="Only those; may be given again.")
+        list[str] | None, typer.Option("--state", metavar="STATE", help="List only runs in this state; repeatable.")
     ] = None,
     name: Annotated[
-        str, typer.Option("--name", metavar="GLOB", help="Only those whose name fits, e.g. 'lake-*'.")
+        str, typer.Option("--name", metavar="GLOB", help="List only runs whose name matches, e.g. 'lake-*'.")
     ] = "*",
-    limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="Maximum number of runs.")] = 50,
     url: Url = DEFAULT_URL,
     token: Token = None,
     json: Json = False,
@@ -71,7 +69,7 @@ def list_runs(
 
 @runs_app.command(epilog=EXIT_CODES)
 def show(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Tell all about one run: state, step, staleness, rates, counters, settings, where things lie."""
+    """Show one run: state, step, staleness, rates, counters, settings, paths."""
     from offbeat.deploy.cli.runs.calls import show_run
 
     raise typer.Exit(show_run(url, token, run, as_json=json))
@@ -79,7 +77,7 @@ def show(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = F
 
 @runs_app.command(epilog=EXIT_CODES)
 def watch(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Follow a run live until it is over; Ctrl-C stops watching, not the run. --json prints one event a line."""
+    """Follow a run until it ends; Ctrl-C stops watching, not the run. --json prints one event per line."""
     from offbeat.deploy.cli.runs.watch import watch_run
 
     raise typer.Exit(watch_run(url, token, run, as_json=json))
@@ -93,7 +91,7 @@ def stop(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """End a run: drain, save a checkpoint, free everything."""
+    """Stop a run: drain it, save a checkpoint, release its resources."""
     from offbeat.deploy.cli.runs.calls import command_run
 
     raise typer.Exit(command_run(url, token, run, "stop now" if now else "stop", as_json=json))
@@ -101,7 +99,7 @@ def stop(
 
 @runs_app.command(epilog=EXIT_CODES)
 def pause(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Begin no episode and no step until the run is resumed; all its processes stay."""
+    """Pause a run: no episode and no step begins until it is resumed; its processes stay."""
     from offbeat.deploy.cli.runs.calls import command_run
 
     raise typer.Exit(command_run(url, token, run, "pause", as_json=json))
@@ -109,7 +107,7 @@ def pause(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = 
 
 @runs_app.command(epilog=EXIT_CODES)
 def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Let a paused run go on."""
+    """Resume a paused run."""
     from offbeat.deploy.cli.runs.calls import command_run
 
     raise typer.Exit(command_run(url, token, run, "resume", as_json=json))
@@ -117,7 +115,7 @@ def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json =
 
 @runs_app.command(epilog=EXIT_CODES)
 def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Say who waits for whom at this moment."""
+    """Show what each component of a run waits for."""
     from offbeat.deploy.cli.runs.calls import explain_run
 
     raise typer.Exit(explain_run(url, token, run, as_json=json))
@@ -125,7 +123,7 @@ def why(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = Fa
 
 @runs_app.command(epilog=EXIT_CODES)
 def quarantine(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
-    """Tell which trajectories could not be read, and why; they never reached the trainer."""
+    """List the trajectories that could not be decoded, and why; they never reached the trainer."""
     from offbeat.deploy.cli.runs.calls import show_quarantine
 
     raise typer.Exit(show_quarantine(url, token, run, as_json=json))
@@ -140,7 +138,7 @@ def scale(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Change how many env workers and vLLM engines a run has, while it goes on."""
+    """Change the number of env workers and vLLM engines of a running run."""
     from offbeat.deploy.cli.runs.calls import change_run
 
     wanted = {"num_workers": env_workers, "num_replicas": replicas}
@@ -171,7 +169,7 @@ def delete(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Forget a run that is over."""
+    """Delete the record of a run that has ended."""
     from offbeat.deploy.cli.runs.calls import delete_run
 
     raise typer.Exit(delete_run(url, token, run, files=files, as_json=json))
