@@ -119,6 +119,7 @@ def ours(task: Task, *, shared_prefix: bool = False) -> None:
     import torch
 
     from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
+    from offbeat.trainer.data.step_batch import StepBatch
     from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, _deepspeed
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
     from offbeat.trainer.models.loading import load_policy
@@ -136,11 +137,11 @@ def ours(task: Task, *, shared_prefix: bool = False) -> None:
         data = data_of(task, policy.model.config.get_text_config().vocab_size)
         engine = DeepSpeedEngine(policy, config.actor_train.training_args, StrategyArgs(), ranks)
         trainer = BatchTrainer(config, StepModels(engine), ranks)
-        groups = _groups(task, data)
+        groups = tuple(_groups(task, data))
         pace.ready()
         for step in range(sys.maxsize):
             with pace.step():
-                trainer.train(groups, step)
+                trainer.train(StepBatch(step, groups, groups))
 
 
 def _groups(task: Task, data: Data) -> list[Any]:

@@ -24,7 +24,7 @@ from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.transports.base import Stored, Transport
 from offbeat.services.weights.transports.factory import make_transport
-from offbeat.trainer.algorithms.aggregation import NO_MASKED
+from offbeat.trainer.data.step_batch import StepBatch
 
 GROUPS, GROUP_SIZE = 8, 8
 """Of a batch."""
@@ -107,7 +107,7 @@ def _row(
     whole, delta = (_way(base, rate, every) for every in (1, o.anchor_every))
     for step, groups in enumerate(batches):
         say(f"learning rate {rate:g}, step {step + 1}/{len(batches)}")
-        trainer.train(groups, step, NO_MASKED)
+        trainer.train(StepBatch(step, tuple(groups), tuple(groups)))
         contents = [_passed_on(way, step, dict(trainer.tensors())) for way in (whole, delta)]
         if contents[0] != contents[1]:
             raise RuntimeError(f"version {step} is not the same both ways")

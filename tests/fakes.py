@@ -22,7 +22,10 @@ from offbeat.services.messages.types import (
     VersionSpan,
 )
 from offbeat.services.telemetry import MetricRecord, Partial
-from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
+from offbeat.trainer.data.step_batch import StepBatch
+from offbeat.trainer.training.optimizer_step import BatchTrainer, Gauges
+from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 
 def make_trajectory(
@@ -206,6 +209,17 @@ class FakePublisher:
     def close(self) -> None: ...
 
 
+def train_on(
+    trainer: BatchTrainer | PolicyTrainer,
+    groups: Sequence[Group],
+    step: int,
+    masked: MaskedCounts = NO_MASKED,
+    weights: Sequence[float] = (),
+) -> Gauges:
+    """Train on groups whose rewards are shaped as the trainer's own configuration says."""
+    return trainer.train(StepBatch.build(step, groups, trainer._config, masked=masked, weights=weights))
+
+
 @dataclass
 class FakeTrainer:
     """Its one weight is a digest of all groups that it was trained on, in order."""
@@ -215,24 +229,21 @@ class FakeTrainer:
     kl_coef: float = 0.5
     rates: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     """(steps trained before, learning rate) of each `set_learning_rate`."""
-    silent: list[MaskedCounts] = field(default_factory=list[MaskedCounts])
+    masked: list[MaskedCounts] = field(default_factory=list[MaskedCounts])
     gauges: dict[str, Partial] = field(default_factory=lambda: {"tokens/computed": Partial("sum", 10.0)})
 
-    def begin(self, progress: Callable[[int, int], None], stopped: Callable[[], bool]) -> bool:
+    def begin(self, progress: Callable[[int, int], None], should_stop: Callable[[], bool]) -> bool:
         progress(1, 1)
-        return not stopped()
+        return not should_stop()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self.rates.append((len(self.history), learning_rate))
 
-    def train(
-        self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()
-    ) -> dict[str, Partial]:
-        self.silent.append(silent)
-        assert not weights or len(weights) == len(groups)
-        self.moments.pass_by(
-            f"train {step}", lambda: self.history.append((step, tuple(group.number for group in groups)))
-        )
+    def train(self, batch: StepBatch) -> dict[str, Partial]:
+        self.masked.append(batch.masked)
+        assert not batch.weights or len(batch.weights) == len(batch.groups)
+        numbers = tuple(group.number for group in batch.groups)
+        self.moments.pass_by(f"train {batch.step}", lambda: self.history.append((batch.step, numbers)))
         return self.gauges
 
     @property

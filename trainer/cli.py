@@ -4,7 +4,7 @@ The URL of the run's Redis is passed through the environment, because a command 
 
 Exit codes: 0 finished, detached or stopped; 1 failed (the last line says why; a retry may succeed); 2 a retry would
 fail again (invalid configuration, checkpoint or host); 3 fenced by another learner; 4 the run is over; 5 the main
-thread hung (`offbeat.trainer.process.watchdog`).
+thread hung (`offbeat.trainer.watchdog`).
 """
 
 import argparse
@@ -109,7 +109,7 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: 
     follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
     number = num_processes or run.config.actor_train.num_processes
     view = open_view(run.config.max_steps) if _is_leader() else SilentView()
-    view.say(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
+    view.print(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
     try:
         process = LearnerProcess(run, redis_url, num_processes=number, follower=follower, view=view, started=started)
         ended = process.run()
@@ -125,7 +125,7 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: 
         return _fail(FAILED, f"run {run.run_id}: {type(error).__name__}: {error}", view)
     view.close()
     if _is_leader():
-        view.say(_last_words(run, ended, again))
+        view.print(_last_words(run, ended, again))
     return DONE
 
 

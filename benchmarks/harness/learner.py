@@ -5,7 +5,7 @@ Invariant: intake, publisher, checkpoints and acknowledgements are those of a ru
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ from offbeat.benchmarks.harness.environment import BenchEnvironment
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
-from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import MetricRecord, Partial
 from offbeat.services.weights.publisher import RedisWeightPublisher
-from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.config.run import LearnerRunConfig
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
 from offbeat.trainer.learner.components import build_components
 from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.reporter import LearnerReporter
-from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.checkpoint import CheckpointStore
 from offbeat.trainer.training.policy_trainer import PolicyTrainer, Trainer
 from offbeat.trainer.warm_start.train import Progress
@@ -44,8 +44,8 @@ class TimedTrainer:
         self._train_s = train_s
         self._weights = torch.zeros(1024)
 
-    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        del progress, stopped
+    def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
+        del progress, should_stop
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
@@ -53,12 +53,9 @@ class TimedTrainer:
 
     def set_learning_rate(self, learning_rate: float) -> None: ...
 
-    def train(
-        self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()
-    ) -> dict[str, Partial]:
-        del groups, silent, weights
+    def train(self, batch: StepBatch) -> dict[str, Partial]:
         time.sleep(self._train_s)
-        self._weights.fill_(step)
+        self._weights.fill_(batch.step)
         return {}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -112,12 +109,12 @@ class BenchLearner:
         )
         self.records = Records(on_step)
 
-        def stopped() -> bool:
+        def should_stop() -> bool:
             check()
             return time.monotonic() > ends_at
 
         buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
-        parts = build_components(
+        components = build_components(
             run,
             trainer=trainer,
             vocab_size=trainer.vocab_size,
@@ -127,9 +124,9 @@ class BenchLearner:
             sink=self.records,
             log=RedisEvaluationLog(ground.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),
-            stopped=stopped,
+            should_stop=should_stop,
         )
-        self._learner = Learner(run, parts)
+        self._learner = Learner(run, components)
 
     def publish_start(self) -> None:
         """Announce version 0, so that rollouts may begin."""
@@ -150,8 +147,7 @@ class BenchLearner:
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
     """A run's configuration as the learner reads it; without evaluations unless they are what is measured."""
-    read = LearnerRunConfig.model_validate_json(config.model_dump_json())
-    return read if evaluates else read.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
+    return config if evaluates else config.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.run_setup import prepare_folder
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
-from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 
@@ -19,10 +19,9 @@ def make_policy(config_file: Path, out: Path) -> None:
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
     prepare_folder(config)
-    read = LearnerRunConfig.model_validate_json(config.model_dump_json())
     ranks = ranks_of_environment("cpu")
     with process_group(ranks):
-        trainer = PolicyTrainer(LearnerRun(config.exp_name, config.exp_name, config.output_dir, read), ranks)
+        trainer = PolicyTrainer(LearnerRun(config.exp_name, config.exp_name, config.output_dir, config), ranks)
         trainer.begin(lambda *_: None, lambda: False)
         out.mkdir(parents=True)
         trainer.save(out)

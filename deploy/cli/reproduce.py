@@ -37,17 +37,15 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
     os.environ["OMP_NUM_THREADS"] = str(config.actor_train.num_threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
-    from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+    from offbeat.trainer.run import LearnerRun
     from offbeat.trainer.training.reproduction import find_plan, reproduce
 
-    learner_run = LearnerRun(
-        config.exp_name, "replay", folder, LearnerRunConfig.model_validate_json(config.model_dump_json())
-    )
-    say = _quiet if as_json else console.print
+    learner_run = LearnerRun(config.exp_name, "reproduce", folder, config)
+    show = _discard if as_json else console.print
     try:
-        route, ranks = find_plan(learner_run, step), ranks_of_environment(config.actor_train.device)
+        plan, ranks = find_plan(learner_run, step), ranks_of_environment(config.actor_train.device)
         with process_group(ranks):
-            reproduced = reproduce(learner_run, route, ranks, shown=step, say=say)
+            reproduced = reproduce(learner_run, plan, ranks, sample_step=step, show=show)
     except (ControlError, CodecError, RuntimeError, OSError) as error:
         raise ReproduceError(str(error)) from error
     if as_json:
@@ -57,7 +55,7 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
     return 0 if all(each.equal for each in reproduced.compared) else 1
 
 
-def _quiet(_: str) -> None:
+def _discard(_: str) -> None:
     """Discard a message."""
 
 

@@ -27,7 +27,7 @@ from offbeat.services.process import die_with_this_thread
 from offbeat.services.redis.connection import OutageRetry, connect
 from offbeat.services.redis.lease import free_lease_of, owner_of
 from offbeat.trainer.cli import REDIS_VARIABLE
-from offbeat.trainer.process.watchdog import EXIT_HUNG
+from offbeat.trainer.watchdog import EXIT_HUNG
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import process_group, ranks_of_environment
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.integration.learner_rank import SMOOTH
 
 FILTER = {"agg_type": "turn", "ratio_low": 0.5, "ratio_high": 2.0}
@@ -58,7 +58,7 @@ def main(model: Path, out: Path) -> None:
                 [FrozenModel(load_policy(model, ModelArgs(), seed=3), ranks) for _ in config.teacher],
             )
             batches = BatchTrainer(config, models, ranks)
-            gauges = [batches.train(groups, step) for step in range(2)][-1]
+            gauges = [train_on(batches, groups, step) for step in range(2)][-1]
             engines = {"policy": models.policy, "critic": models.critic}
             weights = {
                 f"{who}.{key}": tensor.clone()

@@ -95,7 +95,7 @@ def test_a_detached_run_collects_up_to_the_bound_and_goes_on_where_it_was(
         assert run.counters().trained == 2 * step
         second = run.attach()
         assert second.wait(timeout=240) == 0, run.said(second)
-        assert f"Goes on from step {step}" in run.said(second)
+        assert f"Resuming from step {step}" in run.said(second)
         assert run.counters().trained == 12
         assert_same_weights(alone, run)
 
@@ -129,7 +129,7 @@ def test_a_process_that_hangs_ends_the_learner_and_two_processes_learn_what_one_
         follower.suspend()
         assert first.wait(timeout=120) == 1
         log = (run.config.output_dir / "logs" / "learner.log").read_text()
-        assert f"rank 1 (pid {follower.pid}) has given no sign of life for" in log
+        assert f"rank 1 (pid {follower.pid}) sent no heartbeat for" in log
         assert f"rank 1 (pid {follower.pid}) was killed by SIGKILL" in run.said(first)
         assert not follower.is_running()
         assert not run.redis.exists(run.keys.lease)

@@ -11,14 +11,14 @@ from torch import Tensor
 from offbeat.deploy import run_setup
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.errors import ControlError
-from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks, process_group, ranks_of_environment
-from offbeat.trainer.run import LearnerRun, LearnerRunConfig
-from offbeat.trainer.training.batch_log import BatchLog, RecordingTrainer
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 from offbeat.trainer.training.reproduction import find_plan, reproduce
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -39,7 +39,7 @@ def run_of(folder: Path, overrides: Sequence[str], file: Path = QUICKSTART) -> L
     small = ["tiny.num_hidden_layers=1", "warm_start.steps=3", "save_steps=2", "max_steps=6"]
     config = load_run(file, [f"output_dir={folder}", *small, *overrides])
     run_setup.prepare_folder(config)
-    return LearnerRun("run", "now", folder, LearnerRunConfig.model_validate_json(config.model_dump_json()))
+    return LearnerRun("run", "now", folder, config)
 
 
 def begun(run: LearnerRun, ranks: Ranks) -> PolicyTrainer:
@@ -84,15 +84,15 @@ def test_a_trainer_brought_back_goes_on_exactly(tmp_path: Path, ranks: Ranks, ov
     run = run_of(tmp_path, overrides)
     trainer = begun(run, ranks)
     for step in range(2):
-        trainer.train(GROUPS, step, MaskedCounts())
+        train_on(trainer, GROUPS, step)
     folder = tmp_path / "saved"
     folder.mkdir()
     trainer.save(folder)
     kl_coef = trainer.kl_coef
-    expected = trainer.train(GROUPS, 2, MaskedCounts())
+    expected = train_on(trainer, GROUPS, 2)
     again = PolicyTrainer(run, ranks)
     again.load(folder, kl_coef)
-    found = again.train(GROUPS, 2, MaskedCounts())
+    found = train_on(again, GROUPS, 2)
     assert_equal(weights(trainer), weights(again))
     assert again.kl_coef == trainer.kl_coef
     assert found == expected
@@ -105,14 +105,14 @@ def test_a_value_head_warms_up_alone_and_never_leaves_the_learner(
     run = run_of(tmp_path, (*VALUE_HEAD, *overrides))
     trainer = begun(run, ranks)
     start = weights(trainer)
-    said = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
+    said = [train_on(trainer, GROUPS, step) for step in range(2)]
     assert said[0]["critic/values/max"].value == 0.0 != said[1]["critic/values/max"].value
     folder = tmp_path / "saved"
     folder.mkdir()
     trainer.save(folder)
     assert weights(trainer).keys() == start.keys() == load_file(folder / "model.safetensors").keys()
     fresh = begun(run_of(tmp_path / "fresh", (*VALUE_HEAD, *overrides)), ranks)
-    fresh.train(GROUPS, 0, MaskedCounts())
+    train_on(fresh, GROUPS, 0)
     assert_equal(weights(fresh), start)
     assert any(not torch.equal(tensor, start[name]) for name, tensor in weights(trainer).items())
 
@@ -120,7 +120,7 @@ def test_a_value_head_warms_up_alone_and_never_leaves_the_learner(
 def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, REFERENCE)
     trainer = begun(run, ranks)
-    gauges = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
+    gauges = [train_on(trainer, GROUPS, step) for step in range(2)]
     assert gauges[0]["actor/kl_coef"].value != 0.1
     assert (tmp_path / "start" / "model.safetensors").is_file()
     start = load_file(tmp_path / "start" / "model.safetensors")
@@ -130,20 +130,20 @@ def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) 
 def test_a_run_that_goes_on_from_anothers_checkpoint_keeps_to_that_ones_reference(tmp_path: Path, ranks: Ranks) -> None:
     first = run_of(tmp_path / "first", REFERENCE)
     trainer, folder = begun(first, ranks), first.checkpoints / "step-000001"
-    trainer.train(GROUPS, 0, MaskedCounts())
+    train_on(trainer, GROUPS, 0)
     folder.mkdir(parents=True)
     trainer.save(folder)
     kl_coef = trainer.kl_coef
-    expected = trainer.train(GROUPS, 1, MaskedCounts())
+    expected = train_on(trainer, GROUPS, 1)
     second = run_of(tmp_path / "second", REFERENCE)
     again, copy = PolicyTrainer(second, ranks), second.checkpoints / "step-000001"
     again.load(folder, kl_coef)
     copy.mkdir(parents=True)
     again.save(copy)
-    assert again.train(GROUPS, 1, MaskedCounts()) == expected
+    assert train_on(again, GROUPS, 1) == expected
     third = PolicyTrainer(run_of(tmp_path / "third", REFERENCE), ranks)
     third.load(copy, kl_coef)
-    assert third.train(GROUPS, 1, MaskedCounts()) == expected
+    assert train_on(third, GROUPS, 1) == expected
 
 
 def test_a_reference_that_nobody_has_kept_is_not_made_up(tmp_path: Path, ranks: Ranks) -> None:
@@ -153,7 +153,7 @@ def test_a_reference_that_nobody_has_kept_is_not_made_up(tmp_path: Path, ranks: 
     begun(first, ranks).save(folder)
     for name in ("first", "next"):
         late = PolicyTrainer(run_of(tmp_path / name, REFERENCE), ranks)
-        with pytest.raises(RuntimeError, match="warm start left it"):
+        with pytest.raises(RuntimeError, match="after its warm start"):
             late.load(folder, 0.0)
 
 
@@ -162,7 +162,7 @@ def test_a_reference_in_shards_says_what_a_whole_one_says(tmp_path: Path, ranks:
     found: list[list[float]] = []
     for name, overrides in (("whole", sharded[1:]), ("shards", sharded)):
         trainer = begun(run_of(tmp_path / name, (*REFERENCE, *overrides)), ranks)
-        gauges = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
+        gauges = [train_on(trainer, GROUPS, step) for step in range(2)]
         found.append(
             [each[key].value for each in gauges for key in ("actor/kl_loss", "actor/grad_norm", "actor/kl_coef")]
         )
@@ -175,7 +175,7 @@ def test_adapters_are_trained_on_the_warm_start_which_stays_the_reference(tmp_pa
     trainer = begun(run, ranks)
     start = load_file(tmp_path / "start" / "model.safetensors")
     assert_equal(weights(trainer), start)
-    gauges = [trainer.train(GROUPS, step, MaskedCounts()) for step in range(2)]
+    gauges = [train_on(trainer, GROUPS, step) for step in range(2)]
     assert gauges[0]["actor/kl_loss"].value == pytest.approx(0.0, abs=1e-9)
     assert gauges[1]["actor/kl_loss"].value > 1e-6
     found = weights(trainer)
@@ -226,10 +226,11 @@ def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_r
     """Steps 1 to 6 on recorded groups: at one go, with a death after step 3, and by `offbeat learner reproduce` from
     step 2."""
     run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))
-    store = BatchLog(tmp_path, keep=6)
+    log = BatchLog(tmp_path, max_kept=6)
     checkpoints = CheckpointStore(run.checkpoints, keep=9)
 
-    def saved(trainer: RecordingTrainer, step: int) -> None:
+    def save(trainer: PolicyTrainer, step: int) -> None:
+        log.flush()
         checkpoints.save(LearnerState(step, "now", kl_coef=trainer.kl_coef), trainer.save).result()
 
     groups = {
@@ -237,32 +238,35 @@ def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_r
         for step in range(1, 7)
     }
     undisturbed = begun(run, ranks)
-    recording = RecordingTrainer(undisturbed, store, run.config.settings.learning_rate, every=True)
     for step in range(1, 7):
-        recording.train(groups[step], step - 1)
+        batch = StepBatch.build(step - 1, groups[step], run.config)
+        log.record(batch, run.config.settings.learning_rate)
+        undisturbed.train(batch)
         if step in (2, 6):
-            saved(recording, step)
+            save(undisturbed, step)
     resumed = PolicyTrainer(run, ranks)
-    resumed.load(run.checkpoints / "step-000002", recording.kl_coef)
+    resumed.load(run.checkpoints / "step-000002", undisturbed.kl_coef)
     for step in range(3, 7):
-        batch = store.read(step)
+        batch = log.read(step, run.config).batch
         assert [group.number for group in batch.groups] == [group.number for group in groups[step]]
-        resumed.train(batch.groups, step - 1, batch.silent, batch.weights)
+        resumed.train(batch)
     assert_equal(weights(undisturbed), weights(resumed))
 
-    replayed = reproduce(run, find_plan(run, None), ranks, shown=None, say=lambda _: None)
+    replayed = reproduce(run, find_plan(run, None), ranks, sample_step=None, show=lambda _: None)
     assert (replayed.start, replayed.steps) == (2, (3, 4, 5, 6))
     assert [(each.step, each.equal) for each in replayed.compared] == [(6, True)]
 
 
 def test_one_step_is_shown_with_versions_ratios_and_advantages(tmp_path: Path, ranks: Ranks) -> None:
     run = run_of(tmp_path, ("zero_variance=train",))
-    recording = RecordingTrainer(begun(run, ranks), BatchLog(tmp_path, keep=6), 1e-3, every=True)
-    state = LearnerState(0, "now", kl_coef=recording.kl_coef)
-    CheckpointStore(run.checkpoints, keep=9).save(state, recording.save).result()
-    recording.train([make_group(0, rewards=(0.0, 1.0), version=0)], 0)
-    recording.settle()
-    replayed = reproduce(run, find_plan(run, 1), ranks, shown=1, say=lambda _: None)
+    trainer, log = begun(run, ranks), BatchLog(tmp_path, max_kept=6)
+    state = LearnerState(0, "now", kl_coef=trainer.kl_coef)
+    CheckpointStore(run.checkpoints, keep=9).save(state, trainer.save).result()
+    batch = StepBatch.build(0, [make_group(0, rewards=(0.0, 1.0), version=0)], run.config)
+    log.record(batch, 1e-3)
+    trainer.train(batch)
+    log.flush()
+    replayed = reproduce(run, find_plan(run, 1), ranks, sample_step=1, show=lambda _: None)
     assert replayed.compared == ()
     low, high = replayed.samples
     assert (low.reward, high.reward, low.versions, low.staleness, low.tokens) == (0.0, 1.0, (0, 0), 0, 4)

@@ -23,7 +23,7 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import refusal
-from offbeat.trainer.process.watchdog import EXIT_HUNG
+from offbeat.trainer.watchdog import EXIT_HUNG
 from tests.integration.learner_run import ENVIRONMENT, Run, a_run
 from tests.services.redis import tls_redis
 from tests.waiting import wait_until_sync

@@ -245,7 +245,7 @@ def test_a_learner_attaches_detaches_and_goes_on_and_nothing_outlives_a_command_
     assert "waits for `offbeat learner attach own`" in run.offbeat("why")
     with attached(first, "2"):
         first.wait_for_step(step + 2)
-        assert f"Goes on from step {step}: " in said(first, "2")
+        assert f"Resuming from step {step}: " in said(first, "2")
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait(5)
     wait_until_sync(lambda: first.living() == [], timeout_s=15)

@@ -31,11 +31,11 @@ from offbeat.deploy.config.loader import load_run
 from offbeat.services.control.request_bodies import ALIASES
 from offbeat.services.control.schemas import SettingsPatch, SettingsView
 from offbeat.services.live_settings import Change, decode_settings, encode_settings, settings_at
-from offbeat.trainer.run import LearnerRunConfig
+from offbeat.trainer.config.run import LearnerRunConfig
 
 config = load_run(Path({str(QUICKSTART)!r}), ["actor_infer.generating_args.top_p=0.9"])
 assert config.settings.top_p == 0.9
-assert LearnerRunConfig.model_validate_json(config.model_dump_json()).settings.top_p == 0.9
+assert LearnerRunConfig.model_validate_json(config.model_dump_json(), extra="ignore").settings.top_p == 0.9
 assert decode_settings(encode_settings(config.settings)) == config.settings
 assert SettingsView.of(config.settings).top_p == 0.9
 

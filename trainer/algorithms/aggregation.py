@@ -22,7 +22,7 @@ class MaskedCounts(NamedTuple):
 NO_MASKED = MaskedCounts()
 
 
-def token_weights(sequence: Tensor, mode: Mode, length: int = 1, silent: MaskedCounts = NO_MASKED) -> Tensor:
+def token_weights(sequence: Tensor, mode: Mode, length: int = 1, masked: MaskedCounts = NO_MASKED) -> Tensor:
     """Return weights w with loss = sum(w * token_loss).
 
     token-mean: 1 / M (DAPO, arXiv:2503.14476). seq-mean-token-sum: 1 / S. seq-mean-token-sum-norm: 1 / (S * length),
@@ -35,9 +35,9 @@ def token_weights(sequence: Tensor, mode: Mode, length: int = 1, silent: MaskedC
     if not num_tokens:
         return torch.zeros(0, device=sequence.device)
     if mode == "token-mean":
-        return torch.full((num_tokens,), 1.0 / (num_tokens + silent.tokens), device=sequence.device)
+        return torch.full((num_tokens,), 1.0 / (num_tokens + masked.tokens), device=sequence.device)
     _, inverse, counts = torch.unique(sequence, return_inverse=True, return_counts=True)
-    per_sequence = torch.full((len(counts),), 1.0 / (len(counts) + silent.sequences), device=sequence.device)
+    per_sequence = torch.full((len(counts),), 1.0 / (len(counts) + masked.sequences), device=sequence.device)
     if mode == "seq-mean-token-mean":
         per_sequence = per_sequence / counts
     if mode == "seq-mean-token-sum-norm":

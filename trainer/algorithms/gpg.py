@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 
-def informative_share_inverse(rewards: Tensor, group: Tensor, silent: int = 0, eps: float = 1e-6) -> float:
+def informative_share_inverse(rewards: Tensor, group: Tensor, num_masked: int = 0, eps: float = 1e-6) -> float:
     """Return alpha = B / (B - M) (eq. 9), trajectories over those of groups with differing rewards; 1 if there are none.
 
-    rewards: [T] float; group: [T] int64, 0-based; silent: further trajectories, of groups without signal
+    rewards: [T] float; group: [T] int64, 0-based; num_masked: further trajectories, of groups without signal
     """
     if not len(rewards):
         return 1.0
@@ -15,4 +15,4 @@ def informative_share_inverse(rewards: Tensor, group: Tensor, silent: int = 0, e
     low = rewards.new_full((count,), torch.inf).scatter_reduce(0, group, rewards, "amin")
     high = rewards.new_full((count,), -torch.inf).scatter_reduce(0, group, rewards, "amax")
     informative = int(((high - low)[group] > eps).sum())
-    return (len(rewards) + silent) / informative if informative else 1.0
+    return (len(rewards) + num_masked) / informative if informative else 1.0

@@ -151,7 +151,9 @@ class _Columns:
             if not len(sampled):
                 continue
             if sampled[0] == 0 or turns[sampled].min() < 0:
-                fault = "a segment starts with a sampled token" if sampled[0] == 0 else "a sampled token is of no turn"
+                fault = (
+                    "a segment starts with a sampled token" if sampled[0] == 0 else "a sampled token belongs to no turn"
+                )
                 raise ValueError(f"{trajectory.group_id}/{trajectory.index}: {fault}")
             end = int(sampled[-1]) + 1
             self.tokens.append(segment.tokens[:end])

@@ -62,7 +62,7 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def choose(self, step: int, max_staleness: float) -> ReplayedGroups:
+    def select(self, step: int, max_staleness: float) -> ReplayedGroups:
         """Select the groups that join optimizer batch `step` (0-based), without changing the buffer."""
         num_due = self._num_due(step)
         eligible = [entry for entry in self._entries if self._is_eligible(entry, step, max_staleness)]
@@ -81,12 +81,12 @@ class ReplayBuffer:
         weights = self._weights(probabilities[indexes], len(eligible))
         return ReplayedGroups(tuple(eligible[i].group for i in indexes), weights)
 
-    def trained(self, fresh: Sequence[Group], again: ReplayedGroups) -> None:
-        """Record that a batch of `fresh` groups and replayed ones was trained on."""
+    def update(self, fresh: Sequence[Group], replayed: ReplayedGroups) -> None:
+        """Add the fresh groups of a trained batch, and count the use of its replayed ones."""
         if self._config.samples_per_insert is None:
             return
-        replayed = {group.number for group in again.groups}
-        entries = [replace(entry, times=entry.times + (entry.group.number in replayed)) for entry in self._entries]
+        reused = {group.number for group in replayed.groups}
+        entries = [replace(entry, times=entry.times + (entry.group.number in reused)) for entry in self._entries]
         entries += [ReplayEntry(group) for group in fresh]
         reusable = [entry for entry in entries if entry.times < self._config.max_times_sampled]
         self._entries = reusable[-self._config.max_size :]

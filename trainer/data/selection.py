@@ -21,11 +21,11 @@ from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_shaping import shape_rewards
 
 
-def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
-    """True if a step can learn from the group: it passes the configured filters, and its rewards differ if the estimator
-    compares siblings.
+def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None = None) -> bool:
+    """Return True if a step can learn from the group: it passes the configured filters, and its rewards differ if the
+    estimator compares siblings.
 
-    The caller handles groups without signal by `config.zero_variance`; with `train` every group has signal.
+    Always True for `zero_variance: train`. shaped: the group with shaped rewards, if they have been computed.
     """
     if config.zero_variance == "train":
         return True
@@ -37,7 +37,7 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
         return False
     if not config.compares_siblings:
         return True
-    (group,) = shape_rewards([group], config)
+    group = shape_rewards([group], config)[0] if shaped is None else shaped
     compared = (*group.trajectories, *group.baselines) if config.num_baselines else group.trajectories
     rewards = [trajectory.reward for trajectory in compared]
     if config.adv_estimator == "step_reinforce":
@@ -50,7 +50,7 @@ def carries_signal(group: Group, config: AlgorithmConfig) -> bool:
 
 
 def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
-    """True if returns differ among the group's turns, or with `by_state` among those at the same state."""
+    """Return True if returns differ among the group's turns, or with `by_state` among those at the same state."""
     returns: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         value = 0.0
@@ -67,24 +67,22 @@ def _filter(path: str) -> Callable[[Group], bool]:
 
 
 def most_varied(
-    groups: Sequence[Group], ratio: float, silent: MaskedCounts = NO_MASKED
+    groups: Sequence[Group], ratio: float, masked: MaskedCounts = NO_MASKED
 ) -> tuple[list[Group], MaskedCounts]:
     """Select the share `ratio` of a step's groups, at least one, with the largest reward deviation, in their original order
     (StarPO-S; RAGEN, arXiv:2504.20073).
 
-    silent: the masked part of the step; its groups are selected last. The selected part of it is returned, too, under the
-    assumption of groups of equal size.
+    masked: counts of the masked groups, which are selected last; the selected part is returned, for groups of equal size.
     """
     if ratio >= 1 or not groups:
-        return list(groups), silent
-    count = max(1, round(ratio * (len(groups) + silent.groups)))
+        return list(groups), masked
+    count = max(1, round(ratio * (len(groups) + masked.groups)))
     deviation = [statistics.pstdev([t.reward for t in group.trajectories] or [0.0]) for group in groups]
     chosen = sorted(sorted(range(len(groups)), key=lambda i: -deviation[i])[:count])
-    masked = max(0, count - len(groups))
-    share = masked / max(1, silent.groups)
-    return [groups[i] for i in chosen], MaskedCounts(
-        round(silent.tokens * share), round(silent.sequences * share), masked
-    )
+    num_masked = max(0, count - len(groups))
+    share = num_masked / max(1, masked.groups)
+    selected = MaskedCounts(round(masked.tokens * share), round(masked.sequences * share), num_masked)
+    return [groups[i] for i in chosen], selected
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
@@ -98,8 +96,8 @@ def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
 
 
 def masked_counts(masked: Sequence[Group], config: AlgorithmConfig) -> MaskedCounts:
-    """Count the tokens, sequences and groups of groups without signal, which still count in the loss denominators."""
-    batch = pack(shape_rewards(masked, config))
+    """Count what masked groups, with shaped rewards, add to the loss denominators."""
+    batch = pack(masked)
     trained = trained_episodes(batch, config)
     return MaskedCounts(int(trained[batch.trajectory].sum()), int(trained.sum()), len(masked))
 

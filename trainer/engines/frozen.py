@@ -30,7 +30,7 @@ class LogprobModel(Protocol):
 class Reference(LogprobModel, Protocol):
     """A reference for a KL over the whole vocabulary."""
 
-    def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
+    def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """Return the distributions over the vocabulary, per micro-batch."""
         ...
 
@@ -46,9 +46,9 @@ class FrozenModel(OnRanks):
     def infer(self, batch: Sequence[PackedInput]) -> list[Tensor]:
         return self.outputs(self._model, batch)
 
-    def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
+    def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """Return the distributions over the vocabulary; every rank computes all micro-batches."""
-        return [self._model.anchor(x.to(self.device)) for x in batch]
+        return [self._model.hidden_states(x.to(self.device)) for x in batch]
 
     @torch.no_grad()
     def follow(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
@@ -73,7 +73,7 @@ class AdapterFreeReference:
         with without_adapters(self._policy):
             return self._engine.infer(batch)
 
-    def anchors(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
+    def hidden_states(self, batch: Sequence[PackedInput]) -> list[ReferenceStates]:
         """Return the distributions over the vocabulary. Requires unsharded weights (below ZeRO-3)."""
         with without_adapters(self._policy):
-            return [self._policy.eval().anchor(x.to(self._engine.device)) for x in batch]
+            return [self._policy.eval().hidden_states(x.to(self._engine.device)) for x in batch]

@@ -23,59 +23,59 @@ from offbeat.trainer.training.checkpoint import (
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 5.0
-"""Between two tries to write a checkpoint that could not be written."""
-UNSAVED_INTERVALS = 5
-"""Multiples of `save_steps` for which training continues without checkpoints; unsaved groups stay in the buffer's memory."""
-PATIENCE_S = 900.0
-"""How long a learner that may not train waits for disk space before it exits and is restarted."""
+RETRY_INTERVAL_S = 5.0
+"""Interval of retries after a failed checkpoint."""
+MAX_UNSAVED_INTERVALS = 5
+"""Multiple of `save_steps` for which training continues without checkpoints; unsaved groups stay in the buffer's memory."""
+DISK_SPACE_TIMEOUT_S = 900.0
+"""Time for which a learner that may not train waits for disk space before it exits and is restarted."""
 
 
 class Checkpointer:
-    """The checkpoints of one learner."""
+    """Writes the checkpoints of one learner."""
 
     def __init__(
         self,
         store: CheckpointStore,
         buffer: LearnerBuffer,
-        journal: StepLedger,
+        ledger: StepLedger,
         reporter: LearnerReporter,
         save_steps: int,
         *,
         tolerant: bool,
     ) -> None:
-        """tolerant: a failed write is not fatal (only if no other rank waits inside of it)."""
+        """tolerant: training continues after a failed write; requires a single rank."""
         self._store = store
         self._buffer = buffer
-        self._journal = journal
+        self._ledger = ledger
         self._reporter = reporter
         self._save_steps = save_steps
         self._tolerant = tolerant
         self.newest: Path | None = None
-        """The newest durable one."""
+        """Path of the newest durable checkpoint."""
         self.step: int | None = None
         """Step of the newest durable checkpoint, or of the one in progress."""
         self._durable_step = 0
         self._consumed: list[str] = []
-        """Since the newest checkpoint was begun."""
+        """Entries consumed since the newest checkpoint was begun."""
         self._contained: tuple[str, ...] = ()
         """Entries acknowledged once the checkpoint in progress is durable."""
-        self._under_way: Future[Path] | None = None
+        self._pending: Future[Path] | None = None
         self._retry_at: float | None = None
-        """Monotonic time of the next try, after one that failed."""
+        """Monotonic time of the next try after a failed one."""
 
     @property
-    def is_under_way(self) -> bool:
+    def is_pending(self) -> bool:
         """True if a checkpoint is in progress."""
-        return self._under_way is not None
+        return self._pending is not None
 
     def resume_from(self, checkpoint: Checkpoint) -> None:
         """Mark the contents of `checkpoint` as saved."""
         self.newest, self.step = checkpoint.path, checkpoint.state.step
         self._durable_step = checkpoint.state.step
 
-    def consumed(self, entry_ids: Iterable[str]) -> None:
-        """The next checkpoint contains these."""
+    def add_consumed(self, entry_ids: Iterable[str]) -> None:
+        """Add buffer entries to the next checkpoint."""
         self._consumed += entry_ids
 
     def is_due(self, step: int) -> bool:
@@ -85,74 +85,74 @@ class Checkpointer:
         return step % self._save_steps == 0
 
     def begin(self, state: LearnerState, write: Callable[[Path], None]) -> None:
-        """Write a checkpoint; `settle` sees it through. The one before must be settled.
+        """Start a checkpoint; `finish` completes it. The previous one must be finished.
 
         Raises:
-            UnsavedError: it could not be written, and other ranks wait for this one.
+            UnsavedError: it could not be written, and there are other ranks.
         """
         self._contained, self._consumed = tuple(self._consumed), []
-        before, self.step = self.step, state.step
+        previous_step, self.step = self.step, state.step
         try:
-            self._sync_journal()
-            self._under_way = self._store.save(replace(state, entry_ids=self._contained), write)
+            self._sync_ledger()
+            self._pending = self._store.save(replace(state, entry_ids=self._contained), write)
         except UnsavedError as error:
-            self.step = before
-            self._failed(error, state.step)
+            self.step = previous_step
+            self._record_failure(error, state.step)
             if not self._tolerant:
                 raise
 
-    def settle(self) -> None:
-        """See the checkpoint through that is under way; what it contains leaves the buffer."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+    def finish(self) -> None:
+        """Wait for the checkpoint in progress, and acknowledge the entries that it contains."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
-            self.newest = under_way.result()
+            self.newest = pending.result()
         except UnsavedError as error:
             step, self.step = self.step or 0, self._durable_step or None
-            self._failed(error, step)
+            self._record_failure(error, step)
             return
         self._durable_step = self.step or 0
         contained, self._contained = self._contained, ()
         if contained:
             self._buffer.ack(contained, self._durable_step)
         self._retry_at = None
-        self._reporter.trouble("")
+        self._reporter.set_problem("")
 
-    def save_now(self, state: LearnerState, write: Callable[[Path], None], given_up: Callable[[], bool]) -> bool:
-        """Write a checkpoint of `state`, waiting for disk space; return False if `given_up` becomes true first.
+    def save_now(self, state: LearnerState, write: Callable[[Path], None], should_stop: Callable[[], bool]) -> bool:
+        """Write a checkpoint of `state`, waiting for disk space; return False if stopped first.
 
         Raises:
-            UnsavedError: no space was free for `PATIENCE_S`.
+            UnsavedError: there was no space for `DISK_SPACE_TIMEOUT_S`.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DISK_SPACE_TIMEOUT_S
         while True:
-            self.settle()
+            self.finish()
             if self.step != state.step:
                 self.begin(state, write)
-                self.settle()
+                self.finish()
             if self.step == state.step:
                 return True
-            if given_up():
+            if should_stop():
                 return False
             if time.monotonic() > deadline:
-                raise UnsavedError(f"step {state.step} could not be saved for {PATIENCE_S:.0f} s")
-            self._reporter.doing("no_room", step=state.step)
-            time.sleep(RETRY_S)
+                raise UnsavedError(f"step {state.step} could not be saved for {DISK_SPACE_TIMEOUT_S:.0f} s")
+            self._reporter.set_activity("no_room", step=state.step)
+            time.sleep(RETRY_INTERVAL_S)
 
     def must_block(self, step: int) -> bool:
         """Return True if too many steps are unsaved to continue training."""
-        return self._retry_at is not None and step - self._durable_step >= UNSAVED_INTERVALS * self._save_steps
+        return self._retry_at is not None and step - self._durable_step >= MAX_UNSAVED_INTERVALS * self._save_steps
 
-    def _sync_journal(self) -> None:
+    def _sync_ledger(self) -> None:
         try:
-            self._journal.sync()
+            self._ledger.sync()
         except OSError as error:
-            raise UnsavedError(f"the ledger can't be written: {error}") from error
+            raise UnsavedError(f"the step ledger can't be written: {error}") from error
 
-    def _failed(self, error: UnsavedError, step: int) -> None:
+    def _record_failure(self, error: UnsavedError, step: int) -> None:
         self._consumed = [*self._contained, *self._consumed]
         self._contained = ()
-        self._retry_at = time.monotonic() + RETRY_S
-        kept = f"the newest whole one is of step {self._durable_step}" if self.newest else "there is none yet"
-        self._reporter.trouble(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+        self._retry_at = time.monotonic() + RETRY_INTERVAL_S
+        newest = f"the newest complete one is of step {self._durable_step}" if self.newest else "there is none yet"
+        self._reporter.set_problem(f"the checkpoint of step {step} could not be written ({error}); {newest}")

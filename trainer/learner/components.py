@@ -15,6 +15,7 @@ from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
 from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore
 from offbeat.trainer.training.policy_trainer import Trainer
 
@@ -32,26 +33,26 @@ def build_components(
     sink: MetricsSink,
     log: EvaluationLog,
     reporter: LearnerReporter,
-    stopped: Callable[[], bool],
+    should_stop: Callable[[], bool],
 ) -> LearnerComponents:
-    """sink: receives evaluations; stopped: True once the learner should stop."""
+    """Build the components. sink: receives metrics of evaluations."""
     config = run.config
     return LearnerComponents(
         buffer=buffer,
         publisher=publisher,
         trainer=trainer,
         checkpoints=checkpoints,
+        batch_log=BatchLog(run.output_dir, config.record_batches),
         evaluations=Evaluations(buffer, sink, log, run.output_dir / EVALUATIONS, checkpoints.score),
         intake=GroupIntake(
             buffer=buffer,
             config=config,
             groups_per_step=config.groups_per_step,
-            max_staleness=config.max_staleness,
             train_stale=config.buffer.stale_policy == "train",
             vocab_size=vocab_size,
         ),
         reporter=reporter,
-        journal=StepLedger(run.output_dir, buffer.epoch),
+        ledger=StepLedger(run.output_dir, buffer.epoch),
         replay=ReplayBuffer(config.replay, config.groups_per_step, config.seed),
         staleness=StalenessController(
             config.staleness_controller,
@@ -60,5 +61,5 @@ def build_components(
             num_env_groups=config.train_env_manager.num_env_groups,
         ),
         curriculum=Curriculum(make_sampler(config.custom_envs, config.train_env_manager), buffer),
-        stopped=stopped,
+        should_stop=should_stop,
     )

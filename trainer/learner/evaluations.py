@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 When = Literal["before", "during", "after"]
 Sampling = Literal["sampled", "greedy"]
 
-KEPT_EPISODES = 32
-"""Number of an evaluation's episodes that are recorded, as text and token by token."""
+MAX_SAVED_EPISODES = 32
+"""Number of an evaluation's episodes that are saved, as text and as tokens."""
 TOKENS = ".trajectories"
 """Suffix of token files: `offbeat.services.messages.codec.encode_trajectories`."""
 POLL_S = 0.5
@@ -51,13 +51,13 @@ class Evaluation:
 
     @classmethod
     def parse(cls, eval_id: str, num_episodes: int) -> "Evaluation":
-        """The inverse of `eval_id`."""
+        """Parse an `eval_id`."""
         when, sampling, step = eval_id.split("-")
         return cls(cast(When, when), cast(Sampling, sampling), int(step), num_episodes)
 
 
 class EvaluationLog(Protocol):
-    """Remembers evaluations beyond the life of a learner: id -> number of episodes, or `recorded`."""
+    """Durable state of evaluations: id -> number of episodes, or `recorded`."""
 
     def load(self) -> Mapping[str, str]: ...
 
@@ -85,7 +85,7 @@ class RedisEvaluationLog:
 
 
 class Evaluations:
-    """Starts evaluations, and records and writes down those that are done."""
+    """Starts evaluations, and records and saves those that are done."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Evaluations:
         )
         self._pending[evaluation.eval_id] = evaluation
 
-    def forget_after(self, step: int) -> None:
+    def discard_after(self, step: int) -> None:
         """Discard evaluations of steps after `step`: training restarts there with different weights."""
         for eval_id in (*self._recorded, *self._pending):
             if Evaluation.parse(eval_id, 0).step <= step:
@@ -138,10 +138,10 @@ class Evaluations:
             if trajectories is not None:
                 self._record(evaluation, trajectories)
 
-    def wait(self, stopped: Callable[[], bool]) -> bool:
-        """Record all pending evaluations; return False if `stopped` becomes true first."""
+    def wait(self, should_stop: Callable[[], bool]) -> bool:
+        """Record all pending evaluations; return False if stopped first."""
         while self._pending:
-            if stopped():
+            if should_stop():
                 return False
             evaluation = next(iter(self._pending.values()))
             trajectories = self._buffer.wait_eval(evaluation.eval_id, POLL_S)
@@ -152,7 +152,7 @@ class Evaluations:
     def _record(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
         labels = {"when": evaluation.when, "sampling": evaluation.sampling}
         values = _values(evaluation, trajectories)
-        self._write_down(evaluation, trajectories[:KEPT_EPISODES])
+        self._save(evaluation, trajectories[:MAX_SAVED_EPISODES])
         self._sink.append(MetricRecord("eval", values, step=evaluation.step, labels=labels))
         if evaluation.sampling == "sampled" and "reward" in values:
             self._score(evaluation.step, values.get("success", values["reward"]).value)
@@ -163,7 +163,7 @@ class Evaluations:
         self._buffer.forget_eval(evaluation.eval_id)
         del self._pending[evaluation.eval_id]
 
-    def _write_down(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
+    def _save(self, evaluation: Evaluation, trajectories: list[Trajectory]) -> None:
         rows = [
             {"tag": t.tag, "seed": t.seed, "reward": t.reward, "metrics": t.metrics, "text": list(t.text)}
             for t in trajectories

@@ -1,7 +1,7 @@
 """Takes a step's groups from the buffer and checks their staleness again.
 
 Invariants: every group that is taken is trained, masked or dropped with a reason; decisions depend only on the groups
-and their order, so a learner that repeats a step after a crash takes the same ones.
+and their order, so a learner that repeats a step after a crash makes the same ones.
 """
 
 import logging
@@ -14,7 +14,10 @@ import numpy as np
 from offbeat.services.buffer.api import LearnerBuffer
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.config.algorithm import AlgorithmConfig
-from offbeat.trainer.data.selection import carries_signal
+from offbeat.trainer.data.replay_buffer import ReplayedGroups
+from offbeat.trainer.data.reward_shaping import shape_rewards
+from offbeat.trainer.data.selection import carries_signal, masked_counts
+from offbeat.trainer.data.step_batch import StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +31,19 @@ class StepGroups:
     """Groups consumed by one step."""
 
     groups: list[Group] = field(default_factory=list[Group])
-    """Count towards the step, in stream order."""
-    signal: list[Group] = field(default_factory=list[Group])
-    """Groups that are computed on."""
+    """Trained and masked groups, in stream order."""
+    trained: list[Group] = field(default_factory=list[Group])
     masked: list[Group] = field(default_factory=list[Group])
-    """The others."""
-    unlearned: list[Group] = field(default_factory=list[Group])
+    """Groups without signal, which count in the loss denominators only."""
+    refilled: list[Group] = field(default_factory=list[Group])
     """Zero-signal groups that were replaced by fresh ones."""
-    stale: int = 0
-    """Trained though they exceed `max_staleness` (`stale_policy: train`)."""
+    num_stale: int = 0
+    """Groups beyond `max_staleness` that were not dropped (`stale_policy: train`)."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
-    """Groups that made room for others, by reason."""
+    """Dropped groups by reason."""
     wait_s: float = 0.0
+    shaped: dict[int, Group] = field(default_factory=dict[int, Group])
+    """`groups` with shaped rewards, by number."""
 
     @property
     def entry_ids(self) -> tuple[str, ...]:
@@ -48,70 +52,82 @@ class StepGroups:
 
 @dataclass(frozen=True, slots=True)
 class GroupIntake:
-    """Takes groups for one step after another."""
+    """Takes the groups of one step after another."""
 
     buffer: LearnerBuffer
     config: AlgorithmConfig
     groups_per_step: int
-    max_staleness: float
     train_stale: bool
     vocab_size: int
 
-    def take(self, step: int, stopped: Callable[[], bool]) -> StepGroups | None:
-        """Block until the groups of step `step` (0-based) are available; return None if `stopped` becomes true first."""
+    def take(self, step: int, max_staleness: float, should_stop: Callable[[], bool]) -> StepGroups | None:
+        """Block until the groups of step `step` (0-based) are available; return None if stopped first."""
         taken = StepGroups()
         began = time.monotonic()
         while len(taken.groups) < self.groups_per_step:
-            if stopped():
+            if should_stop():
                 return None
             group = self.buffer.take(POLL_S, self.groups_per_step - len(taken.groups))
             if group is not None:
-                self._sort(group, step, taken)
+                self._add(group, step, max_staleness, taken)
         taken.wait_s = time.monotonic() - began
         return taken
 
-    def _sort(self, group: Group, step: int, taken: StepGroups) -> None:
-        complaint = _problem(group, self.vocab_size, self.config.num_baselines)
-        if complaint:
-            logger.error("group %d is dropped: %s", group.number, complaint)
+    def build_batch(self, step: int, taken: StepGroups, replayed: ReplayedGroups) -> StepBatch:
+        """Join a step's groups and the replayed ones."""
+        return StepBatch(
+            step,
+            (*taken.trained, *replayed.groups),
+            (*(taken.shaped[group.number] for group in taken.trained), *shape_rewards(replayed.groups, self.config)),
+            masked_counts([taken.shaped[group.number] for group in taken.masked], self.config),
+            (*(1.0 for _ in taken.trained), *replayed.weights),
+        )
+
+    def _add(self, group: Group, step: int, max_staleness: float, taken: StepGroups) -> None:
+        defect = _find_defect(group, self.vocab_size, self.config.num_baselines)
+        if defect:
+            logger.error("group %d dropped: %s", group.number, defect)
             self._drop(group, MALFORMED, taken)
             return
-        late = step - group.oldest_version >= self.max_staleness + 1  # a lag is a whole number of versions
-        if late and not self.train_stale:
+        is_stale = step - group.oldest_version >= max_staleness + 1  # a lag is a whole number of versions
+        if is_stale and not self.train_stale:
             self._drop(group, STALE, taken)
             return
-        signal = carries_signal(group, self.config)
-        if not signal and self.config.zero_variance == "refill":
-            taken.unlearned.append(group)
+        (shaped,) = shape_rewards([group], self.config)
+        has_signal = carries_signal(group, self.config, shaped)
+        if not has_signal and self.config.zero_variance == "refill":
+            taken.refilled.append(group)
             self._drop(group, NO_SIGNAL, taken)
             return
-        taken.stale += late
+        taken.num_stale += is_stale
         taken.groups.append(group)
-        (taken.signal if signal else taken.masked).append(group)
+        taken.shaped[group.number] = shaped
+        (taken.trained if has_signal else taken.masked).append(group)
 
     def _drop(self, group: Group, reason: str, taken: StepGroups) -> None:
         self.buffer.drop(group, reason)
         taken.dropped[reason] = taken.dropped.get(reason, 0) + 1
 
 
-def _problem(group: Group, vocab_size: int, num_baselines: int) -> str:
-    """Return why the step can't compute on the group, or an empty string."""
+def _find_defect(group: Group, vocab_size: int, num_baselines: int) -> str:
+    """Return why a step can't train on the group, or an empty string."""
     if len(group.baselines) < num_baselines:
-        return "nobody played its baseline, which is wanted since the run was resumed"
-    return next((p for trajectory in group.trajectories if (p := _problem_of(trajectory, vocab_size))), "")
+        return "its baseline rollout is missing (required since the run was resumed)"
+    defects = (_find_trajectory_defect(trajectory, vocab_size) for trajectory in group.trajectories)
+    return next(filter(None, defects), "")
 
 
-def _problem_of(trajectory: Trajectory, vocab_size: int) -> str:
-    turns = [np.zeros(len(segment.tokens), dtype=np.bool_) for segment in trajectory.segments]
+def _find_trajectory_defect(trajectory: Trajectory, vocab_size: int) -> str:
+    in_turns = [np.zeros(len(segment.tokens), dtype=np.bool_) for segment in trajectory.segments]
     for turn in trajectory.turns:
-        turns[turn.segment][turn.start : turn.end] = True
-    for segment, in_turn in zip(trajectory.segments, turns, strict=True):
+        in_turns[turn.segment][turn.start : turn.end] = True
+    for segment, in_turn in zip(trajectory.segments, in_turns, strict=True):
         if not len(segment.tokens):
-            return "an empty segment"
+            return "it has an empty segment"
         if segment.loss_mask[0]:
             return "a segment starts with a sampled token"
         if (segment.loss_mask & ~in_turn).any():
-            return "a sampled token is of no turn"
+            return "a sampled token belongs to no turn"
         if int(segment.tokens.max()) >= vocab_size:
-            return f"token {int(segment.tokens.max())} of a vocabulary of {vocab_size}"
+            return f"token {int(segment.tokens.max())} is outside the vocabulary of {vocab_size}"
     return ""

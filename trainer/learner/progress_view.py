@@ -13,8 +13,8 @@ from rich.table import Table
 
 from offbeat.services.telemetry import Partial
 
-LINE_EVERY_S = 10.0
-"""Interval of plain lines; a change of phase prints one at once."""
+LINE_INTERVAL_S = 10.0
+"""Interval of plain lines; a change of phase is printed at once."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 SHOWN = {
     "reward": ("reward", "{:.2f}"),
@@ -28,39 +28,39 @@ SHOWN = {
 
 
 class LearnerView(Protocol):
-    """Shows a learner's progress; `say` may be called from a signal handler."""
+    """Shows a learner's progress; `print` may be called from a signal handler."""
 
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
+    def print(self, text: str) -> None:
+        """Print a line above the live display."""
         ...
 
-    def phase(self, text: str) -> None:
+    def show_phase(self, text: str) -> None:
         """Show the learner's phase."""
         ...
 
-    def step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """A step that was trained, with its metrics."""
+    def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """Show a trained step with its metrics."""
         ...
 
     def close(self) -> None:
-        """Stop the live display; only `say` still prints."""
+        """Stop the live display; only `print` still works."""
         ...
 
 
 class SilentView:
     """Shows nothing; for follower ranks and tests."""
 
-    def say(self, text: str) -> None: ...
+    def print(self, text: str) -> None: ...
 
-    def phase(self, text: str) -> None: ...
+    def show_phase(self, text: str) -> None: ...
 
-    def step(self, step: int, values: Mapping[str, Partial]) -> None: ...
+    def show_step(self, step: int, values: Mapping[str, Partial]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class LearnerLineView:
-    """A line now and then, for logs and pipes."""
+    """Plain lines at intervals, for logs and pipes."""
 
     def __init__(self, console: Console, max_steps: int) -> None:
         self._console = console
@@ -68,27 +68,26 @@ class LearnerLineView:
         self._phase = ""
         self._next_at = 0.0
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def phase(self, text: str) -> None:
-        """Print it if it is more than a count that goes up, or if the last line is old."""
-        new = text.translate(NO_DIGITS) != self._phase.translate(NO_DIGITS)
+    def show_phase(self, text: str) -> None:
+        """Print the phase if more than its numbers changed, or if `LINE_INTERVAL_S` has passed."""
+        changed = text.translate(NO_DIGITS) != self._phase.translate(NO_DIGITS)
         self._phase = text
-        if new or time.monotonic() >= self._next_at:
+        if changed or time.monotonic() >= self._next_at:
             self._line(text)
 
-    def step(self, step: int, values: Mapping[str, Partial]) -> None:
-        """Print it if the last line is old, or if it is the last."""
+    def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
+        """Print the step if `LINE_INTERVAL_S` has passed, or if it is the last."""
         if time.monotonic() >= self._next_at or step == self._max_steps:
             self._line(f"step {step}/{self._max_steps}  {describe_step(values)}")
 
-    def close(self) -> None:
-        """Nothing to release."""
+    def close(self) -> None: ...
 
     def _line(self, text: str) -> None:
-        self._next_at = time.monotonic() + LINE_EVERY_S
-        self.say(text)
+        self._next_at = time.monotonic() + LINE_INTERVAL_S
+        self.print(text)
 
 
 class LearnerTerminalView:
@@ -102,17 +101,17 @@ class LearnerTerminalView:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5, transient=True)
         self._live.start()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def phase(self, text: str) -> None:
+    def show_phase(self, text: str) -> None:
         self._phase = text
 
-    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+    def show_step(self, step: int, values: Mapping[str, Partial]) -> None:
         self._step, self._figures = step, describe_step(values)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._live.stop()
 
     def _render(self) -> Table:
@@ -125,12 +124,12 @@ class LearnerTerminalView:
 
 
 def describe_step(values: Mapping[str, Partial]) -> str:
-    """A step's figures that matter, in one line."""
+    """Return a step's main metrics in one line."""
     shown = ((label, form.format(values[name].value)) for name, (label, form) in SHOWN.items() if name in values)
     return "  ".join(f"{label} {figure}" for label, figure in shown)
 
 
 def open_view(max_steps: int, console: Console | None = None) -> LearnerView:
-    """The view that fits where the output goes."""
+    """Return a live view for a terminal, plain lines otherwise."""
     console = console or Console(highlight=False, file=sys.stdout)
     return LearnerTerminalView(console, max_steps) if console.is_terminal else LearnerLineView(console, max_steps)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from redis import Redis
@@ -23,18 +23,19 @@ from offbeat.services.telemetry import (
 from offbeat.trainer.data.replay_buffer import ReplayedGroups
 from offbeat.trainer.learner.group_intake import StepGroups
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
+from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 
 class StatusBoard(Protocol):
-    """Status fields of the run's record."""
+    """Receiver of the run's status fields."""
 
     def show(self, **fields: str) -> None: ...
 
 
 class RedisStatusBoard:
-    """The run's record in Redis."""
+    """Writes status fields to the run's record in Redis."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
@@ -53,58 +54,59 @@ class LearnerReporter:
         sink: MetricsSink,
         board: StatusBoard,
         view: LearnerView | None = None,
-        sign: Callable[[], None] = lambda: None,
+        watchdog: Watchdog | None = None,
     ) -> None:
-        """sign: called at each report."""
-        self._sign = sign
+        """watchdog: kicked at each activity."""
+        self._watchdog = watchdog
         self._view = view or SilentView()
         self._sink = sink
         self._board = board
         self._phase = ""
-        self._trouble: str | None = None
+        self._problem: str | None = None
 
-    def phase(self, text: str) -> None:
+    def set_phase(self, text: str) -> None:
         """Set the phase, e.g. `warming up 120/300`."""
         if text == self._phase:
             return
         self._phase = text
         logger.info("%s", text)
-        self._view.phase(text)
+        self._view.show_phase(text)
         self._board.show(learner_phase=text)
         self._sink.append(MetricRecord("learner", {}, labels={"phase": text}))
 
-    def doing(self, stage: str, *, step: int, **detail: float) -> None:
+    def set_activity(self, stage: str, *, step: int, **detail: float) -> None:
         """Set the activity: `taking` groups, `train`, `publish`, `checkpoint`, `paused`."""
-        self._sign()
+        if self._watchdog is not None:
+            self._watchdog.kick()
         self._board.show(learner_doing=json.dumps({"stage": stage, "step": step, "since": time.time(), **detail}))
 
-    def trouble(self, what: str) -> None:
+    def set_problem(self, problem: str) -> None:
         """Set the current problem; an empty string clears it."""
-        if what == self._trouble:
+        if problem == self._problem:
             return
-        self._trouble = what
-        if what:
-            logger.error("%s", what)
-            self._view.say(f"{what[:1].upper()}{what[1:]}.")
+        self._problem = problem
+        if problem:
+            logger.error("%s", problem)
+            self._view.print(f"{problem[:1].upper()}{problem[1:]}.")
             self._sink.append(MetricRecord("learner", {"checkpoints_failed": Partial("sum", 1.0)}))
-        self._board.show(learner_trouble=what)
+        self._board.show(learner_trouble=problem)
 
-    def stage(self, seconds: Mapping[str, float]) -> None:
-        """Record how long parts of the start took, s."""
+    def record_startup(self, seconds: Mapping[str, float]) -> None:
+        """Record the durations of startup phases, s."""
         values = {f"startup/{name}_s": Partial("last", value) for name, value in seconds.items()}
         logger.info("start-up: %s", ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()))
         self._sink.append(MetricRecord("learner", values, labels={"phase": "startup"}))
 
-    def step(self, step: int, values: Mapping[str, Partial]) -> None:
+    def record_step(self, step: int, values: Mapping[str, Partial]) -> None:
         """Record a trained step."""
-        kept = {name: partial for name, partial in values.items() if math.isfinite(partial.total)}
-        if len(kept) < len(values):
-            kept["not_finite"] = Partial("sum", float(len(values) - len(kept)))
-            logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(kept))))
-        self._view.step(step, kept)
-        self._sink.append(MetricRecord("learner", kept, step=step))
-        shown = {name: partial.value for name, partial in kept.items()}
-        self._board.show(learner_step=str(step), learner_metrics=json.dumps(shown))
+        finite = {name: partial for name, partial in values.items() if math.isfinite(partial.total)}
+        if len(finite) < len(values):
+            logger.warning("step %d: not finite: %s", step, ", ".join(sorted(set(values) - set(finite))))
+            finite["not_finite"] = Partial("sum", float(len(values) - len(finite)))
+        self._view.show_step(step, finite)
+        self._sink.append(MetricRecord("learner", finite, step=step))
+        means = {name: partial.value for name, partial in finite.items()}
+        self._board.show(learner_step=str(step), learner_metrics=json.dumps(means))
 
 
 def was_skipped(gauges: Mapping[str, Partial]) -> bool:
@@ -115,7 +117,7 @@ def was_skipped(gauges: Mapping[str, Partial]) -> bool:
 def step_values(
     taken: StepGroups, step: int, gauges: Mapping[str, Partial], seconds: Mapping[str, float]
 ) -> dict[str, Partial]:
-    """The record of one step. step: 0-based; seconds: of the step's stages."""
+    """Return the metrics of one step. step: 0-based; seconds: durations of its stages."""
     staleness = [float(step - group.oldest_version) for group in taken.groups]
     computed = gauges.get("tokens/computed", Partial("sum", 0.0)).total
     busy_s = seconds.get("train", 0.0)
@@ -127,8 +129,8 @@ def step_values(
         "staleness": mean(staleness),
         "staleness_max": Partial("max", max(staleness)),
         "groups": Partial("sum", float(len(taken.groups))),
-        "groups_without_signal": Partial("sum", float(len(taken.groups) - len(taken.signal))),
-        "groups_trained_stale": Partial("sum", float(taken.stale)),
+        "groups_without_signal": Partial("sum", float(len(taken.groups) - len(taken.trained))),
+        "groups_trained_stale": Partial("sum", float(taken.num_stale)),
         **{f"groups_dropped/{reason}": Partial("sum", float(n)) for reason, n in taken.dropped.items()},
         "tokens_trained": Partial("sum", computed),
         **({"tokens_per_busy_s": Partial("mean", computed, busy_s)} if computed and busy_s else {}),
@@ -136,20 +138,20 @@ def step_values(
     }
 
 
-def replay_values(again: ReplayedGroups, step: int) -> dict[str, Partial]:
+def replay_values(replayed: ReplayedGroups, step: int) -> dict[str, Partial]:
     """Return metrics of the replayed groups in the batch. step: 0-based."""
-    if not again.groups:
+    if not replayed.groups:
         return {}
-    staleness = [float(step - group.oldest_version) for group in again.groups]
+    staleness = [float(step - group.oldest_version) for group in replayed.groups]
     return {
-        "groups_again": Partial("sum", float(len(again.groups))),
+        "groups_again": Partial("sum", float(len(replayed.groups))),
         "staleness_again": mean(staleness),
         "staleness_again_max": Partial("max", max(staleness)),
     }
 
 
 def _consumed(groups: Iterable[Group]) -> dict[str, Partial]:
-    """Rewards and env metrics of all trajectories that the step consumed, computed on or not."""
+    """Return rewards and env metrics of all trajectories that the step consumed, masked ones included."""
     members = [trajectory for group in groups for trajectory in group.trajectories]
     by_name: dict[str, list[float]] = {}
     for trajectory in members:

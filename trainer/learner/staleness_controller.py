@@ -34,7 +34,7 @@ class WindowMeans(NamedTuple):
     learner_idle: float
     """Share of the time that the learner waited for groups."""
     rollout_idle: float
-    """Share of the places for groups that were empty when a step was trained."""
+    """Share of group slots that were empty when a step was trained."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class WindowSums:
     mismatch_kl: float = 0.0
     ess: float = 0.0
     judged: int = 0
-    """Number of steps that measured both values."""
+    """Number of steps that measured `mismatch_kl` and `ess`."""
 
     def add(self, gauges: Mapping[str, Partial], wait_s: float, step_s: float, empty: float) -> None:
         self.steps += 1
@@ -71,10 +71,10 @@ class ControllerState:
 
     averages: WindowSums = field(default_factory=WindowSums)
     move: Move | None = None
-    """Result of the latest judgements, and how many in a row agree."""
+    """Result of the latest judgements, and the number of them in a row that agree."""
     times: int = 0
     decided: dict[str, float] = field(default_factory=dict[str, float])
-    """The settings as they were last set."""
+    """Settings that the controller last set."""
 
 
 def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None:
@@ -96,7 +96,7 @@ def judge(config: StalenessControllerConfig, window: WindowMeans) -> Move | None
     return "fewer" if empty and window.learner_idle <= loose * config.max_learner_idle else None
 
 
-def moved(
+def apply_move(
     config: StalenessControllerConfig, move: Move, settings: Settings, groups_per_step: int, num_env_groups: int
 ) -> dict[str, float]:
     """Return the settings that a move changes, within their limits; empty at a limit.
@@ -107,15 +107,15 @@ def moved(
         step = config.staleness_step if move == "staler" else -config.staleness_step
         bound = min(max(settings.max_staleness + step, config.min_staleness), config.max_staleness)
         return {} if bound == settings.max_staleness else {"max_staleness": bound}
-    fewest = groups_per_step if config.min_env_groups is None else config.min_env_groups
-    most = num_env_groups if config.max_env_groups is None else config.max_env_groups
+    low = groups_per_step if config.min_env_groups is None else config.min_env_groups
+    high = num_env_groups if config.max_env_groups is None else config.max_env_groups
     step = groups_per_step if move == "more" else -groups_per_step
-    count = min(max(settings.num_env_groups + step, fewest), most)
+    count = min(max(settings.num_env_groups + step, low), high)
     return {} if count == settings.num_env_groups else {"num_env_groups": count}
 
 
 class SettingsProposer(Protocol):
-    """The buffer as the controller needs it."""
+    """Interface of the controller to the buffer."""
 
     def suggest(self, step: int, values: Mapping[str, float], why: str, *, if_lost: bool = False) -> bool: ...
 
@@ -123,7 +123,7 @@ class SettingsProposer(Protocol):
 
 
 class StalenessController:
-    """Looks at every step and decides between two of them; without a configuration it does neither."""
+    """Observes each step and proposes settings between steps; does nothing without a configuration."""
 
     def __init__(
         self,
@@ -138,13 +138,14 @@ class StalenessController:
         self._groups_per_step = groups_per_step
         self._num_env_groups = num_env_groups
         self._state = ControllerState()
-        self._playing: int | None = None
+        self._num_running: int | None = None
         self._first = True
 
-    def trained(self) -> None:
-        """A step's gradient is done and its weights are not published: as late as rollouts ever wait for it."""
+    def sample_slots(self) -> None:
+        """Count the running groups after a step's gradient and before its weights are published: the latest time at which
+        rollouts wait for it."""
         if self._config is not None:
-            self._playing = self._buffer.num_playing()
+            self._num_running = self._buffer.num_playing()
 
     def observe(
         self, gauges: Mapping[str, Partial], seconds: Mapping[str, float], settings: Settings
@@ -153,9 +154,9 @@ class StalenessController:
 
         The first step of a process is skipped: it includes the startup of the other components.
         """
-        if self._config is None or self._playing is None:
+        if self._config is None or self._num_running is None:
             return {}
-        empty = 1.0 - min(1.0, self._playing / settings.num_env_groups)
+        empty = 1.0 - min(1.0, self._num_running / settings.num_env_groups)
         wait_s, step_s = seconds.get("wait", 0.0), seconds.get("step", 0.0)
         if not self._first:
             self._state.averages.add(gauges, wait_s, step_s, empty)
@@ -177,7 +178,7 @@ class StalenessController:
         state.move, state.times = move, state.times + 1 if move == state.move else 1
         if move is None or state.times < config.patience:
             return
-        values = moved(config, move, settings, self._groups_per_step, self._num_env_groups)
+        values = apply_move(config, move, settings, self._groups_per_step, self._num_env_groups)
         if values and self._buffer.suggest(step, values, _reason(move, window)):
             state.decided |= values
             logger.info("staleness controller, step %d: %s because %s", step, values, _reason(move, window))
@@ -190,24 +191,23 @@ class StalenessController:
             (folder / FILE).write_text(json.dumps(asdict(self._state)))
 
     def load(self, folder: Path, step: int) -> None:
-        """Load the state that a checkpoint of `step` holds, and publish its last decision to a Redis that lost it."""
+        """Load the state of a checkpoint of `step`, and publish its last decision to a Redis that lost it."""
         if self._config is None or not (folder / FILE).is_file():
             return
         tree = json.loads((folder / FILE).read_text())
         self._state = ControllerState(**{**tree, "averages": WindowSums(**tree["averages"])})
         if self._state.decided:
-            why = "so it was when the checkpoint was written"
-            self._buffer.suggest(step, self._state.decided, why, if_lost=True)
+            self._buffer.suggest(step, self._state.decided, "restored from the checkpoint", if_lost=True)
 
 
 def _reason(move: Move, window: WindowMeans) -> str:
-    seen = f"learner idle {window.learner_idle:.0%}, places for groups empty {window.rollout_idle:.0%}"
+    measured = f"learner idle {window.learner_idle:.0%}, group slots empty {window.rollout_idle:.0%}"
     if window.mismatch_kl is not None and window.ess is not None:
-        seen += f", mismatch KL {window.mismatch_kl:.3g}, effective sample size {window.ess:.2f}"
-    what = {
+        measured += f", mismatch KL {window.mismatch_kl:.3g}, effective sample size {window.ess:.2f}"
+    reason = {
         "fresher": "the data is too old",
         "staler": "the learner waits for rollouts that wait for it",
-        "more": "the learner waits while all places for groups are taken",
-        "fewer": "rollouts run ahead of what the learner needs",
+        "more": "the learner waits while all group slots are taken",
+        "fewer": "rollouts run further ahead than the learner needs",
     }[move]
-    return f"{what} ({seen})"
+    return f"{reason} ({measured})"

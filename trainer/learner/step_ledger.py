@@ -1,7 +1,7 @@
-"""Ledger of optimizer batches on disk: the learner's half of the audit, next to the buffer's (`groups.jsonl`).
+"""Ledger of optimizer steps on disk: the learner's half of the audit; the buffer's is `groups.jsonl`.
 
 Invariants: a step's line is written when its weights exist, and is durable before the checkpoint that contains the
-step; a learner that resumes writes so, and the steps after the checkpoint follow again, with the same groups.
+step; a learner that resumes writes a line, then repeats the steps after the checkpoint with the same groups.
 """
 
 import math
@@ -26,15 +26,15 @@ class TrainedGroup:
     oldest_version: int
     """Oldest version that sampled one of its tokens."""
     computed: bool
-    """False: it carried no signal, and counted without being computed on."""
+    """False for a masked group."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One optimizer batch."""
+    """One optimizer step."""
 
     step: int
-    """The batch that turned version `step - 1` into version `step`."""
+    """Version that the step produced from version `step - 1`."""
     epoch: int
     """Fencing epoch of the learner's lease."""
     groups: tuple[TrainedGroup, ...]
@@ -45,41 +45,40 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True)
 class ResumedLine:
-    """A learner began, at weights version `step`."""
+    """Start of a learner at weights version `step`."""
 
     step: int
     epoch: int
     restored: int
-    """Groups restored to the buffer's count; negative: groups that it had counted and gave up."""
+    """Groups added to the buffer's count of trained groups; negative if the count was lowered."""
 
 
 class StepLedger:
-    """Writes the lines of one learner."""
+    """Appends the lines of one learner."""
 
     def __init__(self, output_dir: Path, epoch: int) -> None:
         self._lines = LinesFile(output_dir / STEPS_FILE)
         self._epoch = epoch
 
-    def resumed(self, step: int, restored: int = 0) -> None:
-        """A learner begins at weights version `step`."""
+    def write_resumed(self, step: int, restored: int = 0) -> None:
+        """Append a `ResumedLine`."""
         self._write({"resumed": step, "restored": restored})
 
-    def trained(
-        self, step: int, taken: StepGroups, *, max_staleness: float, skipped: bool, again: ReplayedGroups = NO_REPLAY
+    def write_step(
+        self, step: int, taken: StepGroups, *, max_staleness: float, skipped: bool, replayed: ReplayedGroups = NO_REPLAY
     ) -> None:
-        """Weights version `step` exists. again: old groups that joined; skipped: see `StepLine`."""
-        computed = {group.number for group in taken.signal}
+        """Append a `StepLine`."""
+        computed = {group.number for group in taken.trained}
         groups = [[group.number, group.oldest_version, int(group.number in computed)] for group in taken.groups]
         bound = max_staleness if math.isfinite(max_staleness) else None
-        joined = {"again": [group.number for group in again.groups]} if again.groups else {}
-        self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, **joined})
+        again = {"again": [group.number for group in replayed.groups]} if replayed.groups else {}
+        self._write({"step": step, "groups": groups, "max_staleness": bound, "skipped": skipped, **again})
 
     def sync(self) -> None:
-        """Bring every line to the disk."""
+        """Write every line to the disk."""
         self._lines.sync()
 
     def close(self) -> None:
-        """Write no more."""
         self._lines.close()
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -87,19 +86,19 @@ class StepLedger:
 
 
 def read_step_ledger(output_dir: Path) -> tuple[list[StepLine | ResumedLine], int]:
-    """The lines in the order in which they were written, and how many could not be read."""
+    """Return the lines in order, and the number of unreadable ones."""
     lines: list[StepLine | ResumedLine] = []
-    broken = 0
+    num_unreadable = 0
     for row in read_lines(output_dir / STEPS_FILE):
-        line = None if row is None else _parsed(row)
+        line = None if row is None else _parse(row)
         if line is None:
-            broken += 1
+            num_unreadable += 1
         else:
             lines.append(line)
-    return lines, broken
+    return lines, num_unreadable
 
 
-def _parsed(row: Mapping[str, Any]) -> StepLine | ResumedLine | None:
+def _parse(row: Mapping[str, Any]) -> StepLine | ResumedLine | None:
     try:
         epoch = int(row["epoch"])
         if "resumed" in row:

@@ -12,7 +12,7 @@ FILE = Path("state", "task_sampler.json")
 
 
 class SamplerStateStore(Protocol):
-    """The buffer as the curriculum needs it."""
+    """Interface of `Curriculum` to the buffer."""
 
     def teach(self, state: str) -> None: ...
 
@@ -24,18 +24,17 @@ class Curriculum:
         self._sampler = sampler
         self._buffer = buffer
 
-    def seen(self, groups: Sequence[Group]) -> None:
-        """Report groups, in training order: trained ones, and those that were replaced because all members did equally
-        well. Later groups are drawn with the updated state."""
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Update the sampler with a step's groups, refilled ones included, in training order, and publish its state."""
         if self._sampler is None:
             return
         for group in groups:
             rewards = [trajectory.reward for trajectory in group.trajectories]
             successes = [trajectory.metrics.get("success", 0.0) for trajectory in group.trajectories]
             self._sampler.learn(group.tag, group.seed, rewards, successes)
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Publish the sampler's state to the workers."""
         if self._sampler is not None:
             self._buffer.teach(json.dumps(self._sampler.state_dict()))

@@ -264,5 +264,5 @@ def values_of(output: Sampled) -> Tensor:
 
 
 def all_of(output: Sampled) -> Tensor:
-    """Stack one pass's logprobs, divergences (with an anchor) and values (with a value head): [1 to 3, M]."""
+    """Stack one pass's logprobs, divergences (with a reference) and values (with a value head): [1 to 3, M]."""
     return torch.stack([row for row in (output.logprobs, output.divergences, output.values) if row is not None])

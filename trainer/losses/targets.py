@@ -89,7 +89,7 @@ def build_targets(
     version: int | None = None,
     num_minibatches: int = 1,
     running: RunningMoments | None = None,
-    silent: MaskedCounts = NO_MASKED,
+    masked: MaskedCounts = NO_MASKED,
 ) -> Targets:
     """Compute advantages and the other constants of the losses.
 
@@ -97,7 +97,7 @@ def build_targets(
     the only pass over the batch; ref_logprobs, values: [M] or None; divergences: [M], KL from the learner to the reference
     over the vocabulary at the start of the step, or None; teacher_logprobs: [K, M] in the order of `config.teacher`, ignored
     where `teacher_mask` is False, or None; version: the learner's at the start of the step; num_minibatches: optimizer steps
-    per pass; running: statistics for `norm_mean_type: running`; silent: masked parts that count in the denominators of the
+    per pass; running: statistics for `norm_mean_type: running`; masked: masked parts that count in the denominators of the
     policy loss.
 
     Raises:
@@ -119,7 +119,7 @@ def build_targets(
     share = steps / batch.num_sampled if batch.num_sampled else 0.0
     return Targets(
         advantages=estimated.advantages,
-        weights=_weights(config, batch, trained, silent) * steps,
+        weights=_weights(config, batch, trained, masked) * steps,
         old_logprobs=old,
         behavior_logprobs=batch.behavior_logprobs,
         turn=batch.turn,
@@ -128,7 +128,7 @@ def build_targets(
         returns=estimated.returns,
         old_values=values,
         critic_weights=_critic_weights(estimated, share, steps),
-        pg_weights=_pg_weights(config, batch, silent),
+        pg_weights=_pg_weights(config, batch, masked),
         trusted=_trusted(config, old - batch.behavior_logprobs),
         old_is_present=old_is_present,
         proximal=proximal_share(batch.versions, version or 0) if config.old_logprobs == "loglinear" else None,
@@ -201,12 +201,12 @@ def _distilled(
     return teacher_advantages(logprobs, teacher_logprobs, coef)
 
 
-def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, silent: MaskedCounts) -> Tensor:
+def _weights(config: AlgorithmConfig, batch: Batch, trained: Tensor, masked: MaskedCounts) -> Tensor:
     length = config.loss_agg_length or config.sequence_length
     if bool(trained.all()):
-        return token_weights(batch.trajectory, config.loss_agg_mode, length, silent)
+        return token_weights(batch.trajectory, config.loss_agg_mode, length, masked)
     weights = torch.zeros(batch.num_sampled)
-    weights[trained] = token_weights(batch.trajectory[trained], config.loss_agg_mode, length, silent)
+    weights[trained] = token_weights(batch.trajectory[trained], config.loss_agg_mode, length, masked)
     return weights
 
 
@@ -218,12 +218,12 @@ def _critic_weights(estimated: AdvantageEstimate, token_share: float, steps: int
     return estimated.critic_share * steps
 
 
-def _pg_weights(config: AlgorithmConfig, batch: Batch, silent: MaskedCounts) -> Tensor | None:
+def _pg_weights(config: AlgorithmConfig, batch: Batch, masked: MaskedCounts) -> Tensor | None:
     by_episode = episode_weights(batch, config)
     weights = None if by_episode is None else by_episode[batch.trajectory]
     if config.pg_variant != "gpg":
         return weights
-    scale = informative_share_inverse(batch.episode_reward, batch.group, silent.sequences)
+    scale = informative_share_inverse(batch.episode_reward, batch.group, masked.sequences)
     return torch.full((batch.num_sampled,), scale) if weights is None else weights * scale
 
 

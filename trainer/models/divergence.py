@@ -56,11 +56,11 @@ def _distributions(
         yield (logits[rows].to(dtype) / heat).log_softmax(1), (reference / heat).log_softmax(1), rows, heat
 
 
-def full_kl(logits: Tensor, anchor: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:
+def full_kl(logits: Tensor, reference: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:
     """Return the sum over the vocabulary of p (log p - log q), with p the policy and q the reference at `temperature`.
 
     logits: [M, V]; temperature: scalar or [M] -> [M] in nats, float32 or wider, differentiable once by `logits`.
     """
     if not len(logits):
         return logits.sum(1).float()
-    return _FullKL.apply(logits, anchor.hidden, anchor.head, temperature)
+    return _FullKL.apply(logits, reference.hidden, reference.head, temperature)

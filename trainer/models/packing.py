@@ -63,8 +63,8 @@ class PackedInput:
     """Input of one forward pass.
 
     tokens: [N] int64; positions: [M] int64, indices of the tokens to score, never a sequence's first; temperatures: [M]
-    float32, sampling temperatures at `positions`, NaN for the model's default, None if all are; anchor: the reference for a
-    full KL at `positions`; pictures: in order of their position in tokens; head_alone: True to detach values from the
+    float32, sampling temperatures at `positions`, NaN for the model's default, None if all are; reference: for a full
+    KL at `positions`; pictures: in order of their position in tokens; head_alone: True to detach values from the
     policy.
     """
 
@@ -72,7 +72,7 @@ class PackedInput:
     packing: Packing
     positions: Tensor
     temperatures: Tensor | None = None
-    anchor: ReferenceStates | None = None
+    reference: ReferenceStates | None = None
     pictures: tuple[Picture, ...] = ()
     head_alone: bool = False
 
@@ -115,6 +115,8 @@ class PackedInput:
             None if self.packing.branches is None else self.packing.branches.to(device),
         )
         temperatures = None if self.temperatures is None else self.temperatures.to(device)
-        anchor = None if self.anchor is None else ReferenceStates(self.anchor.hidden.to(device), self.anchor.head)
+        reference = (
+            None if self.reference is None else ReferenceStates(self.reference.hidden.to(device), self.reference.head)
+        )
         tokens, positions = self.tokens.to(device), self.positions.to(device)
-        return PackedInput(tokens, packing, positions, temperatures, anchor, self.pictures, self.head_alone)
+        return PackedInput(tokens, packing, positions, temperatures, reference, self.pictures, self.head_alone)

@@ -18,7 +18,7 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """Policy outputs for sampled tokens: logprobs, entropies, full KL to the input's anchor (if any), all in nats, and
+    """Policy outputs for sampled tokens: logprobs, entropies, full KL to the input's reference (if any), all in nats, and
     values (with a value head). [M] float32 each."""
 
     logprobs: Tensor
@@ -70,7 +70,7 @@ class PackedPolicy(nn.Module):
         temperature: float | Tensor = self.temperature
         if x.temperatures is not None:
             temperature = x.temperatures.nan_to_num(nan=self.temperature)
-        divergences = None if x.anchor is None else full_kl(logits, x.anchor, temperature)
+        divergences = None if x.reference is None else full_kl(logits, x.reference, temperature)
         return Sampled(*token_logprobs(logits, x.tokens[x.positions], temperature), divergences)
 
     def logits(self, x: PackedInput) -> Tensor:
@@ -84,8 +84,8 @@ class PackedPolicy(nn.Module):
         return self.model(x.tokens[None], logits_to_keep=x.predictors, **packed_kwargs(x.packing)).logits[0]
 
     @torch.no_grad()
-    def anchor(self, x: PackedInput) -> ReferenceStates:
-        """Return the distributions over the vocabulary, as the anchor of another policy's KL.
+    def hidden_states(self, x: PackedInput) -> ReferenceStates:
+        """Return the distributions over the vocabulary, as hidden states, for the KL of another policy to them.
 
         Raises:
             ValueError: the logits are not the product of the last hidden states and the output embedding.

@@ -8,56 +8,54 @@ import os
 import threading
 import time
 
-PULSE = "OFFBEAT_PULSE_FD"
-"""Environment variable: where a process writes its signs of life."""
-START_S = 600.0
-"""Startup timeout until the first heartbeat: the process imports torch, perhaps next to many others."""
-SIGNS_PER_SILENCE = 16
-"""Signs that are given in the time after which silence means that a process hangs."""
+from offbeat.trainer.watchdog import STARTUP_TIMEOUT_S
+
+HEARTBEAT_FD = "OFFBEAT_HEARTBEAT_FD"
+"""Environment variable: file descriptor that a process writes its heartbeats to."""
+BEATS_PER_TIMEOUT = 16
 
 
 class Heartbeat:
-    """Reads one process's signs of life."""
+    """Reads one process's heartbeats."""
 
-    def __init__(self, silent_s: float) -> None:
-        """silent_s: silence after which a process counts as hung."""
-        self._silent_s = silent_s
+    def __init__(self, timeout_s: float) -> None:
+        """timeout_s: silence after which the process counts as hung."""
+        self._timeout_s = timeout_s
         self._read, self.write_end = os.pipe()
-        """write_end: to be handed to the process, then closed here by `handed_over`."""
+        """write_end: to pass to the process; `close_write_end` closes it here."""
         os.set_blocking(self._read, False)
-        self._seen_at = time.monotonic()
-        self._allowed_s = max(START_S, silent_s)
+        self._received_at = time.monotonic()
+        self._allowed_s = max(STARTUP_TIMEOUT_S, timeout_s)
 
-    def handed_over(self) -> None:
-        """The process has its end."""
+    def close_write_end(self) -> None:
+        """Close this process's copy of the write end, once the other has inherited it."""
         os.close(self.write_end)
 
     def silence_s(self) -> float:
         """Return how long the process has been hung, s; 0 while it is alive or may still be starting."""
         try:
-            given = os.read(self._read, 65536)
+            beats = os.read(self._read, 65536)
         except BlockingIOError:
-            given = b""
+            beats = b""
         now = time.monotonic()
-        if given:
-            self._seen_at, self._allowed_s = now, self._silent_s
-        silent_s = now - self._seen_at
+        if beats:
+            self._received_at, self._allowed_s = now, self._timeout_s
+        silent_s = now - self._received_at
         return silent_s if silent_s > self._allowed_s else 0.0
 
 
-def give_signs(silent_s: float) -> None:
+def start_heartbeats(timeout_s: float) -> None:
     """Send heartbeats to the parent process from a background thread, if the parent expects any."""
-    told = os.environ.pop(PULSE, None)
-    if told is not None:
-        threading.Thread(
-            target=_give, args=(int(told), silent_s / SIGNS_PER_SILENCE), name="pulse", daemon=True
-        ).start()
+    write_end = os.environ.pop(HEARTBEAT_FD, None)
+    if write_end is not None:
+        arguments = (int(write_end), timeout_s / BEATS_PER_TIMEOUT)
+        threading.Thread(target=_send, args=arguments, name="heartbeat", daemon=True).start()
 
 
-def _give(write_end: int, every_s: float) -> None:
+def _send(write_end: int, interval_s: float) -> None:
     while True:
         try:
             os.write(write_end, b".")
         except BrokenPipeError:
-            return  # the reader is gone
-        time.sleep(every_s)
+            return  # the parent has exited
+        time.sleep(interval_s)

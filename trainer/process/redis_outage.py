@@ -4,39 +4,43 @@ Exiting would not help: the next learner would find the same Redis, and repeat t
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from offbeat.services.redis.errors import complaint
+from offbeat.trainer.learner.progress_view import LearnerView
+from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0
+RETRY_TIMEOUT_S = 30.0
 """Duration from which a failing call counts as an outage; shorter ones are retried silently."""
-TELL_EVERY_S = 60.0
-OVER_S = 30.0
-"""Pause after which the next error counts as a new outage."""
+LOG_INTERVAL_S = 60.0
+NEW_OUTAGE_AFTER_S = 30.0
+"""Time without errors after which the next one counts as a new outage."""
 
 
 class RedisOutage:
     """Retry policy of Redis clients, called between retries in the thread of the call."""
 
-    def __init__(self, wanted: Callable[[], bool], sign: Callable[[], None], say: Callable[[str], None]) -> None:
-        """wanted: True while the learner should wait. sign: keeps the watchdog from firing. say: shows a message."""
-        self._wanted = wanted
-        self._sign = sign
-        self._say = say
-        self._began = self._last = self._told = float("-inf")
+    def __init__(self, stops: Sequence[threading.Event], watchdog: Watchdog, view: LearnerView) -> None:
+        """stops: events that end the wait; an unusable Redis can't report the end of the run."""
+        self._stops = stops
+        self._watchdog = watchdog
+        self._view = view
+        self._began = self._last_error_at = self._logged_at = float("-inf")
 
     def should_retry(self, error: Exception) -> bool:
         """Return True if the call should be retried after `error`."""
-        self._sign()
+        self._watchdog.kick()
         now = time.monotonic()
-        if now > self._last + OVER_S:
-            self._began, self._told = now - PATIENCE_S, float("-inf")
-            self._say(f"Waiting: {complaint(error).rstrip('.')}. Training goes on once Redis can be used again.")
-        self._last = now
-        if now > self._told + TELL_EVERY_S:
-            self._told = now
-            logger.error("has waited for %.0f s, and waits on: %s", now - self._began, complaint(error))
-        return self._wanted()
+        if now > self._last_error_at + NEW_OUTAGE_AFTER_S:
+            self._began, self._logged_at = now - RETRY_TIMEOUT_S, float("-inf")
+            reason = complaint(error).rstrip(".")
+            self._view.print(f"Redis unavailable: {reason}. Training resumes when it is back.")
+        self._last_error_at = now
+        if now > self._logged_at + LOG_INTERVAL_S:
+            self._logged_at = now
+            logger.error("Redis unavailable for %.0f s: %s", now - self._began, complaint(error))
+        return not any(stop.is_set() for stop in self._stops)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a learner to end after the running step; a second one ends it at once."""
+"""SIGINT and SIGTERM stop a learner after the running step; a second one kills it."""
 
 import logging
 import signal
@@ -10,23 +10,23 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at the first of either signal; do nothing outside the main thread, which receives no signals."""
 
     def handle(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        logger.info("signal %d: ends after the running step", number)
+        logger.info("signal %d: stopping after the running step", number)
         stop()
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before: dict[int, Callable[..., object] | int | None] = {
+    previous: dict[int, Callable[..., object] | int | None] = {
         number: signal.signal(number, handle) for number in numbers
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

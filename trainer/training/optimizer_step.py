@@ -19,7 +19,7 @@ from offbeat.services.telemetry import (
     encode_record,
     merge_all,
 )
-from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
+from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.algorithms.kl import KLController
 from offbeat.trainer.algorithms.normalization import RunningMoments
 from offbeat.trainer.config.learner import LearnerConfig
@@ -31,8 +31,8 @@ from offbeat.trainer.data.batch import (
     pack,
 )
 from offbeat.trainer.data.prefix_groups import shared_microbatches
-from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import most_varied
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
 from offbeat.trainer.engines.frozen import FrozenModel, LogprobModel, Reference
 from offbeat.trainer.engines.process_group import Ranks, gather
@@ -55,7 +55,7 @@ Gauges = dict[str, Partial]
 
 @dataclass(frozen=True, slots=True)
 class StepModels:
-    """The engines of a run; `critic` and `reference` where its algorithm has one."""
+    """Engines of a run; `critic` and `reference` if its algorithm has one."""
 
     policy: TrainEngine[Sampled]
     critic: TrainEngine[Tensor] | None = None
@@ -72,7 +72,7 @@ class StepPreview:
     batch: Batch
     targets: Targets
     logprobs: Tensor
-    """[M]: the policy's logprobs of the sampled tokens."""
+    """The policy's logprobs of the sampled tokens, [M]."""
 
 
 class BatchTrainer:
@@ -88,35 +88,29 @@ class BatchTrainer:
         self.learning_rate = self._args.learning_rate
         """Peak of the policy's schedule."""
 
-    def train(
-        self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED, weights: Sequence[float] = ()
-    ) -> Gauges:
-        """Train optimizer batch `step` (0-based); groups without a sampled token leave the weights alone.
-
-        silent: what else the batch is of, though it has nothing to say (`selection.silent_part`); weights: what each
-        group's policy loss is multiplied with, 1 for all by default.
-        """
-        gauges = self._train(groups, step, silent, weights)
+    def train(self, batch: StepBatch) -> Gauges:
+        """Train on a batch; one without a sampled token leaves the weights unchanged."""
+        gauges = self._train(batch)
         every, reference = self._config.ref_model_sync_steps, self._models.reference
-        if every is not None and isinstance(reference, FrozenModel) and (step + 1) % every == 0:
+        if every is not None and isinstance(reference, FrozenModel) and (batch.step + 1) % every == 0:
             reference.follow(self._models.policy.tensors(), self._config.ref_model_mixup_alpha)
         return gauges
 
-    def _train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float]) -> Gauges:
-        weight_of = dict(zip((group.number for group in groups), weights, strict=True)) if weights else {}
-        chosen, silent = self._chosen(groups, silent)
-        batch = pack(chosen)
+    def _train(self, step_batch: StepBatch) -> Gauges:
+        selected, masked = self._select(step_batch)
+        batch, step = pack(selected), step_batch.step
         if not batch.num_sampled:
             return {}
-        for number, tag in enumerate(batch.tags):
-            self._running.update(tag, batch.episode_reward[batch.tag == number])
-        anchor = self._anchor(batch)
-        targets, values = self._targets(batch, step, silent, anchor)
-        targets = apply_group_weights(targets, batch, [weight_of.get(group.number, 1.0) for group in chosen])
+        self._update_running_moments(batch)
+        micro_batches = self._cut(batch, range(batch.num_sequences))
+        states = self._reference_states(batch, micro_batches)
+        targets, values = self._targets(batch, micro_batches, step, masked, states)
+        targets = apply_group_weights(targets, batch, _group_weights(step_batch, selected))
+        parts = [self._cut(batch, part) for part in minibatches(batch, self._args.num_minibatches)]
         pieces: list[Gauges] = []
         for _ in range(self._config.ppo_epochs):
-            for part in minibatches(batch, self._args.num_minibatches):
-                pieces += self._optimize(self._micro_batches(batch, part), targets, step, anchor)
+            for part in parts:
+                pieces += self._optimize(part, targets, step, states)
         self.kl.update(targets.kl_in_reward, len(batch.episode_reward))
         fixed = batch_gauges(batch, targets.advantages, targets.returns, values, step)
         if targets.teacher_kl is not None:
@@ -124,27 +118,26 @@ class BatchTrainer:
         if self._config.add_token_level_kl:
             count = len(batch.episode_reward)
             fixed["actor/kl_in_reward"] = Partial("mean", targets.kl_in_reward * count, count)
-        fixed["tokens/shared"] = Partial("sum", float(self._num_shared(batch)))
-        fixed["system/groups_left_out"] = Partial("sum", float(len(groups) - len(chosen)))
+        num_computed = sum(len(micro.tokens) for part in parts for micro in part)
+        fixed["tokens/shared"] = Partial("sum", float(batch.num_tokens - num_computed))
+        fixed["system/groups_left_out"] = Partial("sum", float(len(step_batch.groups) - len(selected)))
         return {**self._merge(pieces), **fixed, "actor/kl_coef": Partial("last", self.kl.coef)}
 
-    def preview(self, groups: Sequence[Group], step: int, silent: MaskedCounts = NO_MASKED) -> "StepPreview | None":
+    def preview(self, step_batch: StepBatch) -> StepPreview | None:
         """Return the inputs that `train` would use under the current weights, or None without a sampled token; changes
         nothing."""
-        chosen, silent = self._chosen(groups, silent)
-        batch = pack(chosen)
+        selected, masked = self._select(step_batch)
+        batch = pack(selected)
         if not batch.num_sampled:
             return None
         before = self._running.state_dict()
-        for number, tag in enumerate(batch.tags):
-            self._running.update(tag, batch.episode_reward[batch.tag == number])
-        targets, _ = self._targets(batch, step, silent, self._anchor(batch))
+        self._update_running_moments(batch)
+        micro_batches = self._cut(batch, range(batch.num_sequences))
+        states = self._reference_states(batch, micro_batches)
+        targets, _ = self._targets(batch, micro_batches, step_batch.step, masked, states)
         self._running.load_state_dict(before)
-        micro = self._micro_batches(batch, range(batch.num_sequences))
-        logprobs = torch.zeros(batch.num_sampled)
-        for each, part in zip(micro, self._models.policy.infer([_input(each) for each in micro]), strict=True):
-            logprobs[each.index] = part.detach().to("cpu", torch.float32)
-        return StepPreview(tuple(chosen), batch, targets, logprobs)
+        logprobs = self._models.policy.infer([_to_input(micro) for micro in micro_batches])
+        return StepPreview(tuple(selected), batch, targets, _scatter(batch, micro_batches, logprobs))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint besides weights, optimizer and KL coefficient, as plain values."""
@@ -154,111 +147,109 @@ class BatchTrainer:
         """Load the state of a checkpoint."""
         self._running.load_state_dict(state["running"])
 
-    def _chosen(self, groups: Sequence[Group], silent: MaskedCounts) -> tuple[list[Group], MaskedCounts]:
-        """Select the groups to train on, shape their rewards, and count the masked ones."""
-        return most_varied(shape_rewards(groups, self._config), self._config.variance_filter_ratio, silent)
+    def _select(self, step_batch: StepBatch) -> tuple[list[Group], MaskedCounts]:
+        return most_varied(step_batch.shaped, self._config.variance_filter_ratio, step_batch.masked)
 
-    def _micro_batches(self, batch: Batch, part: Sequence[int]) -> list[MicroBatch]:
+    def _update_running_moments(self, batch: Batch) -> None:
+        for number, tag in enumerate(batch.tags):
+            self._running.update(tag, batch.episode_reward[batch.tag == number])
+
+    def _cut(self, batch: Batch, sequences: Sequence[int]) -> list[MicroBatch]:
         cut = shared_microbatches if self._config.actor_train.model_args.shared_prefix else microbatches
-        return cut(batch, part, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
-
-    def _num_shared(self, batch: Batch) -> int:
-        """Tokens that one pass over the batch need not compute, because a sibling's are the same."""
-        if not self._config.actor_train.model_args.shared_prefix:
-            return 0
-        parts = minibatches(batch, self._args.num_minibatches)
-        return batch.num_tokens - sum(len(micro.tokens) for part in parts for micro in self._micro_batches(batch, part))
+        return cut(batch, sequences, self._args.max_tokens_per_microbatch, multiple_of=self._ranks.world_size)
 
     def _targets(
-        self, batch: Batch, step: int, silent: MaskedCounts, anchor: ReferenceStates | None
+        self,
+        batch: Batch,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        masked: MaskedCounts,
+        states: ReferenceStates | None,
     ) -> tuple[Targets, Tensor | None]:
         """Return the targets of the batch and the critic's values."""
-        micro = self._micro_batches(batch, range(batch.num_sequences))
-        inputs = [_input(each) for each in micro]
+        inputs = [_to_input(micro) for micro in micro_batches]
 
-        def whole(parts: Sequence[Tensor]) -> Tensor:
-            out = torch.zeros(batch.num_sampled)
-            for each, part in zip(micro, parts, strict=True):
-                out[each.index] = part.detach().to("cpu", torch.float32)
-            return out
+        def scatter(parts: Sequence[Tensor]) -> Tensor:
+            return _scatter(batch, micro_batches, parts)
 
-        reference = self._models.reference
-        held_against = [_input(each, anchor) for each in micro] if self._config.kl_in_reward_is_full else inputs
-        old_logprobs, values, divergences = self._said(held_against, whole)
+        reference, full = self._models.reference, self._config.kl_in_reward_is_full
+        policy_inputs = [_to_input(micro, states) for micro in micro_batches] if full else inputs
+        old_logprobs, values, divergences = self._infer_initial(policy_inputs, scatter)
         targets = build_targets(
             batch,
             self._config,
             kl_coef=self.kl.coef,
             old_logprobs=old_logprobs,
-            old_is_present=self._passes_from_the_start,
-            ref_logprobs=whole(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
+            old_is_present=self._trains_on_initial_pass,
+            ref_logprobs=scatter(reference.infer(inputs)) if reference and self._config.needs_ref_logprobs else None,
             divergences=divergences,
             teacher_logprobs=self._teacher_logprobs(batch),
             values=values,
             version=step,
             num_minibatches=self._args.num_minibatches,
             running=self._running,
-            silent=silent,
+            masked=masked,
         )
         return targets, values
 
     @property
-    def _passes_from_the_start(self) -> bool:
+    def _trains_on_initial_pass(self) -> bool:
         """True if `recompute` is free: with one optimizer step per batch, its own forward pass gives the initial
         logprobs."""
         config, one_step = self._config, self._config.ppo_epochs == self._args.num_minibatches == 1
-        alone = not config.has_value_head and not needs_initial_logprobs(config)
-        return config.old_logprobs == "recompute" and one_step and alone
+        no_other_use = not config.has_value_head and not needs_initial_logprobs(config)
+        return config.old_logprobs == "recompute" and one_step and no_other_use
 
-    def _said(
-        self, inputs: Sequence[PackedInput], whole: Callable[[Sequence[Tensor]], Tensor]
+    def _infer_initial(
+        self, inputs: Sequence[PackedInput], scatter: Callable[[Sequence[Tensor]], Tensor]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the policy's initial logprobs, the critic's values, and the KL to the reference, each if needed; from
         one forward pass where all are the policy's."""
         policy, critic = self._models.policy, self._models.critic
-        recompute = self._config.old_logprobs == "recompute" and not self._passes_from_the_start
+        recompute = self._config.old_logprobs == "recompute" and not self._trains_on_initial_pass
         has_head, full = self._config.has_value_head, self._config.kl_in_reward_is_full
-        values = whole(critic.infer(inputs)) if critic else None
+        values = scatter(critic.infer(inputs)) if critic else None
         if not recompute and not has_head:
             return None, values, None
-        said = policy.infer(inputs, all_of)
+        outputs = policy.infer(inputs, all_of)
         return (
-            whole([each[0] for each in said]) if recompute else None,
-            whole([each[-1] for each in said]) if has_head else values,
-            whole([each[1] for each in said]) if full else None,
+            scatter([rows[0] for rows in outputs]) if recompute else None,
+            scatter([rows[-1] for rows in outputs]) if has_head else values,
+            scatter([rows[1] for rows in outputs]) if full else None,
         )
 
     def _teacher_logprobs(self, batch: Batch) -> Tensor | None:
-        """[K, M]: logprobs of each teacher on the sequences that it teaches; zeros elsewhere."""
+        """Return each teacher's logprobs of the sequences that it teaches, [K, M]; zeros elsewhere."""
         if not self._models.teachers:
             return None
-        out = torch.zeros(len(self._models.teachers), batch.num_sampled)
-        for row, teacher, its in zip(out, self._models.teachers, teacher_mask(self._config, batch), strict=True):
-            micro = self._micro_batches(batch, torch.unique(batch.sequence[its]).tolist())
-            for each, part in zip(micro, teacher.infer([_input(each) for each in micro]), strict=True):
-                row[each.index] = part.to("cpu", torch.float32)
-        return out
+        rows: list[Tensor] = []
+        for teacher, taught in zip(self._models.teachers, teacher_mask(self._config, batch), strict=True):
+            micro_batches = self._cut(batch, torch.unique(batch.sequence[taught]).tolist())
+            rows.append(_scatter(batch, micro_batches, teacher.infer([_to_input(micro) for micro in micro_batches])))
+        return torch.stack(rows)
 
-    def _anchor(self, batch: Batch) -> ReferenceStates | None:
-        """Return the reference's hidden states of the whole batch on the CPU, if the KL over the vocabulary is needed."""
+    def _reference_states(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> ReferenceStates | None:
+        """Return the reference's hidden states of the batch on the CPU, if the KL over the vocabulary is needed."""
         reference = self._models.reference
         if not isinstance(reference, Reference) or not self._config.full_kls:
             return None
-        micro = self._micro_batches(batch, range(batch.num_sequences))
-        parts = reference.anchors([_input(each) for each in micro])
+        parts = reference.hidden_states([_to_input(micro) for micro in micro_batches])
         hidden = parts[0].hidden.new_empty(batch.num_sampled, parts[0].hidden.shape[1], device="cpu")
-        for each, part in zip(micro, parts, strict=True):
-            hidden[each.index] = part.hidden.cpu()
+        for micro, part in zip(micro_batches, parts, strict=True):
+            hidden[micro.index] = part.hidden.cpu()
         return ReferenceStates(hidden, parts[0].head)
 
     def _optimize(
-        self, micro: Sequence[MicroBatch], targets: Targets, step: int, anchor: ReferenceStates | None
+        self, micro_batches: Sequence[MicroBatch], targets: Targets, step: int, states: ReferenceStates | None
     ) -> list[Gauges]:
-        """One optimizer step of policy and critic; the gauges of this rank's passes. Where every episode is left out of the
-        loss the policy takes none: of no gradient, Adam would make one of those before."""
+        """Take one optimizer step of policy and critic, and return the gauges of this rank's passes.
+
+        The policy's step is skipped if every episode is left out of the loss: without a gradient, Adam would still move
+        the weights by its moments.
+        """
         warming = step < self._config.critic_warmup
-        held = anchor if self._config.kl_in_loss_is_full else None
-        inputs = [_input(each, held, head_alone=warming) for each in micro]
+        loss_states = states if self._config.kl_in_loss_is_full else None
+        inputs = [_to_input(micro, loss_states, head_alone=warming) for micro in micro_batches]
         entropy_coef = scheduled_rate(
             step,
             peak=self._config.entropy_loss_coef,
@@ -266,32 +257,32 @@ class BatchTrainer:
             warmup_steps=0,
             total_steps=self._config.max_steps,
         )
-        losses = StepLosses(self._config, micro, targets, entropy_coef, self._ranks.device)
+        losses = StepLosses(self._config, micro_batches, targets, entropy_coef, self._ranks.device)
         policy, critic, decay = self._models.policy, self._models.critic, self._args.weight_decay
         rate = self._rate(step, self.learning_rate, self._args.warmup_steps)
-        of_values = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
-        learns = self._config.has_value_head or any(bool(targets.weights[each.index].any()) for each in micro)
+        critic_rate = self._rate(step, self._config.critic.learning_rate, self._config.critic.warmup_steps)
+        learns = self._config.has_value_head or any(bool(targets.weights[micro.index].any()) for micro in micro_batches)
         outcomes: list[Gauges] = []
         if critic is not None:
-            trained = critic.train(inputs, losses.of_critic, Hyperparameters(of_values, decay))
-            outcomes.append(self._outcome("critic", trained, of_values))
+            trained = critic.train(inputs, losses.of_critic, Hyperparameters(critic_rate, decay))
+            outcomes.append(self._outcome("critic", trained, critic_rate))
         if warming and self._config.has_value_head:
-            trained = policy.train(inputs, losses.of_head, Hyperparameters(0.0, decay, of_values, head_alone=True))
-            outcomes.append(self._outcome("critic", trained, of_values))
+            trained = policy.train(inputs, losses.of_head, Hyperparameters(0.0, decay, critic_rate, head_alone=True))
+            outcomes.append(self._outcome("critic", trained, critic_rate))
         elif not warming and learns:
-            trained = policy.train(inputs, losses.of_policy, Hyperparameters(rate, decay, of_values))
+            trained = policy.train(inputs, losses.of_policy, Hyperparameters(rate, decay, critic_rate))
             outcomes.append(self._outcome("actor", trained, rate))
             if self._config.has_value_head and self._ranks.rank == 0:
-                outcomes.append({"critic/lr": Partial("last", of_values)})
+                outcomes.append({"critic/lr": Partial("last", critic_rate)})
         return [*losses.gauges, *outcomes]
 
-    def _outcome(self, who: str, outcome: StepOutcome, rate: float) -> Gauges:
+    def _outcome(self, model: str, outcome: StepOutcome, rate: float) -> Gauges:
         """Return the metrics that are equal on all ranks, from one of them."""
         if self._ranks.rank > 0:
             return {}
-        norm = {f"{who}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}
-        skipped = {f"{who}/skipped_steps": Partial("sum", float(not outcome.applied))}
-        return {f"{who}/lr": Partial("last", rate), **norm, **skipped}
+        norm = {f"{model}/grad_norm": Partial("last", outcome.grad_norm)} if outcome.applied else {}
+        skipped = {f"{model}/skipped_steps": Partial("sum", float(not outcome.applied))}
+        return {f"{model}/lr": Partial("last", rate), **norm, **skipped}
 
     def _rate(self, step: int, peak: float, warmup_steps: int) -> float:
         return scheduled_rate(
@@ -304,17 +295,33 @@ class BatchTrainer:
         )
 
     def _merge(self, pieces: Sequence[Gauges]) -> Gauges:
-        """Over micro-batches and ranks."""
-        mine = merge_all(pieces)
+        """Merge gauges over micro-batches and ranks."""
+        own = merge_all(pieces)
         if self._ranks.world_size == 1:
-            return with_effective_sample_size(mine)
-        blobs = gather(self._ranks, encode_record(MetricRecord("rank", mine)))
+            return with_effective_sample_size(own)
+        blobs = gather(self._ranks, encode_record(MetricRecord("rank", own)))
         return with_effective_sample_size(merge_all(decode_record(blob).values for blob in blobs))
 
 
-def _input(micro: MicroBatch, anchor: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:
-    x = PackedInput.of(
+def _group_weights(step_batch: StepBatch, selected: Sequence[Group]) -> list[float]:
+    if not step_batch.weights:
+        return [1.0] * len(selected)
+    weights = zip(step_batch.groups, step_batch.weights, strict=True)
+    weight_by_number = {group.number: weight for group, weight in weights}
+    return [weight_by_number[group.number] for group in selected]
+
+
+def _scatter(batch: Batch, micro_batches: Sequence[MicroBatch], parts: Sequence[Tensor]) -> Tensor:
+    """Return per-token values of micro-batches in the batch's order, [M] float32 on the CPU; zeros elsewhere."""
+    values = torch.zeros(batch.num_sampled)
+    for micro, part in zip(micro_batches, parts, strict=True):
+        values[micro.index] = part.detach().to("cpu", torch.float32)
+    return values
+
+
+def _to_input(micro: MicroBatch, states: ReferenceStates | None = None, *, head_alone: bool = False) -> PackedInput:
+    packed = PackedInput.of(
         micro.tokens, micro.cu_seqlens, micro.positions, micro.temperatures, micro.pictures, micro.parents
     )
-    said = None if anchor is None else ReferenceStates(anchor.hidden[micro.index], anchor.head)
-    return replace(x, anchor=said, head_alone=head_alone)
+    reference = None if states is None else ReferenceStates(states.hidden[micro.index], states.head)
+    return replace(packed, reference=reference, head_alone=head_alone)

@@ -8,7 +8,7 @@ folder if only the warm start could reproduce them.
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from offbeat.services.chat.append_only import load_chat_format
-from offbeat.services.messages.types import Group
-from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.reference import InferStrategyArgs
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import TrainEngine
 from offbeat.trainer.engines.deepspeed import DeepSpeedEngine, DeepSpeedLogprobModel
 from offbeat.trainer.engines.frozen import AdapterFreeReference, FrozenModel, LogprobModel
@@ -38,6 +37,7 @@ from offbeat.trainer.training.optimizer_step import (
 )
 from offbeat.trainer.warm_start.factory import make_demonstrator
 from offbeat.trainer.warm_start.train import Progress, warm_start
+from offbeat.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ Model = TypeVar("Model", bound=nn.Module)
 START = "start"
 ALGORITHM = Path("state", "algorithm.json")
 REFERENCE = Path("state", "reference.safetensors")
-"""There if the reference moves."""
+"""Exists if the reference is updated during training."""
 
 
 class Trainer(Protocol):
     """Interface of the loop to the weights."""
 
-    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
-        """Create the first weights; return False if `stopped` becomes true first."""
+    def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
+        """Create the first weights; return False if stopped first."""
         ...
 
     def load(self, folder: Path, kl_coef: float) -> None:
@@ -64,16 +64,13 @@ class Trainer(Protocol):
         """Set the peak of the policy's learning-rate schedule."""
         ...
 
-    def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
-        """Train optimizer batch `step` (0-based) on groups that carry signal; none of them leaves the weights alone.
-
-        silent: how much of the batch carries none; weights: what each group's policy loss is multiplied with, 1 by default.
-        """
+    def train(self, batch: StepBatch) -> Gauges:
+        """Take the optimizer steps of a batch; one without groups leaves the weights unchanged."""
         ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. Use each before
-        the next, and exhaust the iterator."""
+        """Yield the tensors to publish: weights by Hugging Face name, or base and adapter separately. A tensor is valid
+        until the next; the iterator must be exhausted."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -89,9 +86,9 @@ class Trainer(Protocol):
 class PolicyTrainer:
     """`Trainer` on one rank; all ranks make the same calls."""
 
-    def __init__(self, run: LearnerRun, ranks: Ranks, sign: Callable[[], None] = lambda: None) -> None:
-        """sign: called at each pass of a model, however many a batch takes."""
-        self._sign = sign
+    def __init__(self, run: LearnerRun, ranks: Ranks, watchdog: Watchdog | None = None) -> None:
+        """watchdog: kicked at each forward pass of a model."""
+        self._watchdog = watchdog
         self._run = run
         self._config = run.config
         self._train = run.config.actor_train
@@ -108,30 +105,35 @@ class PolicyTrainer:
     def kl_coef(self) -> float:
         return self._batches.kl.coef
 
-    def begin(self, progress: Progress, stopped: Callable[[], bool]) -> bool:
+    def begin(self, progress: Progress, should_stop: Callable[[], bool]) -> bool:
         warm = self._config.warm_start
         if warm is not None:
-            engine = self._whole()
+            engine = self._warm_start_engine()
             demonstrate = make_demonstrator(
                 warm,
                 self._config.custom_envs[warm.tag],
                 load_chat_format(self._run.model_folder),
                 max_tokens=self._config.sequence_length,
             )
-            loss = warm_start(engine, warm, demonstrate, seed=self._config.seed, progress=progress, stopped=stopped)
+            loss = warm_start(
+                engine, warm, demonstrate, seed=self._config.seed, progress=progress, should_stop=should_stop
+            )
             if loss is None:
                 return False
-            if self._has_companions or self._adapts:
-                self._keep_start(engine)
-            if self._adapts:
+            if self._has_companions or self._uses_adapters:
+                self._save_start(engine)
+            if self._uses_adapters:
                 self._model = self._load_trained(self._run.output_dir / START)
                 self._policy = self._engine(self._model)
         self._build_companions()
         return True
 
     def load(self, folder: Path, kl_coef: float) -> None:
-        """Raises RuntimeError or OSError if the folder is of another model or set-up, or the first weights are needed
-        and missing."""
+        """Restore from a checkpoint's folder, instead of `begin`.
+
+        Raises:
+            RuntimeError, OSError: the folder is of another model or set-up, or the first weights are required and missing.
+        """
         self._find_start(folder)
         self._build_companions()
         self._batches.load_state_dict(json.loads((folder / ALGORITHM).read_text()))
@@ -150,17 +152,18 @@ class PolicyTrainer:
     def set_learning_rate(self, learning_rate: float) -> None:
         self._batches.learning_rate = learning_rate
 
-    def train(self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()) -> Gauges:
-        return self._batches.train(groups, step, silent, weights)
+    def train(self, batch: StepBatch) -> Gauges:
+        return self._batches.train(batch)
 
-    def preview(self, groups: Sequence[Group], step: int, silent: MaskedCounts) -> StepPreview | None:
-        return self._batches.preview(groups, step, silent)
+    def preview(self, batch: StepBatch) -> StepPreview | None:
+        """Return the inputs that `train` would use; see `BatchTrainer.preview`."""
+        return self._batches.preview(batch)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._policy.tensors(merged=self._config.adapter_settings is None)
 
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as `save` exports them."""
+    def exported_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights as `save` exports them."""
         return self._policy.tensors()
 
     def save(self, folder: Path) -> None:
@@ -173,12 +176,12 @@ class PolicyTrainer:
                 save_file({name: tensor.cpu() for name, tensor in self._reference.tensors()}, folder / REFERENCE)
             (folder / ALGORITHM).write_text(json.dumps(self._batches.state_dict()))
         save_file({"cpu": torch.get_rng_state(), **_cuda_rng()}, self._rng_file(folder))
-        gather(self._ranks, b"")  # all have written: the leader counts the files next
+        gather(self._ranks, b"")  # barrier: rank 0 counts the files next
 
     @property
     def _batches(self) -> BatchTrainer:
         if self._steps is None:
-            raise RuntimeError("begin or load comes first")
+            raise RuntimeError("begin or load must be called first")
         return self._steps
 
     @property
@@ -186,56 +189,63 @@ class PolicyTrainer:
         return self._config.has_own_critic or self._config.needs_reference
 
     def _build_companions(self) -> None:
-        """Critic and reference, from the run's first weights."""
-        kept = self._run.output_dir / START
-        folder = kept if self._config.warm_start is not None and kept.is_dir() else self._run.model_folder
+        """Build critic and reference from the run's first weights."""
+        start = self._run.output_dir / START
+        folder = start if self._config.warm_start is not None and start.is_dir() else self._run.model_folder
         args, seed = self._train.model_args, self._config.seed
         reference: LogprobModel | None = None
         if self._config.has_own_critic:
-            self._critic = self._engine(self._signing(load_critic(folder, args, seed)))
-        if self._config.needs_reference and self._adapts:
+            self._critic = self._engine(self._kick_watchdog(load_critic(folder, args, seed)))
+        if self._config.needs_reference and self._uses_adapters:
             reference = AdapterFreeReference(self._policy, self._model)
         elif self._config.needs_reference:
-            reference = self._judge(self._load(folder, args), self._config.reference.strategy_args)
+            reference = self._frozen(self._load(folder, args), self._config.reference.strategy_args)
             self._reference = reference if isinstance(reference, FrozenModel) else None
         models = StepModels(self._policy, self._critic, reference, self._teachers())
         self._steps = BatchTrainer(self._config, models, self._ranks)
 
-    def _judge(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
+    def _frozen(self, model: PackedPolicy, strategy: InferStrategyArgs) -> FrozenModel | DeepSpeedLogprobModel:
         if strategy.strategy_name == "deepspeed_infer":
             return DeepSpeedLogprobModel(model, self._ranks)
         return FrozenModel(model, self._ranks)
 
     def _teachers(self) -> list[FrozenModel | DeepSpeedLogprobModel]:
-        """Raises ValueError if one has another tokenizer than the policy."""
+        """Load the teachers.
+
+        Raises:
+            ValueError: one has a different tokenizer than the policy.
+        """
         for name, teacher in self._config.teacher.items():
             check_same_tokens(self._run.model_folder, Path(teacher.pretrain), f"teacher.{name}.pretrain")
         args = self._train.model_args.without_adapters
         return [
-            self._judge(self._load(Path(teacher.pretrain), args), teacher.strategy_args)
+            self._frozen(self._load(Path(teacher.pretrain), args), teacher.strategy_args)
             for teacher in self._config.teacher.values()
         ]
 
     @property
-    def _adapts(self) -> bool:
+    def _uses_adapters(self) -> bool:
         return self._train.model_args.lora_target is not None
 
-    def _whole(self) -> TrainEngine[Any]:
-        """The engine that warms up: it trains all weights, those too that adapters leave alone."""
-        if not self._adapts:
+    def _warm_start_engine(self) -> TrainEngine[Any]:
+        """Return an engine that trains all weights, including those frozen by adapters."""
+        if not self._uses_adapters:
             return self._policy
         return self._engine(self._load(self._run.model_folder, self._train.model_args.without_adapters))
 
     def _load(self, folder: Path, args: ModelArgs) -> PackedPolicy:
-        return self._signing(load_policy(folder, args, self._config.seed, self._config.temperature))
+        return self._kick_watchdog(load_policy(folder, args, self._config.seed, self._config.temperature))
 
     def _load_trained(self, folder: Path) -> PackedPolicy:
-        """The policy that learns, with all that learns in it."""
-        seed, heat, head = self._config.seed, self._config.temperature, self._config.has_value_head
-        return self._signing(load_policy(folder, self._train.model_args, seed, heat, value_head=head))
+        """Load the policy with its adapters and value head."""
+        config = self._config
+        args, head = self._train.model_args, config.has_value_head
+        return self._kick_watchdog(load_policy(folder, args, config.seed, config.temperature, value_head=head))
 
-    def _signing(self, model: Model) -> Model:
-        model.register_forward_pre_hook(lambda *_: self._sign())
+    def _kick_watchdog(self, model: Model) -> Model:
+        watchdog = self._watchdog
+        if watchdog is not None:
+            model.register_forward_pre_hook(lambda *_: watchdog.kick())
         return model
 
     def _engine(self, module: nn.Module) -> TrainEngine[Any]:
@@ -246,20 +256,20 @@ class PolicyTrainer:
             return FSDP2Engine(module, self._train.training_args, self._ranks)
         return DeepSpeedEngine(module, self._train.training_args, strategy, self._ranks)
 
-    def _keep_start(self, engine: TrainEngine[Any]) -> None:
-        aside = self._run.output_dir / f".{START}"
+    def _save_start(self, engine: TrainEngine[Any]) -> None:
+        staging = self._run.output_dir / f".{START}"
         if self._ranks.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        self._export(aside, engine)
-        self._put_in_place(aside)
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        self._export(staging, engine)
+        self._rename_to_start(staging)
 
-    def _put_in_place(self, aside: Path) -> None:
-        kept = self._run.output_dir / START
-        if self._ranks.rank == 0 and aside.is_dir():
-            shutil.rmtree(kept, ignore_errors=True)
-            aside.rename(kept)
-        gather(self._ranks, b"")  # all may read it from here on
+    def _rename_to_start(self, staging: Path) -> None:
+        start = self._run.output_dir / START
+        if self._ranks.rank == 0 and staging.is_dir():
+            shutil.rmtree(start, ignore_errors=True)
+            staging.rename(start)
+        gather(self._ranks, b"")  # barrier: all ranks read it next
 
     def _find_start(self, checkpoint: Path) -> None:
         """Locate the reference's weights; a checkpoint of another run's folder uses that run's.
@@ -267,23 +277,23 @@ class PolicyTrainer:
         Raises:
             RuntimeError: they were not kept.
         """
-        if self._config.warm_start is None or not self._config.needs_reference or self._adapts:
+        if self._config.warm_start is None or not self._config.needs_reference or self._uses_adapters:
             return
-        kept, theirs = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
-        aside = self._run.output_dir / f".{START}"
+        own, other = self._run.output_dir / START, checkpoint.resolve().parent.parent / START
+        staging = self._run.output_dir / f".{START}"
         if self._ranks.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            if theirs.is_dir() and theirs != kept.resolve():
-                shutil.copytree(theirs, aside)
-        self._put_in_place(aside)
-        if not kept.is_dir() and not (checkpoint / REFERENCE).is_file():
+            shutil.rmtree(staging, ignore_errors=True)
+            if other.is_dir() and other != own.resolve():
+                shutil.copytree(other, staging)
+        self._rename_to_start(staging)
+        if not own.is_dir() and not (checkpoint / REFERENCE).is_file():
             raise RuntimeError(
-                f"the reference is the policy as its warm start left it, and neither {kept} nor {theirs} holds that: it is "
-                "kept where a run has a reference, adapters or a critic of its own when it begins"
+                f"the reference is the policy after its warm start, and neither {own} nor {other} exists: these weights are "
+                "saved only if the run has a reference, adapters or its own critic when it begins"
             )
 
     def _export(self, folder: Path, engine: TrainEngine[Any]) -> None:
-        """Write a Hugging Face folder; rank 0 writes, the others help it gather."""
+        """Write a Hugging Face folder from rank 0; all ranks gather."""
         if self._ranks.rank == 0:
             copy_model_files(self._run.model_folder, folder)
             export_weights(folder, engine.tensors())

@@ -1,4 +1,4 @@
-"""Reproduces training from recorded batches: from a checkpoint, through its batches, to weights that must be equal.
+"""Reproduces training from a checkpoint and the batches recorded after it, and compares the weights.
 
 Invariant: only the run's folder is read, and nothing in it changes.
 """
@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offbeat.services.errors import ControlError
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.run import LearnerRun
-from offbeat.trainer.training.batch_log import BatchLog, RecordedBatch
+from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import (
     PREFIX,
     Checkpoint,
@@ -27,19 +28,19 @@ from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """One trajectory as the step saw it before its first optimizer step."""
+    """A trajectory's values before the first optimizer step of its batch."""
 
     group: int
     index: int
     reward: float
     turns: int
     tokens: int
-    """Sampled and trained on."""
+    """Number of sampled tokens that are trained on."""
     versions: tuple[int, int]
-    """Oldest and newest that sampled one of them."""
+    """Oldest and newest version that sampled a token."""
     staleness: int
     ratio_mean: float
-    """exp(policy's logprob - recorded logprob), over its tokens."""
+    """Mean over its tokens of exp(policy's logprob - recorded logprob)."""
     ratio_max: float
     advantage_mean: float
     advantage_min: float
@@ -48,11 +49,11 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True)
 class WeightComparison:
-    """Weights made again, held against a checkpoint's."""
+    """Comparison of reproduced weights with a checkpoint's."""
 
     step: int
     equal: bool
-    """Bit for bit."""
+    """True if they are equal bit for bit."""
     tensors: int
     largest_difference: float
 
@@ -62,9 +63,9 @@ class ReproductionResult:
     """Result of a reproduction."""
 
     start: int
-    """Step of the checkpoint it began from."""
+    """Step of the first checkpoint."""
     steps: tuple[int, ...]
-    """Trained again."""
+    """Reproduced steps."""
     compared: tuple[WeightComparison, ...]
     samples: tuple[SampleView, ...] = ()
     """Samples of the requested step."""
@@ -85,39 +86,43 @@ def find_plan(run: LearnerRun, step: int | None) -> ReproductionPlan:
     Raises:
         ControlError: something is missing in the run's folder; the message says what.
     """
-    whole = _whole(run.checkpoints)
+    checkpoints = _complete_checkpoints(run.checkpoints)
     recorded = BatchLog(run.output_dir).steps()
     if not recorded:
         raise ControlError(
             f"{run.output_dir} holds no recorded batches: set record_batches to the steps to keep, and train"
         )
-    goals = [step] if step is not None else sorted(whole, reverse=True)
+    goals = [step] if step is not None else sorted(checkpoints, reverse=True)
     for goal in goals:
-        for start in sorted(whole) if step is None else sorted(whole, reverse=True):
+        for start in sorted(checkpoints) if step is None else sorted(checkpoints, reverse=True):
             needed = tuple(range(start + 1, goal + 1))
             if needed and set(needed) <= set(recorded):
-                paths = {each: checkpoint.path for each, checkpoint in whole.items() if start < each <= goal}
-                return ReproductionPlan(whole[start], needed, paths)
-    have = f"recorded are steps {recorded[0]} to {recorded[-1]}, whole checkpoints are of steps {sorted(whole)}"
+                paths = {n: checkpoint.path for n, checkpoint in checkpoints.items() if start < n <= goal}
+                return ReproductionPlan(checkpoints[start], needed, paths)
+    have = (
+        f"recorded are steps {recorded[0]} to {recorded[-1]}, complete checkpoints are of steps {sorted(checkpoints)}"
+    )
     if step is None:
         raise ControlError(f"no two checkpoints with every batch between them: {have}")
     raise ControlError(f"no way to step {step} from a checkpoint before it: {have}")
 
 
 def reproduce(
-    run: LearnerRun, route: ReproductionPlan, ranks: Ranks, *, shown: int | None, say: Callable[[str], None]
+    run: LearnerRun, plan: ReproductionPlan, ranks: Ranks, *, sample_step: int | None, show: Callable[[str], None]
 ) -> ReproductionResult:
-    """Run the plan inside the process group of `ranks`. shown: step whose samples are returned.
+    """Run the plan inside the process group of `ranks`.
+
+    sample_step: step whose samples are returned. show: called with a line of progress.
 
     Raises:
         ControlError: the checkpoint was written by several processes.
         CodecError: a recorded batch can't be read.
     """
-    start, store = route.start, BatchLog(run.output_dir)
+    start, batch_log = plan.start, BatchLog(run.output_dir)
     if start.state.num_processes != 1:
         raise ControlError(
-            f"{start.path} was written by {start.state.num_processes} processes: only what one process trained is trained "
-            "again bit for bit"
+            f"{start.path} was written by {start.state.num_processes} processes: only training by one process is "
+            "reproducible bit for bit"
         )
     train = run.config.actor_train
     torch.set_num_threads(train.num_threads)
@@ -126,42 +131,42 @@ def reproduce(
     samples: Sequence[SampleView] = ()
     trainer = PolicyTrainer(run, ranks)
     trainer.load(start.path, start.state.kl_coef)
-    say(f"from {start.path}")
-    for step in route.steps:
-        batch = store.read(step)
-        trainer.set_learning_rate(batch.learning_rate)
-        if step == shown:
-            samples = preview(trainer, batch)
-        trainer.train(batch.groups, step - 1, batch.silent, batch.weights)
-        if step in route.checkpoints:
-            compared.append(_compare(step, trainer, route.checkpoints[step]))
-        say(f"step {step}: {len(batch.groups)} groups{_verdict(compared, step)}")
-    return ReproductionResult(start.state.step, route.steps, tuple(compared), tuple(samples))
+    show(f"from {start.path}")
+    for step in plan.steps:
+        recorded = batch_log.read(step, run.config)
+        trainer.set_learning_rate(recorded.learning_rate)
+        if step == sample_step:
+            samples = preview(trainer, recorded.batch)
+        trainer.train(recorded.batch)
+        if step in plan.checkpoints:
+            compared.append(_compare(step, trainer, plan.checkpoints[step]))
+        show(f"step {step}: {len(recorded.batch.groups)} groups{_describe(compared, step)}")
+    return ReproductionResult(start.state.step, plan.steps, tuple(compared), tuple(samples))
 
 
-def preview(trainer: PolicyTrainer, batch: RecordedBatch) -> list[SampleView]:
+def preview(trainer: PolicyTrainer, batch: StepBatch) -> list[SampleView]:
     """Return each trajectory of a batch with ratios and advantages under the current weights."""
-    seen = trainer.preview(batch.groups, batch.step - 1, batch.silent)
-    if seen is None:
+    inputs = trainer.preview(batch)
+    if inputs is None:
         return []
-    packed, targets = seen.batch, seen.targets
-    ratios = (seen.logprobs - packed.behavior_logprobs).exp()
+    packed, targets = inputs.batch, inputs.targets
+    ratios = (inputs.logprobs - packed.behavior_logprobs).exp()
     views: list[SampleView] = []
-    members = [(group, trajectory) for group in seen.groups for trajectory in group.trajectories]
-    for place, (group, trajectory) in enumerate(members):
-        its = packed.trajectory == place
-        if not bool(its.any()):
+    members = [(group, trajectory) for group in inputs.groups for trajectory in group.trajectories]
+    for i, (group, trajectory) in enumerate(members):
+        tokens = packed.trajectory == i
+        if not bool(tokens.any()):
             continue
-        versions, advantages, ratio = packed.versions[its], targets.advantages[its], ratios[its]
+        versions, advantages, ratio = packed.versions[tokens], targets.advantages[tokens], ratios[tokens]
         views.append(
             SampleView(
                 group=group.number,
                 index=trajectory.index,
                 reward=trajectory.reward,
                 turns=len(trajectory.turns),
-                tokens=int(its.sum()),
+                tokens=int(tokens.sum()),
                 versions=(int(versions.min()), int(versions.max())),
-                staleness=batch.step - 1 - int(versions.min()),
+                staleness=batch.step - int(versions.min()),
                 ratio_mean=float(ratio.mean()),
                 ratio_max=float(ratio.max()),
                 advantage_mean=float(advantages.mean()),
@@ -172,31 +177,32 @@ def preview(trainer: PolicyTrainer, batch: RecordedBatch) -> list[SampleView]:
     return views
 
 
-def _whole(folder: Path) -> dict[int, Checkpoint]:
-    found: dict[int, Checkpoint] = {}
+def _complete_checkpoints(folder: Path) -> dict[int, Checkpoint]:
+    checkpoints: dict[int, Checkpoint] = {}
     for path in folder.glob(f"{PREFIX}*"):
         try:
             checkpoint = read_checkpoint(path)
         except CheckpointError:
             continue
-        found[checkpoint.state.step] = checkpoint
-    return found
+        checkpoints[checkpoint.state.step] = checkpoint
+    return checkpoints
 
 
 def _compare(step: int, trainer: PolicyTrainer, checkpoint: Path) -> WeightComparison:
     saved = {name: tensor for path in checkpoint.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    made = {name: tensor.cpu() for name, tensor in trainer.whole_tensors()}
-    shared = made.keys() & saved.keys()
-    equal = made.keys() == saved.keys() and all(torch.equal(made[name], saved[name]) for name in shared)
-    largest = max((_difference(made[name], saved[name]) for name in shared), default=math.inf)
+    reproduced = {name: tensor.cpu() for name, tensor in trainer.exported_tensors()}
+    shared = reproduced.keys() & saved.keys()
+    all_equal = all(torch.equal(reproduced[name], saved[name]) for name in shared)
+    equal = reproduced.keys() == saved.keys() and all_equal
+    largest = max((_max_difference(reproduced[name], saved[name]) for name in shared), default=math.inf)
     return WeightComparison(step, equal, len(shared), largest)
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _max_difference(one: Tensor, other: Tensor) -> float:
     return float((one.float() - other.float()).abs().max()) if one.shape == other.shape else math.inf
 
 
-def _verdict(compared: Sequence[WeightComparison], step: int) -> str:
+def _describe(compared: Sequence[WeightComparison], step: int) -> str:
     newest = compared[-1] if compared else None
     if newest is None or newest.step != step:
         return ""

@@ -32,19 +32,19 @@ def warm_start(
     *,
     seed: int,
     progress: Progress,
-    stopped: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
     """Train the engine's policy, then reset the optimizer; collective over ranks.
 
     progress: called every ten steps and after the last.
 
     Returns:
-        The last step's loss in nats per token, or None if `stopped` returned True first.
+        The last step's loss in nats per token, or None if stopped first.
     """
     rng = np.random.default_rng([seed, DEMO_SEED_STREAM])
     loss = 0.0
     for step in range(config.steps):
-        if stopped():
+        if should_stop():
             return None
         demos = [demo for _ in range(config.episodes_per_step) for demo in demonstrate(rng)]
         shards = [demos[i :: engine.world_size] for i in range(min(engine.world_size, len(demos)))]

@@ -153,10 +153,10 @@ def run_folder(tmp_path: Path) -> Path:
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=2", *small])
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     ledger, journal = LedgerFile(tmp_path), StepLedger(tmp_path, 1)
-    journal.resumed(0)
+    journal.write_resumed(0)
     for n in range(2):
         taken = StepGroups(groups=[make_group(n, version=n)])
-        journal.trained(n + 1, taken, max_staleness=1.0, skipped=False)
+        journal.write_step(n + 1, taken, max_staleness=1.0, skipped=False)
     rows = [(n, event, str(n)) for n in range(2) for event in ("admitted", "submitted")]
     ledger.append(life(*rows, (0, "trained", "2"), (1, "trained", "2")))
     CheckpointStore(tmp_path / "checkpoints", 2).save(LearnerState(2, "now"), lambda _: None).result()

@@ -24,7 +24,7 @@ from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.control.interfaces import Health
 from offbeat.services.keys import ENDING, RunKeys
-from offbeat.trainer.process.watchdog import EXIT_HUNG
+from offbeat.trainer.watchdog import EXIT_HUNG
 from tests.paths import QUICKSTART
 from tests.waiting import wait_until_sync
 

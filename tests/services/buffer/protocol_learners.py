@@ -92,8 +92,8 @@ class LearnerRules(Played):
         assert all(len(group.trajectories) == LIMITS.group_size for group in learner.batch)
         ids = tuple(group.entry_id for group in learner.batch)
         learner.now = Checkpoint(now.step + 1, (*now.lineage, numbers), (*now.consumed, *ids))
-        taken = StepGroups(groups=learner.batch, signal=learner.batch[:1])
-        learner.journal.trained(learner.now.step, taken, max_staleness=self.max_staleness, skipped=False)
+        taken = StepGroups(groups=learner.batch, trained=learner.batch[:1])
+        learner.journal.write_step(learner.now.step, taken, max_staleness=self.max_staleness, skipped=False)
         learner.batch = []
 
     @precondition(lambda self: not self.learner.start_up)

@@ -105,7 +105,7 @@ class Played(RuleBasedStateMachine):
         lease = LearnerLease(self.redis, RUN, "learner", 3600.0)
         buffer = self.run.learner = RedisLearnerBuffer(self.redis, RUN, lease.acquire())
         journal = StepLedger(self.folder, buffer.epoch)
-        journal.resumed(self.durable.step)
+        journal.write_resumed(self.durable.step)
         self.leases.append(lease)
         return Learner(lease, buffer, journal, self.durable)
 

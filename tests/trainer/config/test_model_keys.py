@@ -16,7 +16,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.trainer.config.key_effects import Change
 from tests.trainer.data.test_prefix_groups import ragged
 from tests.trainer.plain_engine import PlainEngine
@@ -68,7 +68,7 @@ def made(folder: Path, args: dict[str, Any]) -> dict[str, Any]:
     policy = load_policy(folder, config.actor_train.model_args, seed=1)
     model: Any = policy.model
     batches = BatchTrainer(config, StepModels(PlainEngine(policy)), Ranks(0, 0, 1, torch.device("cpu")))
-    gauges = batches.train(ragged(), 0)
+    gauges = train_on(batches, ragged(), 0)
     return {
         "trained": {name: each.shape for name, each in policy.named_parameters() if each.requires_grad},
         "dtype": model.dtype,
@@ -88,7 +88,7 @@ def trained(folder: Path, critic: dict[str, Any]) -> torch.Tensor:
     models = StepModels(PlainEngine(policy), None if own is None else PlainEngine(own))
     batches = BatchTrainer(config, models, Ranks(0, 0, 1, torch.device("cpu")))
     for step in range(2):
-        batches.train([make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(2)], step)
+        train_on(batches, [make_group(n, rewards=(0.0, 1.0, 0.5)) for n in range(2)], step)
     head = policy.value_head if own is None else own.value_head
     assert head is not None
     return torch.cat([each.detach().flatten() for each in (*policy.model.parameters(), *head.parameters())])

@@ -16,7 +16,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.paths import ROOT
 from tests.trainer.plain_engine import PlainEngine
 
@@ -43,7 +43,7 @@ def test_a_recipe_moves_the_policy_by_finite_steps(recipe: Path, folder: Path):
     before = [tensor.clone() for _, tensor in policy.tensors()]
     groups = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5), greedy=(0.5,)) for n in range(4)]
     for step in range(config.critic_warmup, config.critic_warmup + 2):
-        gauges = batches.train(groups, step)
+        gauges = train_on(batches, groups, step)
         assert gauges["actor/skipped_steps"].total == 0
         assert gauges["actor/grad_norm"].value > 0
     assert any(not torch.equal(old, new) for old, (_, new) in zip(before, policy.tensors(), strict=True))

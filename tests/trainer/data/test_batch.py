@@ -115,7 +115,7 @@ def test_segment_starting_with_sampled_token_is_refused():
 
 
 def test_sampled_token_without_turn_is_refused():
-    with pytest.raises(ValueError, match="of no turn"):
+    with pytest.raises(ValueError, match="belongs to no turn"):
         pack([group(0, replace(trajectory(0, [(1, 1, 0.0)]), turns=()))])
 
 

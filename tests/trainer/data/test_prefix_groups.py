@@ -35,6 +35,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
 
 WORDS = 11
@@ -196,7 +197,7 @@ def test_step_gives_same_weights_with_shared_prefixes(options: dict[str, Any], f
         policy = PlainEngine(load_policy(folder, args, seed=1))
         critic = PlainEngine(load_critic(folder, args, seed=1)) if config.adv_estimator == "gae" else None
         reference = FrozenModel(load_policy(folder, args, seed=2), ALONE) if config.needs_reference else None
-        seen = BatchTrainer(config, StepModels(policy, critic, reference), ALONE).train(ragged(), 0)
+        seen = train_on(BatchTrainer(config, StepModels(policy, critic, reference), ALONE), ragged(), 0)
         gauges.append({name: each.value for name, each in seen.items()})
         ends.append([tensor for _, tensor in policy.tensors()])
     for plain, shared in zip(*ends, strict=True):

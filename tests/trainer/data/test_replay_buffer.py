@@ -32,10 +32,10 @@ def replayed(
     replay = ReplayBuffer(ReplayConfig(**options), per_step, seed=7)
     joined: list[ReplayedGroups] = []
     for step in range(steps):
-        again = replay.choose(step, staleness)
-        assert again == replay.choose(step, staleness)
+        again = replay.select(step, staleness)
+        assert again == replay.select(step, staleness)
         joined.append(again)
-        replay.trained(fresh(step, per_step), again)
+        replay.update(fresh(step, per_step), again)
     return joined
 
 
@@ -102,38 +102,38 @@ def test_prioritized_groups_are_drawn_more_often_and_weigh_less() -> None:
     replay = ReplayBuffer(
         ReplayConfig(**options, priority_exponent=1.0, importance_sampling_exponent=1.0), PER_STEP, seed=3
     )
-    replay.trained(fresh(0), ReplayedGroups())
+    replay.update(fresh(0), ReplayedGroups())
     counts = [0] * PER_STEP
     for step in range(4000):
-        (number,) = numbers(replay.choose(step, math.inf))
+        (number,) = numbers(replay.select(step, math.inf))
         counts[number] += 1
     assert [count / 4000 for count in counts] == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
     everything = ReplayBuffer(ReplayConfig(**options | {"samples_per_insert": 2.0}, priority_exponent=1.0,
                                      importance_sampling_exponent=1.0), PER_STEP, seed=3)  # fmt: skip
-    everything.trained(fresh(0), ReplayedGroups())
-    assert everything.choose(1, math.inf).weights == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4], rel=1e-4)
+    everything.update(fresh(0), ReplayedGroups())
+    assert everything.select(1, math.inf).weights == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4], rel=1e-4)
     flat = ReplayBuffer(
         ReplayConfig(**options | {"samples_per_insert": 2.0}, importance_sampling_exponent=0.0), PER_STEP, seed=3
     )
-    flat.trained(fresh(0), ReplayedGroups())
-    assert flat.choose(1, math.inf).weights == (1.0,) * PER_STEP
+    flat.update(fresh(0), ReplayedGroups())
+    assert flat.select(1, math.inf).weights == (1.0,) * PER_STEP
 
 
 def test_entries_are_restored_from_checkpoint(tmp_path: Path) -> None:
     config = ReplayConfig(samples_per_insert=2.0, max_times_sampled=3)
     one, two = ReplayBuffer(config, PER_STEP, seed=7), ReplayBuffer(config, PER_STEP, seed=7)
     for step in range(3):
-        one.trained(fresh(step), one.choose(step, math.inf))
+        one.update(fresh(step), one.select(step, math.inf))
     one.save(tmp_path)
     two.load(tmp_path)
     for step in range(3, 8):
-        again, twin = one.choose(step, math.inf), two.choose(step, math.inf)
+        again, twin = one.select(step, math.inf), two.select(step, math.inf)
         assert (numbers(again), again.weights) == (numbers(twin), twin.weights)
         assert [t.reward for g in again.groups for t in g.trajectories] == [
             t.reward for g in twin.groups for t in g.trajectories
         ]
-        one.trained(fresh(step), again)
-        two.trained(fresh(step), twin)
+        one.update(fresh(step), again)
+        two.update(fresh(step), twin)
     two.load(tmp_path / "of a run that kept none")
     assert not len(two)
 

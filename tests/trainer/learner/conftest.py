@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.learner.harness import World
+from tests.trainer.learner.harness import LearnerHarness
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def harness(tmp_path: Path) -> LearnerHarness:
+    return LearnerHarness(tmp_path)

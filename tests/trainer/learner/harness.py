@@ -1,4 +1,4 @@
-"""What a learner lives in: fakes of Redis and of the players, a real disk, and learner processes one after another."""
+"""Learners one after another on a real disk, with fakes of Redis, the weight transport and the env workers."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.services.rollout.tasks import make_sampler
+from offbeat.trainer.config.run import LearnerRunConfig
 from offbeat.trainer.data.replay_buffer import ReplayBuffer
 from offbeat.trainer.learner.evaluations import Evaluations
 from offbeat.trainer.learner.group_intake import GroupIntake
@@ -14,7 +15,8 @@ from offbeat.trainer.learner.reporter import LearnerReporter
 from offbeat.trainer.learner.staleness_controller import StalenessController
 from offbeat.trainer.learner.step_ledger import StepLedger
 from offbeat.trainer.learner.task_sampler import Curriculum
-from offbeat.trainer.run import LearnerRun, LearnerRunConfig
+from offbeat.trainer.run import LearnerRun
+from offbeat.trainer.training.batch_log import BatchLog
 from offbeat.trainer.training.checkpoint import CheckpointStore, read_checkpoint
 from tests.fakes import (
     CrashError,
@@ -41,18 +43,18 @@ def learner_config(**settings: object) -> LearnerRunConfig:
         "custom_envs": {},
         "train_env_manager": {"group_size": 2},
         "val_batch_size": 2,
-        "final_val_batch_size": 0,
         "actor_infer": {},
         "buffer": {},
         "weights": {},
         "max_staleness": 100.0,
     }
-    return LearnerRunConfig.model_validate(tree | settings)
+    config = LearnerRunConfig.model_validate(tree | settings)
+    return config if "final_val_batch_size" in settings else config.model_copy(update={"final_val_batch_size": 0})
 
 
 @dataclass
-class World:
-    """What outlives a learner: Redis, the disk, and the players that fill the stream."""
+class LearnerHarness:
+    """State that outlives a learner: Redis, the disk, and the env workers that fill the stream."""
 
     folder: Path
     config: LearnerRunConfig = field(default_factory=learner_config)
@@ -68,23 +70,24 @@ class World:
         self.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers)))
 
     def learner(
-        self, moments: Moments | None = None, stopped: Callable[[], bool] = lambda: False
+        self, moments: Moments | None = None, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[Learner, FakeTrainer]:
-        """A fresh learner process that goes on where the last one's checkpoint stands."""
+        """Build a learner and resume it from the newest checkpoint."""
         moments = moments or Moments()
         self.buffer.moments = self.publisher.moments = moments
         self.buffer.reconnect()
         trainer = FakeTrainer(moments)
         checkpoints = CheckpointStore(self.folder / "checkpoints", keep=2)
-        parts = LearnerComponents(
+        components = LearnerComponents(
             buffer=self.buffer,
             publisher=self.publisher,
             trainer=trainer,
             checkpoints=checkpoints,
+            batch_log=BatchLog(self.folder, self.config.record_batches),
             evaluations=Evaluations(self.buffer, self.sink, self.log, self.folder / "evaluations"),
-            intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, self.config.max_staleness, False, 11),
+            intake=GroupIntake(self.buffer, self.config, GROUPS_PER_STEP, False, 11),
             reporter=LearnerReporter(self.sink, self.board),
-            journal=StepLedger(self.folder, next(self.epochs)),
+            ledger=StepLedger(self.folder, next(self.epochs)),
             replay=ReplayBuffer(self.config.replay, GROUPS_PER_STEP, self.config.seed),
             staleness=StalenessController(
                 self.config.staleness_controller,
@@ -93,31 +96,31 @@ class World:
                 num_env_groups=self.config.train_env_manager.num_env_groups,
             ),
             curriculum=Curriculum(make_sampler(self.config.custom_envs, self.config.train_env_manager), self.buffer),
-            stopped=stopped,
+            should_stop=should_stop,
         )
-        wanted = self.config.resume_from_checkpoint
-        lineage = "now/2" if isinstance(wanted, Path) else "now"
-        learner = Learner(LearnerRun("run", lineage, self.folder, self.config), parts)
-        newest = checkpoints.newest_complete(None if wanted is True else lineage)
-        if newest is None and isinstance(wanted, Path):
-            newest = read_checkpoint(wanted)
+        requested = self.config.resume_from_checkpoint
+        lineage = "now/2" if isinstance(requested, Path) else "now"
+        learner = Learner(LearnerRun("run", lineage, self.folder, self.config), components)
+        newest = checkpoints.newest_complete(None if requested is True else lineage)
+        if newest is None and isinstance(requested, Path):
+            newest = read_checkpoint(requested)
         if newest is not None:
             learner.resume(newest)
         return learner, trainer
 
 
-def run_until_it_dies(world: World, moments: Moments) -> tuple[Learner | None, FakeTrainer | None]:
+def run_until_crash(harness: LearnerHarness, moments: Moments) -> tuple[Learner | None, FakeTrainer | None]:
     try:
-        learner, trainer = world.learner(moments)
+        learner, trainer = harness.learner(moments)
         learner.run()
     except CrashError:
         return None, None
     return learner, trainer
 
 
-def evaluating(world: World, *, done: bool = True) -> None:
-    """Players that finish each evaluation as soon as the learner looks for more."""
-    fill = world.buffer.on_empty
+def finish_evaluations(harness: LearnerHarness, *, done: bool = True) -> None:
+    """Complete each evaluation as soon as the learner waits for groups."""
+    fill = harness.buffer.on_empty
     assert fill is not None
 
     def play(buffer: FakeLearnerBuffer) -> None:
@@ -126,4 +129,4 @@ def evaluating(world: World, *, done: bool = True) -> None:
             if done and buffer.evaluations.get(eval_id, ()) is None:
                 buffer.evaluations[eval_id] = [make_trajectory(i, reward=i % 2) for i in range(count)]
 
-    world.buffer.on_empty = play
+    harness.buffer.on_empty = play

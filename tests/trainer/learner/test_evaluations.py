@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from offbeat.services.messages.codec import decode_trajectories
-from offbeat.trainer.learner.evaluations import KEPT_EPISODES, Evaluation, Evaluations
+from offbeat.trainer.learner.evaluations import MAX_SAVED_EPISODES, Evaluation, Evaluations
 from tests.fakes import (
     DictLog,
     FakeLearnerBuffer,
@@ -56,7 +56,7 @@ def test_an_evaluation_of_which_nothing_came_back_still_ends(tmp_path: Path) -> 
 def test_the_first_episodes_are_written_down_with_their_text(tmp_path: Path) -> None:
     evaluate(tmp_path, Evaluation("after", "sampled", 3, 50), num_done=50)
     rows = [json.loads(line) for line in (tmp_path / "after-sampled-3.jsonl").read_text().splitlines()]
-    assert len(rows) == KEPT_EPISODES
+    assert len(rows) == MAX_SAVED_EPISODES
     assert rows[4]["seed"] == 4
     assert rows[4]["text"] == ["sys", "obs", "Down"]
     assert rows[4]["metrics"] == {"success": 1.0}

@@ -15,8 +15,8 @@ def take(
     groups: list[Group], step: int = 0, *, bound: float = 1.0, train_stale: bool = False, **config: str
 ) -> tuple[StepGroups | None, FakeLearnerBuffer]:
     buffer = FakeLearnerBuffer(stream=list(groups))
-    intake = GroupIntake(buffer, AlgorithmConfig.model_validate(config), 2, bound, train_stale, 11)
-    return intake.take(step, stopped=lambda: not buffer.stream[buffer._delivered :]), buffer
+    intake = GroupIntake(buffer, AlgorithmConfig.model_validate(config), 2, train_stale, 11)
+    return intake.take(step, bound, lambda: not buffer.stream[buffer._delivered :]), buffer
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5])
@@ -51,14 +51,14 @@ def test_stale_groups_may_be_trained_and_are_counted() -> None:
     taken, buffer = take([make_group(0, version=0), make_group(1, version=4)], step=4, train_stale=True)
     assert taken is not None
     assert [group.number for group in taken.groups] == [0, 1]
-    assert taken.stale == 1
+    assert taken.num_stale == 1
     assert not buffer.dropped
 
 
 def test_a_group_of_newer_weights_than_the_replayed_step_is_trained() -> None:
     taken, _ = take([make_group(0, version=6), make_group(1, version=5)], step=4)
     assert taken is not None
-    assert len(taken.signal) == 2
+    assert len(taken.trained) == 2
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_group_without_variance(
     taken, buffer = take(groups, zero_variance=policy)
     assert taken is not None
     assert [group.number for group in taken.groups] == consumed
-    assert [group.number for group in taken.signal] == computed
-    assert [group.number for group in taken.unlearned] == [number for number, _ in dropped]
+    assert [group.number for group in taken.trained] == computed
+    assert [group.number for group in taken.refilled] == [number for number, _ in dropped]
     assert buffer.dropped == dropped
 
 

@@ -1,7 +1,6 @@
 """A run's settings change at step boundaries, and a pause ends or is waited out there."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,62 +11,65 @@ from offbeat.services.live_settings import Change
 from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.models.logprobs import token_logprobs
 from tests.fakes import make_group
-from tests.trainer.learner.harness import World
+from tests.trainer.learner.harness import LearnerHarness
 from tests.trainer.trajectories import group, trajectory
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
-def test_a_learning_rate_holds_from_the_step_that_adopted_it(world: World) -> None:
-    world.buffer.boundary = Boundary((Change({"learning_rate": 0.5}, step=2), Change({"learning_rate": 0.25}, step=4)))
-    learner, trainer = world.learner()
+def test_a_learning_rate_holds_from_the_step_that_adopted_it(harness: LearnerHarness) -> None:
+    harness.buffer.boundary = Boundary(
+        (Change({"learning_rate": 0.5}, step=2), Change({"learning_rate": 0.25}, step=4))
+    )
+    learner, trainer = harness.learner()
     assert learner.run()
     assert trainer.rates == [(2, 0.5), (4, 0.25)]
-    assert world.buffer.adopted_at == list(range(6))
+    assert harness.buffer.adopted_at == list(range(6))
 
 
-def test_a_learner_that_goes_on_from_a_checkpoint_trains_each_step_at_the_rate_of_the_first_time(world: World) -> None:
-    world.buffer.boundary = Boundary((Change({"learning_rate": 0.5}, step=1), Change({"learning_rate": 0.25}, step=4)))
-    learner, first = world.learner(stopped=lambda: len(first.history) == 3)
+def test_a_resumed_learner_repeats_each_step_at_its_first_learning_rate(
+    harness: LearnerHarness,
+) -> None:
+    harness.buffer.boundary = Boundary(
+        (Change({"learning_rate": 0.5}, step=1), Change({"learning_rate": 0.25}, step=4))
+    )
+    learner, first = harness.learner(should_stop=lambda: len(first.history) == 3)
     assert not learner.run()
     assert first.rates == [(1, 0.5)]
-    learner, trainer = world.learner()
+    learner, trainer = harness.learner()
     assert len(trainer.history) == 3
     assert learner.run()
     assert trainer.rates == [(3, 0.5), (4, 0.25)]
 
 
-def test_a_lower_bound_drops_groups_at_consumption_from_its_step_on(world: World) -> None:
-    world.buffer.boundary = Boundary((Change({"max_staleness": 1.0}, step=3),))
+def test_a_lower_bound_drops_groups_at_consumption_from_its_step_on(harness: LearnerHarness) -> None:
+    harness.buffer.boundary = Boundary((Change({"max_staleness": 1.0}, step=3),))
     versions = iter([*[0] * 6, *[0] * 3, *[9] * 100])
     numbers = iter(range(1000))
-    world.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=next(versions)))
-    learner, trainer = world.learner()
+    harness.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=next(versions)))
+    learner, trainer = harness.learner()
     assert learner.run()
-    assert world.buffer.dropped == [(6, "stale"), (7, "stale"), (8, "stale")]
+    assert harness.buffer.dropped == [(6, "stale"), (7, "stale"), (8, "stale")]
     assert trainer.history[3] == (3, (9, 10))
 
 
-def test_a_paused_run_begins_no_step_until_it_is_resumed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_run_begins_no_step_until_it_is_resumed(
+    harness: LearnerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("offbeat.trainer.learner.loop.PAUSE_POLL_S", 0.0)
-    world.buffer.boundaries = [Boundary(), Boundary(paused=True), Boundary(paused=True), Boundary()]
-    learner, trainer = world.learner()
+    harness.buffer.boundaries = [Boundary(), Boundary(paused=True), Boundary(paused=True), Boundary()]
+    learner, trainer = harness.learner()
     assert learner.run()
-    assert world.buffer.adopted_at[:4] == [0, 1, 1, 1]
+    assert harness.buffer.adopted_at[:4] == [0, 1, 1, 1]
     assert len(trainer.history) == 6
-    assert "paused" in [record.labels.get("phase") for record in world.sink.records]
+    assert "paused" in [record.labels.get("phase") for record in harness.sink.records]
 
 
-def test_a_run_that_is_to_end_while_it_is_paused_ends_with_a_checkpoint(world: World) -> None:
-    world.buffer.boundaries = [Boundary(), Boundary()]
-    world.buffer.boundary = Boundary(paused=True, ends=True)
-    learner, trainer = world.learner()
+def test_a_run_that_is_to_end_while_it_is_paused_ends_with_a_checkpoint(harness: LearnerHarness) -> None:
+    harness.buffer.boundaries = [Boundary(), Boundary()]
+    harness.buffer.boundary = Boundary(paused=True, ends=True)
+    learner, trainer = harness.learner()
     assert not learner.run()
     assert len(trainer.history) == 2
-    assert world.buffer.trained == [0, 1, 2, 3]
+    assert harness.buffer.trained == [0, 1, 2, 3]
 
 
 def test_each_token_is_judged_at_the_temperature_that_it_was_sampled_at() -> None:

@@ -10,36 +10,36 @@ from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.learner.step_ledger import StepLine, read_step_ledger
 from tests.fakes import Moments, make_group
-from tests.trainer.learner.harness import GROUPS_PER_STEP, World, learner_config
+from tests.trainer.learner.harness import GROUPS_PER_STEP, LearnerHarness, learner_config
 
 
-def test_each_group_is_trained_once_in_stream_order_and_each_step_published(world: World) -> None:
-    learner, trainer = world.learner()
+def test_each_group_is_trained_once_in_stream_order_and_each_step_published(harness: LearnerHarness) -> None:
+    learner, trainer = harness.learner()
     assert learner.run()
     assert trainer.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
-    assert list(world.publisher.versions) == list(range(7))
-    assert world.buffer.trained == list(range(12))
-    assert world.board.fields["learner_phase"] == "finished"
-    assert world.board.fields["learner_step"] == "6"
+    assert list(harness.publisher.versions) == list(range(7))
+    assert harness.buffer.trained == list(range(12))
+    assert harness.board.fields["learner_phase"] == "finished"
+    assert harness.board.fields["learner_step"] == "6"
 
 
-def test_old_groups_join_batches_and_are_accounted_for_once(world: World) -> None:
-    world.config = learner_config(replay={"samples_per_insert": 2.0, "max_times_sampled": 2, "sampler": "fifo"})
-    learner, trainer = world.learner()
+def test_old_groups_join_batches_and_are_accounted_for_once(harness: LearnerHarness) -> None:
+    harness.config = learner_config(replay={"samples_per_insert": 2.0, "max_times_sampled": 2, "sampler": "fifo"})
+    learner, trainer = harness.learner()
     assert learner.run()
     fresh = [(2 * step, 2 * step + 1) for step in range(6)]
     assert trainer.history == [(0, fresh[0]), *((step, fresh[step] + fresh[step - 1]) for step in range(1, 6))]
-    assert world.buffer.trained == list(range(12))
-    lines = [line for line in read_step_ledger(world.folder)[0] if isinstance(line, StepLine)]
+    assert harness.buffer.trained == list(range(12))
+    lines = [line for line in read_step_ledger(harness.folder)[0] if isinstance(line, StepLine)]
     assert [[group.number for group in line.groups] for line in lines] == [list(pair) for pair in fresh]
     assert [
-        record.values["groups_again"].total for record in world.sink.records if "groups_again" in record.values
+        record.values["groups_again"].total for record in harness.sink.records if "groups_again" in record.values
     ] == [2] * 5
 
 
-def test_groups_are_acknowledged_only_after_the_checkpoint_that_contains_them(world: World) -> None:
+def test_groups_are_acknowledged_only_after_the_checkpoint_that_contains_them(harness: LearnerHarness) -> None:
     moments = Moments()
-    learner, _ = world.learner(moments)
+    learner, _ = harness.learner(moments)
     learner.run()
     order = [name for name in moments.names if name.startswith(("save", "ack", "train"))]
     assert order == [
@@ -48,9 +48,9 @@ def test_groups_are_acknowledged_only_after_the_checkpoint_that_contains_them(wo
     ]
 
 
-def test_the_new_version_is_published_before_anything_else_is_done(world: World) -> None:
+def test_the_new_version_is_published_before_anything_else_is_done(harness: LearnerHarness) -> None:
     moments = Moments()
-    learner, _ = world.learner(moments)
+    learner, _ = harness.learner(moments)
     learner.run()
     names = moments.names
     for step in range(6):
@@ -58,22 +58,22 @@ def test_the_new_version_is_published_before_anything_else_is_done(world: World)
 
 
 def test_a_step_without_signal_leaves_its_mark_but_no_gradient(tmp_path: Path) -> None:
-    world = World(tmp_path)
+    harness = LearnerHarness(tmp_path)
     numbers = itertools.count()
-    world.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), rewards=(1.0, 1.0)))
-    learner, trainer = world.learner()
+    harness.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), rewards=(1.0, 1.0)))
+    learner, trainer = harness.learner()
     assert learner.run()
     assert trainer.history == [(step, ()) for step in range(6)]
-    assert trainer.silent == [MaskedCounts(tokens=16, sequences=4, groups=GROUPS_PER_STEP)] * 6
-    assert list(world.publisher.versions) == list(range(7))
-    assert world.buffer.trained == list(range(12))
-    assert all(record.values["groups_without_signal"].total == GROUPS_PER_STEP for record in world.sink.of("learner"))
+    assert trainer.masked == [MaskedCounts(tokens=16, sequences=4, groups=GROUPS_PER_STEP)] * 6
+    assert list(harness.publisher.versions) == list(range(7))
+    assert harness.buffer.trained == list(range(12))
+    assert all(record.values["groups_without_signal"].total == GROUPS_PER_STEP for record in harness.sink.of("learner"))
 
 
-def test_records_tell_what_each_step_consumed(world: World) -> None:
-    learner, _ = world.learner()
+def test_records_tell_what_each_step_consumed(harness: LearnerHarness) -> None:
+    learner, _ = harness.learner()
     learner.run()
-    records = world.sink.of("learner")
+    records = harness.sink.of("learner")
     assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
     last = records[-1].values
     assert last["success"] == Partial("mean", 2.0, 4.0)
@@ -84,14 +84,14 @@ def test_records_tell_what_each_step_consumed(world: World) -> None:
     assert {"time/wait_s", "time/train_s", "time/publish_s", "time/step_s"} <= last.keys()
 
 
-def test_a_value_that_is_not_finite_is_counted_and_left_out(world: World) -> None:
-    learner, trainer = world.learner()
+def test_a_value_that_is_not_finite_is_counted_and_left_out(harness: LearnerHarness) -> None:
+    learner, trainer = harness.learner()
     trainer.gauges = {"actor/total_loss": Partial("mean", float("nan")), "actor/skipped_steps": Partial("sum", 1.0)}
-    with pytest.raises(ControlError, match="5 steps in a row was not finite, up to step 5"):
+    with pytest.raises(ControlError, match="not finite in 5 consecutive steps, up to step 5"):
         learner.run()
-    values = world.sink.of("learner")[0].values
+    values = harness.sink.of("learner")[0].values
     assert "actor/total_loss" not in values
     assert values["not_finite"].total == 1.0
     assert values["actor/skipped_steps"].total == 1.0
-    lines, _ = read_step_ledger(world.folder)
+    lines, _ = read_step_ledger(harness.folder)
     assert [line.skipped for line in lines if isinstance(line, StepLine)] == [True] * 5

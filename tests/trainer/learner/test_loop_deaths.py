@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from offbeat.deploy.audit.lineage import trace
 from offbeat.services.errors import FencedError
-from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.learner.step_ledger import read_step_ledger
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
 from tests.fakes import FakeTrainer, Moments, make_group
 from tests.trainer.learner.harness import (
     GROUPS_PER_STEP,
-    World,
+    LearnerHarness,
     learner_config,
-    run_until_it_dies,
+    run_until_crash,
 )
 
 REPLAY = {"samples_per_insert": 2.5, "max_times_sampled": 3}
@@ -40,35 +40,35 @@ def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
     crashes: list[tuple[int, bool]], replay: dict[str, object]
 ) -> None:
     with TemporaryDirectory() as one, TemporaryDirectory() as two:
-        undisturbed = World(Path(one), learner_config(replay=replay, **CURRICULUM))
+        undisturbed = LearnerHarness(Path(one), learner_config(replay=replay, **CURRICULUM))
         learner, expected = undisturbed.learner()
         learner.run()
-        world = World(Path(two), learner_config(replay=replay, **CURRICULUM))
+        harness = LearnerHarness(Path(two), learner_config(replay=replay, **CURRICULUM))
         for crash_at, after in crashes:
-            learner, trainer = run_until_it_dies(world, Moments(crash_at, after))
-        learner, trainer = world.learner()
+            learner, trainer = run_until_crash(harness, Moments(crash_at, after))
+        learner, trainer = harness.learner()
         assert learner.run()
     assert trainer.history == expected.history
-    assert world.publisher.versions == undisturbed.publisher.versions
-    assert world.buffer.trained == list(range(12))
-    assert not world.buffer.dropped
-    assert world.buffer.taught[-1] == undisturbed.buffer.taught[-1]
-    assert len(json.loads(world.buffer.taught[-1])["seen"]) == 12
+    assert harness.publisher.versions == undisturbed.publisher.versions
+    assert harness.buffer.trained == list(range(12))
+    assert not harness.buffer.dropped
+    assert harness.buffer.taught[-1] == undisturbed.buffer.taught[-1]
+    assert len(json.loads(harness.buffer.taught[-1])["seen"]) == 12
 
 
-def test_a_stopped_learner_leaves_a_checkpoint_of_its_last_whole_step(world: World) -> None:
-    learner, trainer = world.learner(stopped=lambda: len(trainer.history) >= 2)
+def test_a_stopped_learner_leaves_a_checkpoint_of_its_last_whole_step(harness: LearnerHarness) -> None:
+    learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) >= 2)
     assert not learner.run()
-    assert world.buffer.trained == [0, 1, 2, 3]
-    resumed, again = world.learner()
+    assert harness.buffer.trained == [0, 1, 2, 3]
+    resumed, again = harness.learner()
     assert resumed.run()
     assert again.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
 
 
-def test_a_learner_stopped_before_its_first_step_writes_nothing(world: World) -> None:
-    learner, _ = world.learner(stopped=lambda: True)
+def test_a_learner_stopped_before_its_first_step_writes_nothing(harness: LearnerHarness) -> None:
+    learner, _ = harness.learner(should_stop=lambda: True)
     assert not learner.run()
-    assert not (world.folder / "checkpoints").exists()
+    assert not (harness.folder / "checkpoints").exists()
 
 
 def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Path) -> None:
@@ -76,12 +76,12 @@ def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Pat
     left, back = FakeTrainer(), FakeTrainer()
     for trainer, numbers in ((left, (40, 41, 42)), (back, (50,))):
         for step, number in enumerate(numbers):
-            trainer.train([make_group(number)], step, MaskedCounts())
+            trainer.train(StepBatch(step, (group := make_group(number),), (group,)))
     store = CheckpointStore(tmp_path / "checkpoints", keep=9)
     store.save(LearnerState(3, "now"), left.save).result()
     store.save(LearnerState(1, "now/2"), back.save).result()
-    world = World(tmp_path, learner_config(resume_from_checkpoint=True, max_steps=4))
-    learner, trainer = world.learner()
+    harness = LearnerHarness(tmp_path, learner_config(resume_from_checkpoint=True, max_steps=4))
+    learner, trainer = harness.learner()
     assert trainer.history == back.history
     assert learner.run()
     again = FakeTrainer()
@@ -89,31 +89,31 @@ def test_what_was_left_behind_never_stands_for_what_is_trained_now(tmp_path: Pat
     assert again.history == trainer.history[:3]
 
 
-def test_a_fenced_learner_neither_saves_nor_acknowledges(world: World) -> None:
-    learner, _ = world.learner()
+def test_a_fenced_learner_neither_saves_nor_acknowledges(harness: LearnerHarness) -> None:
+    learner, _ = harness.learner()
 
     def refuse(*_: object) -> None:
         raise FencedError("a newer learner holds the run")
 
-    world.publisher.publish = refuse
+    harness.publisher.publish = refuse
     with pytest.raises(FencedError):
         learner.run()
-    assert not world.buffer.trained
-    assert not (world.folder / "checkpoints").exists()
+    assert not harness.buffer.trained
+    assert not (harness.folder / "checkpoints").exists()
 
 
-def test_resuming_makes_the_ledger_agree_with_the_checkpoint(world: World) -> None:
-    learner, trainer = world.learner(stopped=lambda: len(trainer.history) >= 3)
+def test_resuming_makes_the_ledger_agree_with_the_checkpoint(harness: LearnerHarness) -> None:
+    learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) >= 3)
     learner.run()
-    world.learner()
-    assert world.buffer.restored == [(3 * GROUPS_PER_STEP, 6)]
+    harness.learner()
+    assert harness.buffer.restored == [(3 * GROUPS_PER_STEP, 6)]
 
 
-def test_the_journal_holds_every_step_of_every_life_and_its_groups(world: World) -> None:
-    run_until_it_dies(world, Moments(crash_at=15))
-    learner, trainer = world.learner()
+def test_the_journal_holds_every_step_of_every_life_and_its_groups(harness: LearnerHarness) -> None:
+    run_until_crash(harness, Moments(crash_at=15))
+    learner, trainer = harness.learner()
     assert learner.run()
-    lines, broken = read_step_ledger(world.folder)
+    lines, broken = read_step_ledger(harness.folder)
     lineage = trace(lines)
     assert (broken, lineage.findings, lineage.learners, lineage.last) == (0, [], 2, 6)
     assert lineage.repeated > 0

@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import CrashError, Moments
-from tests.trainer.learner.harness import World, evaluating, learner_config
+from tests.trainer.learner.harness import LearnerHarness, finish_evaluations, learner_config
 
 
 def test_evaluations_come_before_during_and_after_training(tmp_path: Path) -> None:
-    world = World(tmp_path, learner_config(eval_steps=2, final_val_batch_size=4))
-    evaluating(world)
-    learner, _ = world.learner()
+    harness = LearnerHarness(tmp_path, learner_config(eval_steps=2, final_val_batch_size=4))
+    finish_evaluations(harness)
+    learner, _ = harness.learner()
     assert learner.run()
-    found = [(r.labels["when"], r.labels["sampling"], r.step, r.values["success"].value) for r in world.sink.of("eval")]
+    found = [
+        (r.labels["when"], r.labels["sampling"], r.step, r.values["success"].value) for r in harness.sink.of("eval")
+    ]
     assert found == [
         ("before", "sampled", 0, 0.5),
         ("before", "greedy", 0, 0.5),
@@ -23,55 +25,55 @@ def test_evaluations_come_before_during_and_after_training(tmp_path: Path) -> No
         ("after", "sampled", 6, 0.5),
         ("after", "greedy", 6, 0.5),
     ]
-    assert not world.buffer.evaluations
+    assert not harness.buffer.evaluations
     assert sorted(path.name for path in (tmp_path / "evaluations").iterdir())[0] == "after-greedy-6.jsonl"
 
 
 def test_the_first_weights_stay_while_they_are_evaluated(tmp_path: Path) -> None:
-    world = World(tmp_path, learner_config(final_val_batch_size=4))
-    evaluating(world, done=False)
+    harness = LearnerHarness(tmp_path, learner_config(final_val_batch_size=4))
+    finish_evaluations(harness, done=False)
     polls = itertools.count()
-    learner, trainer = world.learner(stopped=lambda: next(polls) > 20)
+    learner, trainer = harness.learner(should_stop=lambda: next(polls) > 20)
     assert not learner.run()
-    assert list(world.publisher.versions) == [0]
+    assert list(harness.publisher.versions) == [0]
     assert not trainer.history
 
 
 def test_an_evaluation_during_training_does_not_stop_it(tmp_path: Path) -> None:
-    world = World(tmp_path, learner_config(eval_steps=2))
-    learner, trainer = world.learner(stopped=lambda: len(trainer.history) == 6)
+    harness = LearnerHarness(tmp_path, learner_config(eval_steps=2))
+    learner, trainer = harness.learner(should_stop=lambda: len(trainer.history) == 6)
     learner.run()
     assert len(trainer.history) == 6
-    assert [eval_id for eval_id, *_ in world.buffer.started] == ["during-sampled-2", "during-sampled-4"]
-    assert not world.sink.of("eval")
+    assert [eval_id for eval_id, *_ in harness.buffer.started] == ["during-sampled-2", "during-sampled-4"]
+    assert not harness.sink.of("eval")
 
 
 def test_a_replaced_learner_collects_what_the_last_one_had_queued_and_repeats_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path, learner_config(eval_steps=2))
+    harness = LearnerHarness(tmp_path, learner_config(eval_steps=2))
     with pytest.raises(CrashError):
-        world.learner(Moments(crash_at=8))[0].run()
-    assert world.log.states == {"during-sampled-2": "2"}
-    evaluating(world)
-    learner, _ = world.learner()
+        harness.learner(Moments(crash_at=8))[0].run()
+    assert harness.log.states == {"during-sampled-2": "2"}
+    finish_evaluations(harness)
+    learner, _ = harness.learner()
     assert learner.run()
-    assert [record.step for record in world.sink.of("eval")] == [2, 4]
-    assert set(world.log.states.values()) == {"recorded"}
+    assert [record.step for record in harness.sink.of("eval")] == [2, 4]
+    assert set(harness.log.states.values()) == {"recorded"}
 
 
 def test_a_run_that_goes_back_to_an_earlier_step_evaluates_what_it_trains_from_there(tmp_path: Path) -> None:
-    world = World(tmp_path, learner_config(eval_steps=2, final_val_batch_size=2))
-    evaluating(world)
-    world.learner()[0].run()
+    harness = LearnerHarness(tmp_path, learner_config(eval_steps=2, final_val_batch_size=2))
+    finish_evaluations(harness)
+    harness.learner()[0].run()
     pending = "after-sampled-9"
-    world.log.put(pending, "2")
+    harness.log.put(pending, "2")
     earlier = tmp_path / "checkpoints" / "step-000003"
-    world.config = learner_config(eval_steps=2, final_val_batch_size=2, resume_from_checkpoint=earlier)
-    before = len(world.sink.of("eval"))
-    learner, trainer = world.learner()
+    harness.config = learner_config(eval_steps=2, final_val_batch_size=2, resume_from_checkpoint=earlier)
+    before = len(harness.sink.of("eval"))
+    learner, trainer = harness.learner()
     assert len(trainer.history) == 3
-    assert pending not in world.log.states
+    assert pending not in harness.log.states
     assert learner.run()
-    assert [(r.labels["when"], r.step) for r in world.sink.of("eval")[before:]] == [
+    assert [(r.labels["when"], r.step) for r in harness.sink.of("eval")[before:]] == [
         ("during", 4),
         ("after", 6),
         ("after", 6),
@@ -79,12 +81,12 @@ def test_a_run_that_goes_back_to_an_earlier_step_evaluates_what_it_trains_from_t
 
 
 def test_a_run_that_is_resumed_after_its_last_step_only_evaluates(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.learner()[0].run()
-    world.config = learner_config(final_val_batch_size=2)
-    evaluating(world)
-    learner, trainer = world.learner()
+    harness = LearnerHarness(tmp_path)
+    harness.learner()[0].run()
+    harness.config = learner_config(final_val_batch_size=2)
+    finish_evaluations(harness)
+    learner, trainer = harness.learner()
     before = list(trainer.history)
     assert learner.run()
     assert trainer.history == before
-    assert [record.labels["when"] for record in world.sink.of("eval")] == ["after", "after"]
+    assert [record.labels["when"] for record in harness.sink.of("eval")] == ["after", "after"]

@@ -2,23 +2,22 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offbeat.trainer.learner.loop import Learner
 from tests.fakes import CrashError, FakeTrainer, Moments
-from tests.trainer.learner.harness import World, learner_config
+from tests.trainer.learner.harness import LearnerHarness, learner_config
 
 
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.trainer.learner.checkpointing.RETRY_S", 0.0)
+    monkeypatch.setattr("offbeat.trainer.learner.checkpointing.RETRY_INTERVAL_S", 0.0)
 
 
-def full_disk(world: World, full: Callable[[], bool]) -> tuple[Learner, FakeTrainer]:
-    learner, trainer = world.learner(stopped=lambda: False)
+def full_disk(harness: LearnerHarness, full: Callable[[], bool]) -> tuple[Learner, FakeTrainer]:
+    learner, trainer = harness.learner(should_stop=lambda: False)
     write = trainer.save
 
     def save(folder: Path) -> None:
@@ -33,24 +32,26 @@ def full_disk(world: World, full: Callable[[], bool]) -> tuple[Learner, FakeTrai
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_training_goes_on_without_room_for_a_checkpoint_and_the_next_one_contains_everything(world: World) -> None:
+def test_training_continues_on_a_full_disk_and_the_next_checkpoint_has_all(
+    harness: LearnerHarness,
+) -> None:
     seen: list[tuple[int, list[int], list[str]]] = []
 
     def full() -> bool:
-        steps = [path.name for path in (world.folder / "checkpoints").glob("step-*")]
-        seen.append((len(trainer.history), list(world.buffer.trained), steps))
+        steps = [path.name for path in (harness.folder / "checkpoints").glob("step-*")]
+        seen.append((len(trainer.history), list(harness.buffer.trained), steps))
         return len(trainer.history) in (3, 4)
 
-    learner, trainer = full_disk(world, full)
+    learner, trainer = full_disk(harness, full)
     assert learner.run()
     assert trainer.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
     # Step 3's and its retry at step 4 fail: nothing is acknowledged, nothing half-written gets a name
     assert seen[:3] == [(3, [], []), (4, [], []), (5, [], [])]
-    assert world.buffer.trained == list(range(12))
-    assert sorted(path.name for path in (world.folder / "checkpoints").iterdir()) == ["step-000005", "step-000006"]
-    assert world.board.fields["learner_trouble"] == ""
+    assert harness.buffer.trained == list(range(12))
+    assert sorted(path.name for path in (harness.folder / "checkpoints").iterdir()) == ["step-000005", "step-000006"]
+    assert harness.board.fields["learner_trouble"] == ""
     assert (
-        sum(r.values["checkpoints_failed"].total for r in world.sink.records if "checkpoints_failed" in r.values) == 2
+        sum(r.values["checkpoints_failed"].total for r in harness.sink.records if "checkpoints_failed" in r.values) == 2
     )
 
 
@@ -58,28 +59,28 @@ def test_training_goes_on_without_room_for_a_checkpoint_and_the_next_one_contain
 def test_a_checkpoint_that_fails_leaves_the_one_before_it_whole_and_a_new_learner_goes_on_from_that(
     tmp_path: Path,
 ) -> None:
-    world = World(tmp_path, learner_config(save_steps=2))
-    learner, trainer = full_disk(world, lambda: len(trainer.history) > 3)
-    world.publisher.moments = Moments(crash_at=6)
+    harness = LearnerHarness(tmp_path, learner_config(save_steps=2))
+    learner, trainer = full_disk(harness, lambda: len(trainer.history) > 3)
+    harness.publisher.moments = Moments(crash_at=6)
     with pytest.raises(CrashError):
         learner.run()
-    assert world.buffer.trained == list(range(4))
-    assert "step 4 could not be written ([Errno 28]" in world.board.fields["learner_trouble"]
-    assert "the newest whole one is of step 2" in world.board.fields["learner_trouble"]
-    again, trainer = world.learner()
+    assert harness.buffer.trained == list(range(4))
+    assert "step 4 could not be written ([Errno 28]" in harness.board.fields["learner_trouble"]
+    assert "the newest complete one is of step 2" in harness.board.fields["learner_trouble"]
+    again, trainer = harness.learner()
     assert again.run()
     assert trainer.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
-    assert world.buffer.trained == list(range(12))
+    assert harness.buffer.trained == list(range(12))
 
 
 @pytest.mark.usefixtures("no_waiting")
 def test_a_learner_that_may_be_far_ahead_of_its_checkpoint_no_longer_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.trainer.learner.checkpointing.UNSAVED_INTERVALS", 2)
-    world = World(tmp_path, learner_config(save_steps=1))
+    monkeypatch.setattr("offbeat.trainer.learner.checkpointing.MAX_UNSAVED_INTERVALS", 2)
+    harness = LearnerHarness(tmp_path, learner_config(save_steps=1))
     waits = itertools.count()
-    learner, trainer = full_disk(world, lambda: bool(trainer.history) and next(waits) < 6)
+    learner, trainer = full_disk(harness, lambda: bool(trainer.history) and next(waits) < 6)
     steps: list[int] = []
     monkeypatch.setattr(
         "offbeat.trainer.learner.checkpointing.time.sleep", lambda _: steps.append(len(trainer.history))
@@ -87,14 +88,14 @@ def test_a_learner_that_may_be_far_ahead_of_its_checkpoint_no_longer_waits_for_r
     assert learner.run()
     assert steps
     assert set(steps) == {2}
-    assert world.buffer.trained == list(range(12))
+    assert harness.buffer.trained == list(range(12))
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_a_stop_is_not_held_up_by_a_full_disk(world: World) -> None:
-    learner, trainer = full_disk(world, lambda: True)
-    learner._parts = replace(learner._parts, stopped=lambda: len(trainer.history) >= 2)
+def test_a_stop_is_not_held_up_by_a_full_disk(harness: LearnerHarness) -> None:
+    learner, trainer = full_disk(harness, lambda: True)
+    learner._should_stop = lambda: len(trainer.history) >= 2
     assert not learner.run()
-    assert world.buffer.trained == []
-    assert world.learner()[0].run()
-    assert world.buffer.trained == list(range(12))
+    assert harness.buffer.trained == []
+    assert harness.learner()[0].run()
+    assert harness.buffer.trained == list(range(12))

@@ -31,16 +31,16 @@ def test_without_a_terminal_a_count_that_goes_up_is_no_new_line():
     where, out = console(False)
     view = LearnerLineView(where, 10)
     for text in ("warming up 10/300", "warming up 20/300", "training"):
-        view.phase(text)
+        view.show_phase(text)
     assert out.getvalue().splitlines() == ["warming up 10/300", "training"]
 
 
 def test_without_a_terminal_the_last_step_is_always_told():
     where, out = console(False)
     view = LearnerLineView(where, 3)
-    view.phase("training")
+    view.show_phase("training")
     for step in (1, 2, 3):
-        view.step(step, STEP)
+        view.show_step(step, STEP)
     assert out.getvalue().splitlines()[1:] == [f"step 3/3  {describe_step(STEP)}"]
 
 
@@ -48,9 +48,9 @@ def test_in_a_terminal_one_line_shows_phase_steps_and_figures_and_goes_away():
     where, out = console(True)
     view = open_view(10, where)
     assert isinstance(view, LearnerTerminalView)
-    view.phase("training")
-    view.step(3, STEP)
-    view.say("Goes on from step 2")
+    view.show_phase("training")
+    view.show_step(3, STEP)
+    view.print("Goes on from step 2")
     view._live.refresh()
     shown = out.getvalue()
     assert "Goes on from step 2" in shown

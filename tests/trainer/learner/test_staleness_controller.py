@@ -13,11 +13,11 @@ from offbeat.trainer.config.staleness import StalenessControllerConfig
 from offbeat.trainer.learner.staleness_controller import (
     StalenessController,
     WindowMeans,
+    apply_move,
     judge,
-    moved,
 )
 from tests.fakes import FakeLearnerBuffer, make_group
-from tests.trainer.learner.harness import World, learner_config
+from tests.trainer.learner.harness import LearnerHarness, learner_config
 
 SETTINGS = Settings(
     num_workers=1, num_replicas=1, learning_rate=1.0, temperature=1.0, max_staleness=2.0, num_env_groups=24
@@ -78,7 +78,7 @@ def test_each_limit_is_the_configured_one(told: dict[str, float], window: Window
     ],
 )
 def test_a_move_stays_within_its_limits(move: Any, told: dict[str, float], values: dict[str, float]) -> None:
-    assert moved(controller(**told), move, SETTINGS, 8, 24) == values
+    assert apply_move(controller(**told), move, SETTINGS, 8, 24) == values
 
 
 def test_hysteresis_keeps_a_bound_that_was_lowered_from_rising_at_once() -> None:
@@ -102,7 +102,7 @@ class Suggested(FakeLearnerBuffer):
 def play(made: StalenessController, steps: range, *, kl: float, wait_s: float = 0.0) -> None:
     for step in steps:
         made.decide(step, SETTINGS)
-        made.trained()
+        made.sample_slots()
         gauges = {"actor/mismatch_kl": Partial("mean", kl, 1.0), "actor/ess": Partial("last", 1.0)}
         made.observe(gauges, {"wait": wait_s, "step": 1.0}, SETTINGS)
 
@@ -126,7 +126,7 @@ def asked(seen: Seen, **told: Any) -> list[tuple[int, dict[str, float]]]:
         made.decide(step, settings)
         for _, values, _ in buffer.asked[known:]:
             settings = settings.changed(values)
-        made.trained()
+        made.sample_slots()
         gauges = {"actor/mismatch_kl": Partial("mean", seen.mismatch_kl, 1.0), "actor/ess": Partial("last", seen.ess)}
         made.observe(gauges, {"wait": seen.wait_s, "step": 1.0}, settings)
     return [(step, values) for step, values, _ in buffer.asked]
@@ -156,7 +156,7 @@ def test_judgements_that_differ_do_not_add_up() -> None:
 
 def test_it_says_what_it_saw() -> None:
     made = StalenessController(controller(), Suggested(playing=18), groups_per_step=8, num_env_groups=24)
-    made.trained()
+    made.sample_slots()
     seen = made.observe({}, {"wait": 0.5, "step": 2.0}, SETTINGS)
     assert {name.removeprefix("staleness_controller/"): each.value for name, each in seen.items()} == {
         "learner_idle": 0.25, "rollout_idle": 0.25, "max_staleness": 2.0, "num_env_groups": 24.0,
@@ -187,18 +187,18 @@ def test_a_redis_that_lost_what_was_decided_is_told_again(tmp_path: Path) -> Non
 
 
 def test_a_run_is_steered_by_what_its_steps_measure(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.config = learner_config(
+    harness = LearnerHarness(tmp_path)
+    harness.config = learner_config(
         max_steps=8, max_staleness=4.0, staleness_controller={"interval": 1, "patience": 1, "min_staleness": 2.0}
     )
-    learner, trainer = world.learner()
+    learner, trainer = harness.learner()
     trainer.gauges |= {"actor/mismatch_kl": Partial("mean", 1.0, 1.0), "actor/ess": Partial("last", 0.3)}
-    world.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=99))
+    harness.buffer.on_empty = lambda buffer: buffer.stream.append(make_group(next(numbers), version=99))
     numbers = iter(range(1000))
     assert learner.run()
-    bounds = [r.values["staleness_controller/max_staleness"].value for r in world.sink.of("learner")]
+    bounds = [r.values["staleness_controller/max_staleness"].value for r in harness.sink.of("learner")]
     assert bounds == [4.0, 4.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-    assert (world.folder / "checkpoints" / "step-000008" / "state" / "staleness.json").is_file()
+    assert (harness.folder / "checkpoints" / "step-000008" / "state" / "staleness.json").is_file()
 
 
 def test_without_a_configuration_nothing_is_looked_at_or_kept(tmp_path: Path) -> None:

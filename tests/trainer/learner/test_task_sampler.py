@@ -13,8 +13,8 @@ from tests.fakes import FakeLearnerBuffer, make_group
 def test_without_a_sampler_nothing_is_said_or_kept(tmp_path: Path) -> None:
     buffer = FakeLearnerBuffer()
     nothing = Curriculum(None, buffer)
-    nothing.tell()
-    nothing.seen([make_group(0)])
+    nothing.publish()
+    nothing.observe([make_group(0)])
     nothing.save(tmp_path)
     nothing.load(tmp_path)
     assert buffer.taught == []
@@ -26,16 +26,16 @@ def test_what_was_learnt_is_told_kept_and_gone_on_with(tmp_path: Path) -> None:
     tags = (group.tag, "hard")
     buffer = FakeLearnerBuffer()
     first = Curriculum(Levels(tags, at=1.0, window=4), buffer)
-    first.tell()
-    first.seen([group])
+    first.publish()
+    first.observe([group])
     success = sum(each.metrics.get("success", 0.0) for each in group.trajectories) / len(group.trajectories)
     assert [json.loads(state)["seen"] for state in buffer.taught] == [[], [success]]
     first.save(tmp_path)
     again = Curriculum(Levels(tags, at=1.0, window=4), buffer)
     again.load(tmp_path)
-    again.tell()
+    again.publish()
     assert buffer.taught[-1] == buffer.taught[-2]
-    again.seen([group])
+    again.observe([group])
     assert json.loads(buffer.taught[-1])["seen"] == [success, success]
 
 

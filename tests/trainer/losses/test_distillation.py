@@ -19,6 +19,7 @@ from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.tokenizer_check import check_same_tokens
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.fakes import train_on
 from tests.trainer.outcome import inputs_of, rich_groups, teacher_logprobs
 from tests.trainer.plain_engine import PlainEngine
 from tests.trainer.training.test_learning import (
@@ -108,7 +109,7 @@ def test_student_learns_from_teacher_without_rewards(tmp_path: Path) -> None:
         for step in range(12):
             groups = play(policy, step, draw)
             means.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
-            batches.train(groups, step)
+            train_on(batches, groups, step)
         return means
 
     teacher = load_policy(tmp_path, ModelArgs(), seed=1)

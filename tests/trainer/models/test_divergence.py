@@ -20,11 +20,11 @@ from tests.fakes import make_group
 ROWS, VOCABULARY, WIDTH = 7, 11, 5
 
 
-def by_hand(logits: Tensor, anchor: ReferenceStates, heats: Tensor) -> Tensor:
+def by_hand(logits: Tensor, states: ReferenceStates, heats: Tensor) -> Tensor:
     rows: list[Tensor] = []
-    for row, hidden, heat in zip(logits, anchor.hidden, heats, strict=True):
+    for row, hidden, heat in zip(logits, states.hidden, heats, strict=True):
         p = (row / heat).softmax(0)
-        q = (anchor.head @ hidden / heat).softmax(0)
+        q = (states.head @ hidden / heat).softmax(0)
         rows.append(sum((p[v] * (p[v] / q[v]).log() for v in range(len(p))), start=torch.zeros((), dtype=row.dtype)))
     return torch.stack(rows)
 
@@ -37,12 +37,12 @@ def test_it_is_the_sum_over_the_vocabulary_and_so_is_its_gradient(
     monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", chunk)
     draw = torch.Generator().manual_seed(3)
     logits = torch.randn(ROWS, VOCABULARY, generator=draw, dtype=torch.float64).requires_grad_()
-    anchor = ReferenceStates(*(torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in (ROWS, VOCABULARY)))
+    states = ReferenceStates(*(torch.randn(n, WIDTH, generator=draw, dtype=torch.float64) for n in (ROWS, VOCABULARY)))
     heats = (
         torch.full((ROWS,), 0.7, dtype=torch.float64) if one_heat else torch.linspace(0.5, 2, ROWS, dtype=torch.float64)
     )
     weights = torch.randn(ROWS, generator=draw, dtype=torch.float64)
-    got, expected = full_kl(logits, anchor, 0.7 if one_heat else heats), by_hand(logits, anchor, heats)
+    got, expected = full_kl(logits, states, 0.7 if one_heat else heats), by_hand(logits, states, heats)
     torch.testing.assert_close(got, expected)
     assert float(got.detach().min()) >= 0
     (slope,) = torch.autograd.grad((got * weights).sum(), logits)
@@ -70,8 +70,8 @@ def test_full_kl_is_zero_to_itself_and_the_mean_of_k1_to_others(tmp_path: Path) 
     x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
 
     def divergences(reference: FrozenModel) -> Tensor:
-        (anchor,) = reference.anchors([x])
-        said = one(PackedInput(x.tokens, x.packing, x.positions, anchor=anchor)).divergences
+        (states,) = reference.hidden_states([x])
+        said = one(PackedInput(x.tokens, x.packing, x.positions, reference=states)).divergences
         assert said is not None
         return said
 
@@ -92,6 +92,6 @@ def test_reference_runs_once_per_micro_batch(tmp_path: Path) -> None:
     passes: list[int] = []
     policy.model.base_model.register_forward_hook(lambda *_: passes.append(1))
     x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
-    (anchor,) = FrozenModel(policy, Ranks(0, 0, 1, torch.device("cpu"))).anchors([x])
+    (states,) = FrozenModel(policy, Ranks(0, 0, 1, torch.device("cpu"))).hidden_states([x])
     assert len(passes) == 1
-    torch.testing.assert_close(anchor.hidden @ anchor.head.T, policy.logits(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(states.hidden @ states.head.T, policy.logits(x), rtol=0, atol=1e-5)

@@ -17,7 +17,7 @@ from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.trainer.plain_engine import PlainEngine
 
 GROUPS = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
@@ -38,7 +38,7 @@ def trained(folder: Path, args: ModelArgs, steps: int = 3) -> tuple[PackedPolicy
     settings = {"actor_train": {"training_args": {"learning_rate": 1e-2}}}
     batches = BatchTrainer(LearnerConfig.model_validate(settings), StepModels(engine), ALONE)
     for step in range(steps):
-        batches.train(GROUPS, step)
+        train_on(batches, GROUPS, step)
     return policy, engine
 
 

@@ -1,4 +1,4 @@
-"""Whoever gives no sign of life hangs; whoever starts, or was merely not listened to, does not."""
+"""A process without heartbeats is hung, unless it is starting or its reader was held up."""
 
 import os
 
@@ -6,6 +6,7 @@ import pytest
 
 from offbeat.trainer.process import heartbeat
 from offbeat.trainer.process.heartbeat import Heartbeat
+from offbeat.trainer.watchdog import STARTUP_TIMEOUT_S
 
 
 class Clock:
@@ -22,8 +23,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_process_may_start_for_long_and_must_then_give_signs(clock: Clock) -> None:
-    one = Heartbeat(silent_s=8.0)
+def test_the_timeout_applies_after_the_first_heartbeat(clock: Clock) -> None:
+    one = Heartbeat(timeout_s=8.0)
     clock.now += 500
     assert one.silence_s() == 0
     os.write(one.write_end, b".")
@@ -34,14 +35,14 @@ def test_a_process_may_start_for_long_and_must_then_give_signs(clock: Clock) -> 
     assert one.silence_s() == 9
 
 
-def test_a_process_that_never_gives_a_sign_hangs_too(clock: Clock) -> None:
-    one = Heartbeat(silent_s=8.0)
-    clock.now += heartbeat.START_S + 1
-    assert one.silence_s() == heartbeat.START_S + 1
+def test_a_process_without_a_first_heartbeat_hangs(clock: Clock) -> None:
+    one = Heartbeat(timeout_s=8.0)
+    clock.now += STARTUP_TIMEOUT_S + 1
+    assert one.silence_s() == STARTUP_TIMEOUT_S + 1
 
 
-def test_a_reader_that_was_held_up_sees_the_signs_that_lie_there(clock: Clock) -> None:
-    one = Heartbeat(silent_s=8.0)
+def test_heartbeats_in_the_pipe_are_read_before_silence_is_measured(clock: Clock) -> None:
+    one = Heartbeat(timeout_s=8.0)
     os.write(one.write_end, b".")
     assert one.silence_s() == 0
     clock.now += 50

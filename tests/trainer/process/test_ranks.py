@@ -1,32 +1,28 @@
-"""What rank 0 says to the others is what it does itself."""
-
-from collections.abc import Sequence
-from typing import Any
+"""Follower ranks make the calls of rank 0 with the same arguments."""
 
 import pytest
 import torch
 
-from offbeat.services.messages.types import Group
 from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.process_group import Ranks
-from offbeat.trainer.process import ranks as peers
+from offbeat.trainer.process import ranks as rank_calls
 from tests.fakes import FakeTrainer, make_group
 
+CONFIG = AlgorithmConfig.model_validate({"reward_shaping": {"response_length_penalty_coef": 0.5}})
 
-class Listening(FakeTrainer):
-    """Keeps what it is told to train on."""
 
-    def train(
-        self, groups: Sequence[Group], step: int, silent: MaskedCounts, weights: Sequence[float] = ()
-    ) -> dict[str, Partial]:
-        self.told: Any = (
-            [(g.number, g.temperature, [t.reward for t in g.trajectories]) for g in groups], step, silent, list(weights)
-        )  # fmt: skip
+class RecordingTrainer(FakeTrainer):
+    """Keeps the last batch."""
+
+    def train(self, batch: StepBatch) -> dict[str, Partial]:
+        self.batch = batch
         return {}
 
 
-def test_followers_train_on_the_leaders_groups_with_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followers_train_on_rank_zeros_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     wire: list[bytes] = []
 
     def broadcast(ranks: Ranks, message: bytes = b"") -> bytes:
@@ -35,14 +31,28 @@ def test_followers_train_on_the_leaders_groups_with_their_weights(monkeypatch: p
             return message
         return wire.pop(0)
 
-    monkeypatch.setattr(peers, "broadcast", broadcast)
-    first, second = Listening(), Listening()
-    leader = peers.RankZeroTrainer(first, Ranks(0, 0, 2, torch.device("cpu")))
+    monkeypatch.setattr(rank_calls, "broadcast", broadcast)
+    trainer, follower = RecordingTrainer(), RecordingTrainer()
     groups = [make_group(n, rewards=(0.0, 1.0, n)) for n in (3, 5)]
-    leader.train(groups, 7, MaskedCounts(16, 4), [1.0, 0.25])
-    leader.stop_followers()
-    peers.follow_rank_zero(second, Ranks(1, 1, 2, torch.device("cpu")))
-    assert first.told == second.told == (
-        [(3, None, [0.0, 1.0, 3.0]), (5, None, [0.0, 1.0, 5.0])], 7, MaskedCounts(16, 4), [1.0, 0.25]
-    )  # fmt: skip
+    batch = StepBatch.build(7, groups, CONFIG, masked=MaskedCounts(16, 4), weights=[1.0, 0.25])
+    with rank_calls.lead(trainer, Ranks(0, 0, 2, torch.device("cpu"))) as leader:
+        leader.train(batch)
+    rank_calls.follow_rank_zero(follower, Ranks(1, 1, 2, torch.device("cpu")), CONFIG)
+    assert trainer.batch is batch
     assert not wire
+
+    def view(batch: StepBatch) -> object:
+        rewards = [[[t.reward for t in g.trajectories] for g in groups] for groups in (batch.groups, batch.shaped)]
+        return batch.step, batch.masked, batch.weights, [(g.number, g.temperature) for g in batch.groups], rewards
+
+    assert view(follower.batch) == view(batch)
+
+
+def test_a_single_rank_encodes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(rank_calls, "broadcast")
+    monkeypatch.delattr(StepBatch, "pack")
+    trainer = RecordingTrainer()
+    batch = StepBatch.build(0, [make_group(0)], CONFIG)
+    with rank_calls.lead(trainer, Ranks(0, 0, 1, torch.device("cpu"))) as leader:
+        leader.train(batch)
+    assert trainer.batch is batch

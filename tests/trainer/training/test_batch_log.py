@@ -1,62 +1,87 @@
-"""Recorded batches: what `train` got comes back, the newest are kept, and a checkpoint waits for them."""
+"""Batches are recorded and read unchanged, the newest are kept, and a failed write is reported before a checkpoint."""
 
 from pathlib import Path
 
 import pytest
 
 from offbeat.services.errors import CodecError
-from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
-from offbeat.trainer.training.batch_log import BatchLog, RecordedBatch, RecordingTrainer
-from tests.fakes import FakeTrainer, make_group
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.step_batch import StepBatch
+from offbeat.trainer.training.batch_log import BatchLog
+from tests.fakes import make_group
+
+CONFIG = AlgorithmConfig()
 
 
-def test_what_train_was_called_with_comes_back(tmp_path: Path) -> None:
-    store = BatchLog(tmp_path, keep=2)
-    trainer = RecordingTrainer(FakeTrainer(), store, 1e-3, every=True)
-    trainer.set_learning_rate(5e-4)
-    trainer.train([make_group(3), make_group(1)], 6, MaskedCounts(9, 2), (1.0, 0.5))
-    trainer.settle()
-    batch = store.read(7)
-    assert (batch.step, batch.learning_rate, batch.silent, batch.weights) == (7, 5e-4, MaskedCounts(9, 2), (1.0, 0.5))
+def batch_of(step: int, *numbers: int) -> StepBatch:
+    return StepBatch.build(step, [make_group(number) for number in numbers or (step,)], CONFIG)
+
+
+def test_a_batch_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+    log = BatchLog(tmp_path, max_kept=2)
+    groups = [make_group(3), make_group(1)]
+    log.record(StepBatch.build(6, groups, CONFIG, masked=MaskedCounts(9, 2), weights=(1.0, 0.5)), 5e-4)
+    log.flush()
+    recorded = log.read(7, CONFIG)
+    batch = recorded.batch
+    assert (recorded.learning_rate, batch.step, batch.masked, batch.weights) == (
+        5e-4,
+        6,
+        MaskedCounts(9, 2),
+        (1.0, 0.5),
+    )
     assert [(group.number, group.oldest_version, len(group.trajectories)) for group in batch.groups] == [
         (3, 0, 2),
         (1, 0, 2),
     ]
 
 
-def test_the_newest_are_kept_and_all_without_a_finite_gradient(tmp_path: Path) -> None:
-    store, fake = BatchLog(tmp_path, keep=2), FakeTrainer()
-    trainer = RecordingTrainer(fake, store, 1e-3, every=True)
+def test_rewards_are_shaped_again_when_a_batch_is_read(tmp_path: Path) -> None:
+    config = AlgorithmConfig.model_validate({"reward_shaping": {"response_length_penalty_coef": 0.5}})
+    log, batch = BatchLog(tmp_path, max_kept=1), StepBatch.build(0, [make_group(0)], config)
+    log.record(batch, 1e-3)
+    log.flush()
+    (raw,), (shaped,) = (
+        [[trajectory.reward for trajectory in group.trajectories] for group in groups]
+        for groups in (log.read(1, config).batch.groups, log.read(1, config).batch.shaped)
+    )
+    assert raw == [trajectory.reward for trajectory in batch.groups[0].trajectories]
+    assert shaped == [trajectory.reward for trajectory in batch.shaped[0].trajectories] != raw
+
+
+def test_the_newest_batches_and_all_skipped_ones_are_kept(tmp_path: Path) -> None:
+    log = BatchLog(tmp_path, max_kept=2)
     for step in range(4):
-        fake.gauges = {"actor/skipped_steps": Partial("sum", float(step == 1))}
-        trainer.train([make_group(step)], step)
-    trainer.save(tmp_path)
-    assert store.steps() == [3, 4]
+        log.record(batch_of(step), 1e-3)
+        if step == 1:
+            log.record_skipped(batch_of(step), 1e-3)
+    log.flush()
+    assert log.steps() == [3, 4]
     assert [path.name for path in (tmp_path / "batches").glob("skipped*")] == ["skipped-000002.msgpack"]
 
 
-def test_nothing_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
-    trainer = RecordingTrainer(FakeTrainer(), BatchLog(tmp_path), 1e-3, every=False)
-    trainer.train([make_group(0)], 0)
-    trainer.save(tmp_path)
+def test_nothing_is_recorded_by_default(tmp_path: Path) -> None:
+    log = BatchLog(tmp_path)
+    log.record(batch_of(0), 1e-3)
+    log.flush()
     assert not (tmp_path / "batches").exists()
 
 
-def test_no_checkpoint_is_written_before_its_batches_are(tmp_path: Path) -> None:
+def test_flush_reports_a_failed_write(tmp_path: Path) -> None:
     (tmp_path / "batches").write_text("in the way")
-    trainer = RecordingTrainer(FakeTrainer(), BatchLog(tmp_path, keep=2), 1e-3, every=True)
-    trainer.train([make_group(0)], 0)
+    log = BatchLog(tmp_path, max_kept=2)
+    log.record(batch_of(0), 1e-3)
     with pytest.raises(OSError, match="batches"):
-        trainer.save(tmp_path / "checkpoint")
-    assert not (tmp_path / "checkpoint").exists()
+        log.flush()
 
 
-@pytest.mark.parametrize("harm", [b"", b"\x93\x01\x02\x03", None])
-def test_a_damaged_one_is_refused_by_name(tmp_path: Path, harm: bytes | None) -> None:
-    store = BatchLog(tmp_path, keep=2)
-    store.write(RecordedBatch(4, 1e-3, (make_group(0),)))
+@pytest.mark.parametrize("damage", [b"", b"\x93\x01\x02\x03", None])
+def test_a_damaged_batch_is_rejected_with_its_path(tmp_path: Path, damage: bytes | None) -> None:
+    log = BatchLog(tmp_path, max_kept=2)
+    log.record(batch_of(3), 1e-3)
+    log.flush()
     path = tmp_path / "batches" / "step-000004.msgpack"
-    path.write_bytes(path.read_bytes()[:-3] if harm is None else harm)
+    path.write_bytes(path.read_bytes()[:-3] if damage is None else damage)
     with pytest.raises(CodecError, match=r"step-000004.msgpack is no recorded batch"):
-        store.read(4)
+        log.read(4, CONFIG)

@@ -29,6 +29,7 @@ from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
 
 pytestmark = pytest.mark.slow
@@ -140,5 +141,5 @@ def test_an_algorithm_learns(name: str, folder: Path):
         if config.num_baselines:
             groups = play_greedily(policy, groups)
         rewards.append(sum(t.reward for g in groups for t in g.trajectories) / (GROUPS * MEMBERS))
-        batches.train(groups, step)
+        train_on(batches, groups, step)
     assert sum(rewards[-4:]) / 4 > 3 * rewards[0]

@@ -15,13 +15,14 @@ from offbeat.services.messages.types import Group, StopReason, Trajectory
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
 from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
 from offbeat.trainer.data.selection import masked_counts
+from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.trainer.plain_engine import PlainEngine
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -97,7 +98,7 @@ def _alone(length: int) -> object:
 def test_an_entropy_bonus_falls_with_the_steps_as_its_scheduler_says(folder: Path) -> None:
     def after(step: int, **settings: object) -> Tensor:
         batches, engine, _ = trainer(folder, config(max_steps=4, **settings))
-        batches.train(GROUPS, step)
+        train_on(batches, GROUPS, step)
         return weights(engine)
 
     falling = {"entropy_loss_coef": 0.4, "entropy_loss_scheduler_type": "linear"}
@@ -111,7 +112,7 @@ def test_a_step_is_the_recipes_by_hand(folder: Path) -> None:
     twin = load_policy(folder, ModelArgs(), seed=1)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
     for step in range(2):
-        gauges = batches.train(GROUPS, step)
+        gauges = train_on(batches, GROUPS, step)
         loss = recipe_loss(twin, GROUPS)
         optimizer.zero_grad()
         loss.backward()
@@ -125,7 +126,7 @@ def test_a_step_is_the_recipes_by_hand(folder: Path) -> None:
 def test_the_token_budget_does_not_change_the_step(folder: Path) -> None:
     whole, one, _ = trainer(folder, config())
     cut, two, _ = trainer(folder, config(actor_train=training(max_tokens_per_microbatch=20)))
-    gauges = [batches.train(GROUPS, 0) for batches in (whole, cut)]
+    gauges = [train_on(batches, GROUPS, 0) for batches in (whole, cut)]
     assert (len(one.seen[0]), len(two.seen[0])) == (1, 6)
     torch.testing.assert_close(weights(one), weights(two), rtol=0, atol=1e-6)
     assert gauges[0].keys() == gauges[1].keys()
@@ -135,7 +136,7 @@ def test_the_token_budget_does_not_change_the_step(folder: Path) -> None:
 
 def test_minibatches_and_epochs_make_that_many_optimizer_steps(folder: Path) -> None:
     batches, engine, _ = trainer(folder, config(ppo_epochs=2, actor_train=training(num_minibatches=3)))
-    gauges = batches.train(GROUPS, 0)
+    gauges = train_on(batches, GROUPS, 0)
     assert len(engine.seen) == 6
     tokens = [sum(len(x.tokens) for x in batch) for batch in engine.seen]
     assert sum(tokens) == 2 * int(gauges["tokens/computed"].total)
@@ -144,8 +145,8 @@ def test_minibatches_and_epochs_make_that_many_optimizer_steps(folder: Path) -> 
 def test_recomputed_logprobs_start_the_ratio_at_one(folder: Path) -> None:
     stale, _, _ = trainer(folder, config())
     fresh, _, _ = trainer(folder, config(old_logprobs="recompute"))
-    assert stale.train(GROUPS, 0)["actor/ratio"].value != pytest.approx(1.0, abs=1e-3)
-    assert fresh.train(GROUPS, 0)["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)
+    assert train_on(stale, GROUPS, 0)["actor/ratio"].value != pytest.approx(1.0, abs=1e-3)
+    assert train_on(fresh, GROUPS, 0)["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)
 
 
 def test_a_batch_of_one_optimizer_step_is_not_passed_over_twice_for_the_policy_at_its_start(folder: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_batch_of_one_optimizer_step_is_not_passed_over_twice_for_the_policy_a
         batches, engine, _ = trainer(folder, config(**told, actor_train=training(num_minibatches=minibatches)))
         passes: list[bool] = []
         engine.module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
-        gauges = [batches.train(GROUPS, step) for step in range(2)][-1]
+        gauges = [train_on(batches, GROUPS, step) for step in range(2)][-1]
         return weights(engine), {name: each.value for name, each in gauges.items()}, passes.count(False)
 
     learnt, gauges, extra = after()
@@ -171,7 +172,7 @@ def test_the_learning_rate_follows_the_schedule(folder: Path) -> None:
     settings = config(max_steps=6, actor_train=training(warmup_steps=2, lr_scheduler_type="linear"))
     batches, engine, _ = trainer(folder, settings)
     for step in range(5):
-        batches.train(GROUPS[:1], step)
+        train_on(batches, GROUPS[:1], step)
     assert engine.rates == pytest.approx([5e-3, 1e-2, 1e-2, 7.5e-3, 5e-3])
 
 
@@ -179,7 +180,7 @@ def test_a_penalty_on_divergence_holds_the_policy_near_its_reference(folder: Pat
     divergence: list[float] = []
     for coef in (1e-6, 10.0):
         batches, _, _ = trainer(folder, config(use_kl_loss=True, kl_loss_coef=coef), reference=True)
-        seen = [batches.train(GROUPS, step)["actor/kl_loss"].value for step in range(12)]
+        seen = [train_on(batches, GROUPS, step)["actor/kl_loss"].value for step in range(12)]
         assert seen[0] == pytest.approx(0.0, abs=1e-9)
         divergence.append(seen[-1])
     assert divergence[1] < divergence[0] / 2
@@ -190,7 +191,7 @@ def test_the_penalty_over_the_whole_vocabulary_does_so_too_however_the_batch_is_
         kl = {"use_kl_loss": True, "kl_loss_coef": coef, "kl_loss_type": "full"}
         cut = training(max_tokens_per_microbatch=budget)
         batches, engine, _ = trainer(folder, config(**kl, actor_train=cut), reference=True)
-        seen = [batches.train(GROUPS, step)["actor/kl_loss"].value for step in range(8)]
+        seen = [train_on(batches, GROUPS, step)["actor/kl_loss"].value for step in range(8)]
         assert seen[0] == pytest.approx(0.0, abs=1e-6)
         return seen[-1], weights(engine)
 
@@ -207,10 +208,10 @@ def test_the_whole_kl_in_the_reward_is_the_sum_over_the_vocabulary_at_the_steps_
     own = {"adv_estimator": "reinforce", "gamma": 0.0, "reward_normalization": {"method": "identity"}}
     settings = config(**kl, **own, actor_train=training(max_tokens_per_microbatch=budget))
     batches, engine, _ = trainer(folder, settings, reference=True)
-    told = [batches.train(GROUPS, step)["actor/kl_in_reward"].value for step in range(3)]
+    told = [train_on(batches, GROUPS, step)["actor/kl_in_reward"].value for step in range(3)]
     assert told[0] == pytest.approx(0.0, abs=1e-6)
     assert told[2] > told[1] > 0
-    seen = batches.preview(GROUPS, 3)
+    seen = batches.preview(StepBatch.build(3, GROUPS, batches._config))
     assert seen is not None
     assert isinstance(engine.module, PackedPolicy)
     start = load_policy(folder, ModelArgs(), seed=1)
@@ -240,7 +241,7 @@ def test_a_reference_that_is_refreshed_moves_to_the_policy(folder: Path) -> None
     def divergences(**settings: object) -> list[float]:
         kl = {"use_kl_loss": True, "kl_loss_coef": 1e-6}
         batches, _, _ = trainer(folder, config(**kl, **settings), reference=True)
-        return [batches.train(GROUPS, step)["actor/kl_loss"].value for step in range(5)]
+        return [train_on(batches, GROUPS, step)["actor/kl_loss"].value for step in range(5)]
 
     frozen = divergences()
     every = divergences(ref_model_sync_steps=2)
@@ -256,7 +257,7 @@ def test_the_kl_coefficient_adapts_and_is_part_of_the_state(folder: Path) -> Non
     batches, _, _ = trainer(folder, settings, reference=True)
     assert batches.kl.coef == 0.2
     for step in range(2):
-        batches.train(GROUPS, step)
+        train_on(batches, GROUPS, step)
     assert batches.kl.coef > 0.2
 
 
@@ -265,9 +266,9 @@ def test_gae_trains_the_critic_and_the_policy_waits_for_it(folder: Path) -> None
     batches, policy, critic = trainer(folder, settings, critic=True)
     assert critic is not None
     start = weights(policy)
-    losses = [batches.train(GROUPS, step)["critic/loss"].value for step in range(2)]
+    losses = [train_on(batches, GROUPS, step)["critic/loss"].value for step in range(2)]
     assert torch.equal(weights(policy), start)
-    losses += [batches.train(GROUPS, step)["critic/loss"].value for step in range(2, 6)]
+    losses += [train_on(batches, GROUPS, step)["critic/loss"].value for step in range(2, 6)]
     assert losses[-1] < losses[0]
     assert len(policy.rates) == 4
     assert not torch.equal(weights(policy), start)
@@ -277,19 +278,19 @@ def test_running_statistics_are_kept_over_steps_and_part_of_the_state(folder: Pa
     settings = config(reward_normalization={"norm_mean_type": "running", "norm_std_type": "running"})
     batches, _, _ = trainer(folder, settings)
     for step in range(2):
-        batches.train(GROUPS, step)
+        train_on(batches, GROUPS, step)
     ((count, mean, _),) = batches.state_dict()["running"].values()
     assert (count, mean) == (24, pytest.approx(2.5 / 4))
     again, _, _ = trainer(folder, settings)
     again.load_state_dict(json.loads(json.dumps(batches.state_dict())))
     for each in (batches, again):
-        each.train(GROUPS[:1], 2)
+        train_on(each, GROUPS[:1], 2)
     assert again.state_dict() == batches.state_dict() != {"running": {}}
 
 
 def test_the_filter_of_variance_leaves_groups_out_of_the_step(folder: Path) -> None:
     half, engine, _ = trainer(folder, config(variance_filter_ratio=0.4))
-    gauges = half.train([*GROUPS, make_group(7, rewards=(0.0, 5.0, 0.0, 5.0))], 0)
+    gauges = train_on(half, [*GROUPS, make_group(7, rewards=(0.0, 5.0, 0.0, 5.0))], 0)
     assert gauges["system/groups_left_out"].total == 2.0
     assert gauges["critic/rewards/max"].value == 5.0
     assert len(engine.seen) == 1
@@ -299,7 +300,9 @@ def test_shaped_rewards_are_what_is_trained_on(folder: Path) -> None:
     batches, _, _ = trainer(folder, config(reward_shaping={"response_length_penalty_coef": 0.5}))
     tokens = sum(t.num_sampled for g in GROUPS for t in g.trajectories)
     plain = sum(t.reward for g in GROUPS for t in g.trajectories)
-    assert batches.train(GROUPS, 0)["critic/rewards/mean"].value == pytest.approx((plain - 0.5 * tokens) / 12, abs=1e-5)
+    assert train_on(batches, GROUPS, 0)["critic/rewards/mean"].value == pytest.approx(
+        (plain - 0.5 * tokens) / 12, abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,10 +326,10 @@ def test_groups_without_signal_that_are_masked_leave_the_gradient_as_if_they_wer
     members = tuple(replace(each, stop_reason=StopReason.MAX_LENGTH) for each in cut.trajectories)
     flat = [make_group(7, rewards=(1.0,) * 4), replace(cut, trajectories=members)]
 
-    def gradient(groups: Sequence[Group], zero_variance: str, silent: MaskedCounts) -> Tensor:
+    def gradient(groups: Sequence[Group], zero_variance: str, masked: MaskedCounts) -> Tensor:
         chosen = config(entropy_loss_coef=0.0, zero_variance=zero_variance, **settings)
         batches, engine, _ = trainer(folder, chosen)
-        batches.train(groups, 0, silent)
+        train_on(batches, groups, 0, masked)
         return torch.cat([p.grad.flatten() for p in engine.module.parameters() if p.grad is not None])
 
     masked = gradient(varied, "mask", masked_counts(flat, config(**settings)))
@@ -336,23 +339,23 @@ def test_groups_without_signal_that_are_masked_leave_the_gradient_as_if_they_wer
 
 def test_nothing_to_learn_from_leaves_everything_alone(folder: Path) -> None:
     batches, engine, _ = trainer(folder, config())
-    assert batches.train([], 0) == {}
+    assert train_on(batches, [], 0) == {}
     assert not engine.seen
 
 
 def test_a_step_whose_episodes_are_all_left_out_moves_nothing(folder: Path) -> None:
     batches, engine, _ = trainer(folder, config(max_len_mask=True))
-    batches.train(GROUPS, 0)
+    train_on(batches, GROUPS, 0)
     before = weights(engine)
     cut = [
         replace(each, trajectories=tuple(replace(t, stop_reason=StopReason.MAX_LENGTH) for t in each.trajectories))
         for each in GROUPS
     ]
-    gauges = batches.train(cut, 1)
+    gauges = train_on(batches, cut, 1)
     assert torch.equal(weights(engine), before)
     assert len(engine.seen) == 1
     assert gauges["tokens/trained"].total > 0
-    batches.train([GROUPS[0], *cut[1:]], 2)
+    train_on(batches, [GROUPS[0], *cut[1:]], 2)
     assert not torch.equal(weights(engine), before)
 
 
@@ -360,6 +363,6 @@ def test_a_loss_that_is_not_finite_is_counted(folder: Path) -> None:
     batches, engine, _ = trainer(folder, config())
     start = weights(engine)
     engine.module.register_forward_hook(lambda _m, _x, said: said._replace(logprobs=said.logprobs * math.nan))
-    gauges = batches.train(GROUPS, 0)
+    gauges = train_on(batches, GROUPS, 0)
     assert gauges["actor/skipped_steps"].total == 1.0
     assert torch.equal(weights(engine), start)

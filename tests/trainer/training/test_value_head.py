@@ -23,7 +23,7 @@ from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.value_head import ValueHead
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
-from tests.fakes import make_group
+from tests.fakes import make_group, train_on
 from tests.trainer.plain_engine import PlainEngine
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
@@ -122,7 +122,7 @@ def test_two_passes_over_a_batch_are_a_plain_float64_loop(folder: Path) -> None:
         loss_by_hand(twin, old, GROUPS).backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()
-    gauges = batches.train(GROUPS, 0)
+    gauges = train_on(batches, GROUPS, 0)
     torch.testing.assert_close(everything(policy).double(), everything(twin), rtol=0, atol=2e-5)
     assert not torch.allclose(head_of(policy).weight, head_of(policy_with_head(folder)).weight, atol=1e-2)
     assert (gauges["actor/lr"].value, gauges["critic/lr"].value) == (1e-2, 3e-2)
@@ -132,7 +132,7 @@ def test_a_batch_is_read_once_for_values_and_old_logprobs_and_once_to_train(fold
     batches, _, policy = trainer(folder, config(old_logprobs="recompute"))
     passes: list[int] = []
     policy.model.base_model.get_submodule("layers.0").register_forward_hook(lambda *_: passes.append(1))
-    gauges = batches.train(GROUPS, 0)
+    gauges = train_on(batches, GROUPS, 0)
     assert len(passes) == 2
     assert gauges["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)
 
@@ -144,7 +144,7 @@ def test_a_batch_is_read_once_for_values_and_old_logprobs_and_once_to_train(fold
 )
 def test_the_token_budget_does_not_change_the_step(folder: Path, settings: dict[str, object]) -> None:
     (whole, _, one), (cut, engine, two) = (trainer(folder, config(b, **settings)) for b in (1000, 20))
-    found = [batches.train(GROUPS, 0) for batches in (whole, cut)]
+    found = [train_on(batches, GROUPS, 0) for batches in (whole, cut)]
     assert len(engine.seen[0]) == 6
     torch.testing.assert_close(everything(one), everything(two), rtol=0, atol=2e-6)
     for name in ("critic/loss", "critic/values/mean", "actor/total_loss"):
@@ -154,11 +154,11 @@ def test_the_token_budget_does_not_change_the_step(folder: Path, settings: dict[
 def test_warming_up_trains_the_head_alone_and_leaves_the_policy_and_its_moments_as_they_were(folder: Path) -> None:
     batches, engine, policy = trainer(folder, config(critic_warmup=3))
     start = [parameter.detach().clone() for parameter in policy.model.parameters()]
-    gauges = [batches.train(GROUPS, step) for step in range(3)]
+    gauges = [train_on(batches, GROUPS, step) for step in range(3)]
     assert all(torch.equal(old, new) for old, new in zip(start, policy.model.parameters(), strict=True))
     assert gauges[2]["critic/loss"].value < gauges[0]["critic/loss"].value
     assert "actor/pg_loss" not in gauges[2]
-    batches.train(GROUPS, 3)
+    train_on(batches, GROUPS, 3)
     assert not torch.equal(start[0], next(policy.model.parameters()))
     first, head = (group["params"][0] for group in engine.optimizer.param_groups)
     assert [int(engine.optimizer.state[each]["step"]) for each in (first, head)] == [1, 4]
@@ -176,4 +176,4 @@ def test_keys_of_the_critic_without_effect_are_refused_with_what_would_be_right(
 def test_a_policy_without_a_head_is_refused(folder: Path) -> None:
     engine = PlainEngine(load_policy(folder, ModelArgs(), seed=1))
     with pytest.raises(ValueError, match="value head"):
-        BatchTrainer(config(), StepModels(engine), ALONE).train(GROUPS, 0)
+        train_on(BatchTrainer(config(), StepModels(engine), ALONE), GROUPS, 0)

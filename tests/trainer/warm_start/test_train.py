@@ -156,7 +156,7 @@ def test_warm_start_stops_between_steps(folder: Path, chat: ChatFormat) -> None:
         make_demonstrator(WARM, ENV, chat, max_tokens=512),
         seed=1,
         progress=lambda *_: None,
-        stopped=lambda: len(learner.rates) == 2,
+        should_stop=lambda: len(learner.rates) == 2,
     )
     assert result is None
     assert len(learner.rates) == 2

@@ -5,7 +5,6 @@ import pytest
 from offbeat.deploy.cluster.apps import CONFIGS
 from offbeat.deploy.config.checks.run import check_run
 from offbeat.deploy.config.loader import compose_tree, validate_tree
-from offbeat.trainer.run import LearnerRunConfig
 
 LORA = ["actor_infer.max_lora_rank=16"]
 TARGET = "actor_train.model_args.lora_target"
@@ -43,8 +42,7 @@ def test_max_lora_rank_without_lora_target_is_rejected() -> None:
 
 def test_adapter_settings_have_pefts_keys() -> None:
     config = validate_tree(compose_tree(CONFIGS / "recipes" / "lora.yaml", LORA))
-    read = LearnerRunConfig.model_validate_json(config.model_dump_json())
-    assert read.adapter_settings == {
+    assert config.adapter_settings == {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "bias": "none",
@@ -52,5 +50,5 @@ def test_adapter_settings_have_pefts_keys() -> None:
         "lora_alpha": 32,
         "target_modules": "all-linear",
     }
-    merged = read.model_copy(update={"actor_infer": read.actor_infer.model_copy(update={"max_lora_rank": None})})
+    merged = config.model_copy(update={"actor_infer": config.actor_infer.model_copy(update={"max_lora_rank": None})})
     assert merged.adapter_settings is None

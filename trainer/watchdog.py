@@ -14,54 +14,55 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from offbeat.trainer.process.heartbeat import START_S
-
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 5
-"""Exit code of a process that was ended for this."""
+"""Exit code of a process killed by its watchdog."""
 CHECK_INTERVAL_S = 0.5
 """Interval of checks; of a longer gap between two checks, at most twice the interval counts."""
+STARTUP_TIMEOUT_S = 600.0
+"""Timeout until the first sign of progress: the process imports torch, perhaps next to many others."""
 
 
 class Watchdog:
     """Measures how long a thread has made no progress."""
 
-    def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """limit_s: time without progress after which the thread counts as hung; until the first kick at least `START_S`."""
-        self._limit_s = limit_s
+    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """timeout_s: time without progress after which the thread counts as hung; at least `STARTUP_TIMEOUT_S` until the
+        first kick."""
+        self._timeout_s = timeout_s
         self._clock = clock
-        self._signed = threading.Event()
-        self._allowed_s = max(limit_s, START_S)
-        self._looked_at = clock()
+        self._kicked = threading.Event()
+        self._allowed_s = max(timeout_s, STARTUP_TIMEOUT_S)
+        self._checked_at = clock()
         self._silent_s = 0.0
 
-    def sign(self) -> None:
+    def kick(self) -> None:
         """Record progress (well under 1 µs)."""
-        self._signed.set()
+        self._kicked.set()
 
     def hung_s(self) -> float:
         """Return the seconds hung, or 0. Call about every `CHECK_INTERVAL_S`."""
         now = self._clock()
-        passed, self._looked_at = min(now - self._looked_at, 2 * CHECK_INTERVAL_S), now
-        if self._signed.is_set():
-            self._signed.clear()
-            self._silent_s, self._allowed_s = 0.0, self._limit_s
+        elapsed_s, self._checked_at = min(now - self._checked_at, 2 * CHECK_INTERVAL_S), now
+        if self._kicked.is_set():
+            self._kicked.clear()
+            self._silent_s, self._allowed_s = 0.0, self._timeout_s
         else:
-            self._silent_s += passed
+            self._silent_s += elapsed_s
         return self._silent_s if self._silent_s > self._allowed_s else 0.0
 
 
 @contextmanager
-def kill_if_hung(dog: Watchdog) -> Iterator[None]:
+def kill_if_hung(watchdog: Watchdog) -> Iterator[None]:
     """Exit with `EXIT_HUNG` and log the stack if the calling thread hangs inside the block."""
-    watched_thread, over = threading.get_ident(), threading.Event()
+    thread_id, left = threading.get_ident(), threading.Event()
 
     def watch() -> None:
-        while not over.wait(CHECK_INTERVAL_S):
-            if hung_s := dog.hung_s():
-                where = "".join(traceback.format_stack(sys._current_frames().get(watched_thread)))
-                logger.error("the main thread has come no further for %.0f s: ends. It is at\n%s", hung_s, where)
+        while not left.wait(CHECK_INTERVAL_S):
+            if hung_s := watchdog.hung_s():
+                stack = "".join(traceback.format_stack(sys._current_frames().get(thread_id)))
+                logger.error("the main thread has made no progress for %.0f s: exiting; it is at\n%s", hung_s, stack)
                 logging.shutdown()
                 os._exit(EXIT_HUNG)
 
@@ -70,5 +71,5 @@ def kill_if_hung(dog: Watchdog) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        left.set()
         thread.join()

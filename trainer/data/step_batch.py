@@ -1,0 +1,51 @@
+"""Input of one optimizer step: built once, then passed to the trainer, to follower ranks and to the batch log."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.services.messages.types import Group
+from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
+from offbeat.trainer.config.algorithm import AlgorithmConfig
+from offbeat.trainer.data.group_codec import pack_group, unpack_group
+from offbeat.trainer.data.reward_shaping import shape_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Groups of one optimizer step."""
+
+    step: int
+    """0-based; training on the batch produces version `step + 1`."""
+    groups: tuple[Group, ...]
+    """As recorded."""
+    shaped: tuple[Group, ...]
+    """`groups` with shaped rewards."""
+    masked: MaskedCounts = NO_MASKED
+    """Groups without signal, which count in the loss denominators only."""
+    weights: tuple[float, ...] = ()
+    """Factor of each group's policy loss; empty if all are 1."""
+
+    @classmethod
+    def build(
+        cls,
+        step: int,
+        groups: Sequence[Group],
+        config: AlgorithmConfig,
+        *,
+        masked: MaskedCounts = NO_MASKED,
+        weights: Sequence[float] = (),
+    ) -> "StepBatch":
+        """Build a batch from groups whose rewards are not shaped yet."""
+        return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights))
+
+    def pack(self) -> list[object]:
+        """Encode the batch as plain values for msgpack."""
+        return [self.step, list(self.masked), list(self.weights), [pack_group(group) for group in self.groups]]
+
+    @classmethod
+    def unpack(cls, body: Sequence[Any], config: AlgorithmConfig) -> "StepBatch":
+        """Decode the result of `pack`."""
+        step, masked, weights, groups = body
+        members = [unpack_group(group) for group in groups]
+        return cls.build(step, members, config, masked=MaskedCounts(*masked), weights=weights)
