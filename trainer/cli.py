@@ -38,68 +38,68 @@ REDIS_VARIABLE = "OFFBEAT_REDIS"
 DONE, FAILED, UNUSABLE, FENCED, OVER = 0, 1, 2, 3, 4
 
 
-def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, again: str = "") -> int:
+def attach(run_id: str, redis_url: str, *, num_processes: int | None = None, resume_command: str = "") -> int:
     """Train a run until its last step or a signal; return the exit code.
 
-    num_processes: data-parallel processes, overrides `actor_train.num_processes`. again: command that resumes the run,
-    shown after a stop; empty to show none.
+    num_processes: data-parallel processes, overrides `actor_train.num_processes`. resume_command: shown
+    after a stop, unless empty.
     """
     started = time.monotonic()
     from offbeat.services.weights.locality import check_reach
-    from offbeat.trainer.run import over, read_run
+    from offbeat.trainer.run import ended_state, read_run
 
-    redis, complaint = _connected(redis_url)
+    redis, problem = _connect(redis_url)
     if redis is None:
-        return _fail(UNUSABLE if complaint.startswith("not a Redis URL") else FAILED, complaint)
+        return _fail(UNUSABLE if problem.startswith("not a Redis URL") else FAILED, problem)
     with redis:
         try:
             run = read_run(redis, run_id)
-            ended = over(redis, run_id)
-            if ended is not None:
-                return _fail(OVER, f"run {run_id} is {ended}: {_REMEDIES.get(ended, _RESUME)}")
+            state = ended_state(redis, run_id)
+            if state is not None:
+                return _fail(OVER, f"run {run_id} is {state}: {_REMEDIES.get(state, _RESUME)}")
             _check_host(run, num_processes or run.config.actor_train.num_processes)
             check_reach(redis, run_id, run.config.weights)
         except (ControlError, WeightsError) as error:
             return _fail(UNUSABLE, str(error))
     _prepare_process(run)
     os.environ[REDIS_VARIABLE] = redis_url  # for the other ranks
-    return _train(run, redis_url, num_processes, again, started)
+    return _train(run, redis_url, num_processes, resume_command, started)
 
 
-_RESUME = "start it again with resume_from_checkpoint=true, then attach"
-_REMEDIES = {"finished": "nothing is left to train; its checkpoints/ hold the policy"}
+_RESUME = "start it with resume_from_checkpoint=true, then attach"
+_REMEDIES = {"finished": "all steps are trained; the policy is in its checkpoints/"}
 
 
-def _connected(redis_url: str) -> "tuple[Redis | None, str]":
-    """A client that answers, or why there is none."""
+def _connect(redis_url: str) -> "tuple[Redis | None, str]":
+    """Return a client that answers, or None and the reason."""
     from offbeat.services.redis.connection import connect
     from offbeat.services.redis.url import address_problem, refusal
 
     if problem := address_problem(redis_url):
         return None, f"not a Redis URL: {problem}"
-    if why := refusal(redis_url):
-        return None, why
+    if reason := refusal(redis_url):
+        return None, reason
     return connect(redis_url), ""
 
 
 def _check_host(run: "LearnerRun", num_processes: int) -> None:
-    """Raises ControlError where this host lacks what the run's learner needs."""
+    """Raise `ControlError` if this host lacks the model or the GPUs of the run's learner."""
     if run.config.pretrain != "tiny" and not run.model_folder.is_dir():
         raise ControlError(
-            f"run {run.run_id} trains {run.model_folder}, and {socket.gethostname()} has no such folder: put the model there"
+            f"run {run.run_id} trains {run.model_folder}, but {socket.gethostname()} has no such folder: copy the model"
         )
     if run.config.actor_train.device == "cuda":
         import torch
 
-        found = torch.cuda.device_count()
-        if found < num_processes:
+        num_gpus = torch.cuda.device_count()
+        if num_gpus < num_processes:
             raise ControlError(
-                f"{num_processes} learner process(es) want a GPU each, and {socket.gethostname()} has {found}: "
-                "take fewer (--nproc), or actor_train.device=cpu"
+                f"{num_processes} learner process(es) need a GPU each, but {socket.gethostname()} has {num_gpus}: "
+                "use fewer (--nproc), or actor_train.device=cpu"
             )
 
 
-def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: str, started: float) -> int:
+def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, resume_command: str, started: float) -> int:
     from redis.exceptions import ConnectionError as RedisConnectionError
 
     from offbeat.trainer.learner.progress_view import SilentView, open_view
@@ -107,16 +107,16 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: 
     from offbeat.trainer.training.checkpoint import CheckpointError
 
     follower = [sys.executable, "-m", "offbeat.trainer.cli", run.run_id]
-    number = num_processes or run.config.actor_train.num_processes
+    count = num_processes or run.config.actor_train.num_processes
     view = open_view(run.config.max_steps) if _is_leader() else SilentView()
-    view.print(f"Learner of {run.run_id}: {number} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
+    view.print(f"Learner of {run.run_id}: {count} process(es) on {socket.gethostname()}, log in {_log_dir(run)}")
     try:
-        process = LearnerProcess(run, redis_url, num_processes=number, follower=follower, view=view, started=started)
-        ended = process.run()
+        process = LearnerProcess(run, redis_url, num_processes=count, follower=follower, view=view, started=started)
+        result = process.run()
     except FencedError as error:
         return _fail(FENCED, f"run {run.run_id}: {error}", view)
     except (CheckpointError, ControlError, WeightsError) as error:
-        logger.exception("this would fail in the same way again")
+        logger.exception("a restart would fail in the same way")
         return _fail(UNUSABLE, f"run {run.run_id}: {error}", view)
     except (MeshError, RedisConnectionError) as error:
         return _fail(FAILED, f"run {run.run_id}: {error}", view)
@@ -125,20 +125,21 @@ def _train(run: "LearnerRun", redis_url: str, num_processes: int | None, again: 
         return _fail(FAILED, f"run {run.run_id}: {type(error).__name__}: {error}", view)
     view.close()
     if _is_leader():
-        view.print(_last_words(run, ended, again))
+        view.print(_describe_result(run, result, resume_command))
     return DONE
 
 
-def _last_words(run: "LearnerRun", ended: "LearnerResult", again: str) -> str:
-    held = f"; {ended.checkpoint} holds it" if ended.checkpoint else ""
-    if ended.finished:
-        return f"Trained all {run.config.max_steps} steps{held}."
-    if ended.step < 0 and not ended.interrupted:
-        return "The run ended while this learner stood by."
-    where = f"at step {ended.step} of {run.config.max_steps}{held}" if ended.step >= 0 else "before it had weights"
-    if not ended.interrupted:
-        return f"The run was stopped, and this learner with it, {where}."
-    return f"Detached {where}. The lease is free." + (f"\nGo on with: {again}" if again else "")
+def _describe_result(run: "LearnerRun", result: "LearnerResult", resume_command: str) -> str:
+    checkpoint = f"; checkpoint: {result.checkpoint}" if result.checkpoint else ""
+    if result.finished:
+        return f"Trained all {run.config.max_steps} steps{checkpoint}"
+    if result.step < 0 and not result.interrupted:
+        return "The run ended while this learner was on standby."
+    progress = f"at step {result.step} of {run.config.max_steps}" if result.step >= 0 else "before its first weights"
+    if not result.interrupted:
+        return f"The run was stopped {progress}{checkpoint}"
+    hint = f"\nResume with: {resume_command}" if resume_command else ""
+    return f"Detached {progress}; the lease is free{checkpoint}{hint}"
 
 
 def _is_leader() -> bool:
@@ -179,16 +180,16 @@ def end_process(code: int) -> None:
 
 def main() -> None:
     """Parse the command line and train."""
-    parser = argparse.ArgumentParser(prog="offbeat.trainer.cli", description="Train a run that the mesh plays.")
-    parser.add_argument("run", help="the run's id")
+    parser = argparse.ArgumentParser(prog="offbeat.trainer.cli", description="Train a run of the mesh.")
+    parser.add_argument("run", help="id of the run")
     parser.add_argument("--redis", help=f"URL of the run's Redis; default: {REDIS_VARIABLE}")
     parser.add_argument("--nproc", type=int, help="data-parallel processes; default: actor_train.num_processes")
     arguments = parser.parse_args()
     if arguments.nproc is not None and arguments.nproc < 1:
-        parser.error(f"--nproc {arguments.nproc}: at least 1")
+        parser.error(f"--nproc {arguments.nproc}: must be at least 1")
     redis_url = arguments.redis or os.environ.get(REDIS_VARIABLE)
     if not redis_url:
-        parser.error(f"name the Redis that holds the run: {REDIS_VARIABLE}, or --redis URL")
+        parser.error(f"the run's Redis is not set: use --redis URL or {REDIS_VARIABLE}")
     end_process(attach(arguments.run, redis_url, num_processes=arguments.nproc))
 
 

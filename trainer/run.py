@@ -59,7 +59,7 @@ FINISHED = "finished"
 """Value of `learner_phase` once all steps are trained and evaluated."""
 
 
-def over(redis: Redis, run_id: str) -> RunState | None:
+def ended_state(redis: Redis, run_id: str) -> RunState | None:
     """Return how the run ended, or None while steps remain."""
     fields = redis.hmget(RunKeys(run_id).record, ["state", "learner_phase"])
     state, phase = (value.decode() if value else "" for value in cast(list[bytes | None], fields))
@@ -68,14 +68,13 @@ def over(redis: Redis, run_id: str) -> RunState | None:
     return RunState(state) if state and RunState(state).over else None
 
 
-def ends(redis: Redis, run_id: str) -> bool:
+def is_ending(redis: Redis, run_id: str) -> bool:
     """Return True if the run has ended or should end."""
     desired = cast(bytes | None, redis.hget(RunKeys(run_id).record, "wanted"))
-    return desired in ENDINGS or over(redis, run_id) is not None
+    return desired in ENDINGS or ended_state(redis, run_id) is not None
 
 
 def _lineage(raw: dict[bytes, bytes], config: LearnerRunConfig) -> str:
-    """Return the lineage: a resumed run keeps its creation time and continues the checkpoint's lineage; one that starts
-    from a named checkpoint begins a new one."""
+    """Return the lineage: that of the run's creation, or a new one for a run resumed from a named checkpoint."""
     created, attempt = (raw.get(key, b"").decode() for key in (b"created_at", b"attempt"))
     return f"{created}/{attempt}" if isinstance(config.resume_from_checkpoint, Path) else created

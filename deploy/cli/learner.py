@@ -18,7 +18,7 @@ class UnknownRedisError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A run, and the Redis that holds it."""
+    """A run and the URL of its Redis."""
 
     run_id: str
     redis_url: str
@@ -37,25 +37,27 @@ def find_target(run: str, redis_url: str | None) -> Target:
     endpoints = run_folder.read_endpoints(folder) if folder is not None else None
     if endpoints is None:
         raise UnknownRedisError(
-            f"no run in {run} or {RUNS / run} goes on on this host: name the Redis that holds it with --redis URL or "
+            f"no run in {run} or {RUNS / run} is active on this host: pass its Redis as --redis URL or in "
             f"{REDIS_VARIABLE}; `offbeat train` writes the URL to endpoints.json in the run's folder"
         )
     return Target(run_id, endpoints.redis_url)
 
 
 def attach_learner(run: str, redis_url: str | None, num_processes: int | None) -> None:
-    """Train a run from here; does not return, but ends this process with the learner's exit code.
+    """Train a run in this process, which exits with the learner's exit code.
 
     Raises:
         UnknownRedisError: see `find_target`.
     """
     target = find_target(run, redis_url)
 
-    again = ["offbeat", "learner", "attach", run]
-    # What comes from the environment need not be typed again, nor shown: the URL may hold a password
-    again += [] if redis_url in (None, os.environ.get(REDIS_VARIABLE)) else ["--redis", redis_url]
-    again += [] if num_processes is None else ["--nproc", str(num_processes)]
-    end_process(attach(target.run_id, target.redis_url, num_processes=num_processes, again=shlex.join(again)))
+    command = ["offbeat", "learner", "attach", run]
+    # A URL from the environment is not shown: it may contain a password
+    command += [] if redis_url in (None, os.environ.get(REDIS_VARIABLE)) else ["--redis", redis_url]
+    command += [] if num_processes is None else ["--nproc", str(num_processes)]
+    end_process(
+        attach(target.run_id, target.redis_url, num_processes=num_processes, resume_command=shlex.join(command))
+    )
 
 
 def _name_of(folder: Path) -> str:

@@ -213,7 +213,7 @@ class TrainCommand:
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
         self._view.say(f"The run failed: {error}")
-        self._say_how_to_resume()
+        self._show_resume_command()
         return FAILED
 
     async def _end_stopped(self) -> int:
@@ -221,11 +221,11 @@ class TrainCommand:
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._view.say(stopped_at(self._config, published))
-        self._say_how_to_resume()
+        self._show_resume_command()
         return INTERRUPTED
 
-    def _say_how_to_resume(self) -> None:
-        self._view.say(f"Go on with: {self._resume_command}")
+    def _show_resume_command(self) -> None:
+        self._view.say(f"Resume with: {self._resume_command}")
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -240,13 +240,13 @@ class TrainCommand:
 
 
 def stopped_at(config: RunConfig, published: int) -> str:
-    """What a stopped run goes on from. published: the step that its weights had come to."""
+    """Describe the checkpoint that a stopped run resumes from. published: version of the newest weights."""
     newest = run_folder.newest_checkpoint(config.output_dir)
     if newest is None:
         return "Stopped before the first checkpoint."
     step, path = newest
-    again = f" What came after it, up to step {published}, is trained again." if published > step else ""
-    return f"Stopped at step {step} of {config.max_steps}; {_shown(path)} holds it.{again}"
+    repeated = f"\nLater steps, up to {published}, will be trained again." if published > step else ""
+    return f"Stopped at step {step} of {config.max_steps}; checkpoint: {_shown(path)}{repeated}"
 
 
 def _has_trained(view: RunView) -> bool:

@@ -48,7 +48,7 @@ SMALL = (
 )
 IMPATIENT = (
     "from offbeat.trainer import cli; from offbeat.trainer.process import redis_outage;"
-    "redis_outage.PATIENCE_S = {}; cli.main()"
+    "redis_outage.RETRY_TIMEOUT_S = {}; cli.main()"
 )
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

@@ -71,7 +71,7 @@ def test_an_attached_learner_shows_its_progress_line_by_line(alone: Run) -> None
     assert "Learner of alone: 1 process(es)" in said
     assert "warming up" in said
     assert "step 6/6  reward " in said
-    assert said.rstrip().endswith("checkpoints/step-000006 holds it.")
+    assert said.rstrip().endswith("checkpoints/step-000006")
     assert "Trained all 6 steps" in said
 
 
@@ -85,11 +85,11 @@ def test_a_detached_run_collects_up_to_the_bound_and_goes_on_where_it_was(
         assert first.wait(timeout=30) == 0
         said = run.said(first)
         assert "Finishing the running step" in said
-        assert "The lease is free.\nGo on with: offbeat learner attach detached\n" in said
+        assert "\nResume with: offbeat learner attach detached\n" in said
         assert not run.redis.exists(run.keys.lease)
         newest = max((run.config.output_dir / "checkpoints").glob("step-*"))
         step = json.loads((newest / "learner.json").read_text())["step"]
-        assert f"Detached at step {step} of 6; {newest} holds it" in said
+        assert f"Detached at step {step} of 6; the lease is free; checkpoint: {newest}" in said
         bound = min(12, (step + 2) * 2)  # max_staleness 1, 2 groups a step
         wait_until_sync(lambda: run.counters().admitted == bound)
         assert run.counters().trained == 2 * step
@@ -112,7 +112,7 @@ def test_a_learner_that_stands_by_takes_over_from_a_dead_one(redis_server: str, 
         first.wait()
         psutil.wait_procs([follower], timeout=5)
         assert not follower.is_running()
-        wait_until_sync(lambda: "The lease is free: this learner has it now." in run.said(second))
+        wait_until_sync(lambda: "The lease is free: this learner has taken over." in run.said(second))
         asyncio.run(set_paused(run, False))
         assert second.wait(timeout=240) == 0, run.said(second)
         assert run.counters().trained == 12
@@ -149,7 +149,7 @@ def test_mistakes_are_told_in_one_line_with_an_exit_code_of_their_own(alone: Run
         ("nobody", "--redis", alone.url): (2, "there is no run 'nobody' in this Redis"),
         ("alone", "--redis", "http://127.0.0.1"): (2, "not a Redis URL: expected redis://HOST:PORT"),
         ("alone", "--redis", "redis://:secret@127.0.0.1:1/0"): (1, "no Redis answers at redis://127.0.0.1:1/0"),
-        ("nobody",): (2, "name the Redis that holds it with --redis URL"),
+        ("nobody",): (2, "pass its Redis as --redis URL"),
     }
     for arguments, (code, message) in mistakes.items():
         ended = attach(*arguments)
@@ -163,7 +163,7 @@ def test_a_run_that_is_over_is_not_trained(alone: Run) -> None:
     ended = attach("alone", "--redis", alone.url)
     alone.redis.hdel(alone.keys.record, "state")
     assert ended.returncode == 4
-    assert "run alone is finished: nothing is left to train" in ended.stderr
+    assert "run alone is finished: all steps are trained" in ended.stderr
 
 
 def test_a_learner_on_another_host_than_generation_is_refused_shared_memory(redis_server: str, tmp_path: Path) -> None:
@@ -182,4 +182,4 @@ def test_a_host_without_the_model_says_so(redis_server: str, tmp_path: Path) -> 
         redis.hset(run.keys.record, "config", config.model_dump_json())
         ended = attach("bare", "--redis", run.url)
     assert ended.returncode == 2
-    assert "trains /nowhere/model, and " in ended.stderr
+    assert "trains /nowhere/model, but " in ended.stderr

@@ -204,7 +204,7 @@ def test_a_learner_waits_for_a_redis_that_refuses_writes_and_trains_each_group_o
         learner = run.start(patience_s=0.5)
         wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
         with without_memory(run):
-            wait_until_sync(lambda: "waits on: Redis refuses writes: OOM" in log_of(run))
+            wait_until_sync(lambda: "Redis refuses writes: OOM" in log_of(run))
             began = time.monotonic()
             wait_until_sync(lambda: time.monotonic() > began + 1.5 * hung_s)
             assert not run.redis.exists(run.keys.lease)
@@ -225,7 +225,7 @@ def test_a_learner_that_waits_for_redis_ends_at_a_signal_and_says_why(redis_serv
         learner = run.start(patience_s=0.5)
         wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
         with without_memory(run):
-            wait_until_sync(lambda: "waits on: Redis refuses writes: OOM" in log_of(run))
+            wait_until_sync(lambda: "Redis refuses writes: OOM" in log_of(run))
             learner.send_signal(signal.SIGTERM)
             assert learner.wait(timeout=60) == 1
         assert "offbeat learner: run refused-stop: Redis refuses writes: OOM" in run.complaint()
@@ -242,7 +242,7 @@ def test_a_learner_waits_for_a_redis_that_is_gone(tmp_path: Path) -> None:
         wait_until_sync(lambda: run.published() >= 2, timeout_s=240)
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
-        wait_until_sync(lambda: "waits on: Redis does not answer: " in log_of(run))
+        wait_until_sync(lambda: "Redis does not answer: " in log_of(run))
         assert learner.poll() is None, run.complaint()
         server.restart()
         assert learner.wait(timeout=240) == 0, run.complaint()
@@ -255,7 +255,7 @@ def test_a_checkpoint_that_can_not_be_used_is_refused_with_one_line(redis_server
     nothing.mkdir()
     with a_run(redis_server, tmp_path, "nowhere", [f"resume_from_checkpoint={nothing}"]) as run:
         assert run.start().wait(timeout=60) == 2
-        assert "offbeat learner: run nowhere: not a whole checkpoint" in run.complaint()
+        assert "offbeat learner: run nowhere: not a complete checkpoint" in run.complaint()
 
 
 @pytest.mark.parametrize(

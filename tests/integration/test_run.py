@@ -186,8 +186,8 @@ def test_a_run_steered_and_stopped_over_rest_goes_on_though_redis_and_the_contro
     stopped_at = int(saved.name.removeprefix("step-"))
     assert stopped_at >= reached
     said = first.log.read_text()
-    assert f"Stopped at step {stopped_at} of 2000; runs/own/checkpoints/{saved.name} holds it." in said
-    assert "Go on with: offbeat train own.yaml max_steps=2000 save_steps=1000 resume_from_checkpoint=true" in said
+    assert f"Stopped at step {stopped_at} of 2000; checkpoint: runs/own/checkpoints/{saved.name}" in said
+    assert "Resume with: offbeat train own.yaml max_steps=2000 save_steps=1000 resume_from_checkpoint=true" in said
     assert first.living() == []
     assert shared_memory(first) == []
 

@@ -30,6 +30,7 @@ from offbeat.trainer.learner.evaluations import RedisEvaluationLog
 from offbeat.trainer.learner.loop import Learner
 from offbeat.trainer.learner.progress_view import LearnerView, SilentView
 from offbeat.trainer.learner.reporter import LearnerReporter, RedisStatusBoard
+from offbeat.trainer.process import redis_outage
 from offbeat.trainer.process.heartbeat import start_heartbeats
 from offbeat.trainer.process.lease_wait import wait_for_lease
 from offbeat.trainer.process.ranks import (
@@ -39,9 +40,8 @@ from offbeat.trainer.process.ranks import (
     lead,
     start_followers,
 )
-from offbeat.trainer.process.redis_outage import RETRY_TIMEOUT_S, RedisOutage
 from offbeat.trainer.process.signals import stop_on_signals
-from offbeat.trainer.run import LearnerRun, ends, read_run
+from offbeat.trainer.run import LearnerRun, is_ending, read_run
 from offbeat.trainer.trackers.metrics_writer import MetricsWriter
 from offbeat.trainer.trackers.supervisor import TrackerProcesses, make_start_messages
 from offbeat.trainer.training.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
@@ -92,8 +92,8 @@ class LearnerProcess:
         self._watchdog = Watchdog(60 * run.config.actor_train.backend_timeout + margin_s)
         self._stop = threading.Event()
         self._lost = threading.Event()
-        outage = RedisOutage((self._stop, self._lost), self._watchdog, self._view)
-        self._redis = connect(redis_url, patience_s=RETRY_TIMEOUT_S, goes_on=outage.should_retry)
+        outage = redis_outage.RedisOutage((self._stop, self._lost), self._watchdog, self._view)
+        self._redis = connect(redis_url, patience_s=redis_outage.RETRY_TIMEOUT_S, goes_on=outage.should_retry)
         self._metrics = RedisMetrics(self._redis, run.run_id)
         board = RedisStatusBoard(self._redis, run.run_id)
         self._reporter = LearnerReporter(self._metrics, board, self._view, self._watchdog)
@@ -267,7 +267,7 @@ class LearnerProcess:
         self._watchdog.kick()
         self._followers.check()
         check_reach(self._redis, self._run.run_id, self._run.config.weights)
-        return self._stop.is_set() or self._lost.is_set() or ends(self._redis, self._run.run_id)
+        return self._stop.is_set() or self._lost.is_set() or is_ending(self._redis, self._run.run_id)
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint to resume from: this run's, the newest with `true`, or the one that the configuration

@@ -1,9 +1,9 @@
-"""Checkpoints of the learner: complete, atomic, found again; the oldest are removed.
+"""Checkpoints of the learner: written atomically, verified when read; the oldest are removed.
 
 Layout of `checkpoints/step-000020`: the policy as a Hugging Face folder (weights, configuration, tokenizer), `state/`
 (exact engine state), `learner.json` (`LearnerState`), `manifest.json` (size and CRC of every other file).
 
-Invariants: a folder named `step-...` was complete when it got that name (written to a temporary folder, synced,
+Invariants: a folder named `step-...` was complete when it was renamed to that (written to a temporary folder, synced,
 renamed); one that was damaged later is skipped with a warning. `best` links to the step with the best evaluation, which
 is kept in addition to the newest.
 """
@@ -31,12 +31,13 @@ logger = logging.getLogger(__name__)
 LEARNER = "learner.json"
 MANIFEST = "manifest.json"
 PREFIX = "step-"
-ASIDE = ".writing-"
+TEMPORARY = ".writing-"
 BEST, SCORE = "best", "best.json"
-CHUNK = 1 << 22
-ABANDONED_S = 3600.0
-_MINE = f"{socket.gethostname()}~{os.getpid()}"
-_NUMBERS = itertools.count()
+READ_SIZE = 1 << 22
+ABANDONED_AFTER_S = 3600.0
+"""Age at which a temporary folder of another host counts as abandoned."""
+_WRITER = f"{socket.gethostname()}~{os.getpid()}"
+_SEQUENCE = itertools.count()
 
 
 class CheckpointError(Exception):
@@ -52,107 +53,107 @@ class LearnerState:
     """Learner state in a checkpoint, besides weights and engine state."""
 
     step: int
-    """Optimizer batches trained, which is also the version of the weights."""
+    """Number of optimizer steps, which is the version of the weights."""
     lineage: str
-    """`LearnerRun.lineage` of the run that wrote it."""
+    """`LearnerRun.lineage` of its writer."""
     entry_ids: tuple[str, ...] = ()
     """Entries consumed since the last acknowledgement; acknowledged once this checkpoint is durable."""
     next_number: int = 0
     """One past the highest group number that was consumed."""
     kl_coef: float = 0.0
     num_processes: int = 1
-    """Data-parallel processes that wrote it."""
+    """Number of data-parallel processes of its writer."""
     config: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The run's configuration, for humans and tools."""
+    """Configuration of the run."""
     serial: int = field(default=0, compare=False)
-    """Larger than the serial of every checkpoint in the folder at the time of writing, whatever their steps."""
+    """Position in the order of writing, which may differ from that of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     path: Path
     state: LearnerState
 
 
 class CheckpointStore:
-    """The checkpoints of one output folder."""
+    """Writes, finds and removes the checkpoints of one folder."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._asides: list[Path] = []
+        self._temporary: list[Path] = []
 
     def save(self, state: LearnerState, write: Callable[[Path], None]) -> "Future[Path]":
-        """Write a checkpoint: `write` fills a new folder with weights and engine state before this returns.
+        """Write a checkpoint and return a future of its path, done once it is durable and old ones are removed.
 
-        Returns a future of its path, done once it is durable and older ones than the newest `keep` are removed:
-        digests, syncing and renaming happen in the background. The previous future must be done.
+        `write` fills a new folder with weights and engine state before this returns; digests, syncing and renaming run in
+        the background. The previous future must be done.
 
         Raises:
             UnsavedError: it could not be written; the future raises it if it could not be made durable.
         """
         target = self._folder / f"{PREFIX}{state.step:06d}"
-        aside = self._folder / f"{ASIDE}{_MINE}-{next(_NUMBERS)}-{target.name}"
-        with _removed_if_unsaved(aside):
+        temporary = self._folder / f"{TEMPORARY}{_WRITER}-{next(_SEQUENCE)}-{target.name}"
+        with _remove_if_unsaved(temporary):
             self._folder.mkdir(parents=True, exist_ok=True)
-            aside.mkdir()
-            self._asides.append(aside)
-            write(aside)
+            temporary.mkdir()
+            self._temporary.append(temporary)
+            write(temporary)
             serial = 1 + max((_serial_of(path) for path in self._folder.glob(f"{PREFIX}*")), default=0)
-            _write_json(aside / LEARNER, asdict(replace(state, serial=serial)))
-        return self._thread.submit(self._make_durable, aside, target)
+            _write_json(temporary / LEARNER, asdict(replace(state, serial=serial)))
+        return self._thread.submit(self._make_durable, temporary, target)
 
-    def _make_durable(self, aside: Path, target: Path) -> Path:
-        with _removed_if_unsaved(aside):
-            self._name(aside, target)
-        self._collect(target)
+    def _make_durable(self, temporary: Path, target: Path) -> Path:
+        with _remove_if_unsaved(temporary):
+            self._rename(temporary, target)
+        self._remove_old(target)
         return target
 
-    def _name(self, aside: Path, target: Path) -> None:
-        """Sync what was written, and give it its name."""
-        _write_json(aside / MANIFEST, {str(p.relative_to(aside)): _fingerprint(p) for p in _files(aside)})
-        _sync(aside)
+    def _rename(self, temporary: Path, target: Path) -> None:
+        """Sync the temporary folder and rename it."""
+        _write_json(temporary / MANIFEST, {str(p.relative_to(temporary)): _fingerprint(p) for p in _files(temporary)})
+        _sync(temporary)
         if target.exists():
-            self._make_room(target, aside)
-        if aside.exists():
-            aside.rename(target)
+            self._replace_existing(target, temporary)
+        if temporary.exists():
+            temporary.rename(target)
         _sync_folder(self._folder)
 
-    def _make_room(self, target: Path, aside: Path) -> None:
-        """There is a folder of that name: a learner that was thought dead may have written the same one, which then stays;
-        another lineage's, or a damaged one, would not have been gone on from, and goes."""
-        lineage = json.loads((aside / LEARNER).read_text())["lineage"]
+    def _replace_existing(self, target: Path, temporary: Path) -> None:
+        """Keep an existing checkpoint of the same lineage, which a learner thought dead has written; replace one of
+        another lineage or a damaged one, since no learner would resume from it."""
+        lineage = json.loads((temporary / LEARNER).read_text())["lineage"]
         try:
             same = read_checkpoint(target).state.lineage == lineage
         except CheckpointError:
             same = False
         if same:
-            shutil.rmtree(aside)
+            shutil.rmtree(temporary)
             return
-        old = aside.with_name(f"{aside.name}-old")
+        old = temporary.with_name(f"{temporary.name}-old")
         target.rename(old)
-        aside.rename(target)
+        temporary.rename(target)
         shutil.rmtree(old, ignore_errors=True)
 
     def score(self, step: int, value: float) -> None:
         """Record the score of `step`; the best checkpoint is kept in addition to the newest, and `best` links to it."""
         path = self._folder / f"{PREFIX}{step:06d}"
         best = self._best()
-        # A step may be trained again, to other weights
-        beaten = best is None or best[0] == path.name or best[1] <= value
-        if not path.is_dir() or not math.isfinite(value) or not beaten:
+        # After a resume, the same step may have different weights and another score
+        is_best = best is None or best[0] == path.name or best[1] <= value
+        if not path.is_dir() or not math.isfinite(value) or not is_best:
             return
-        aside = self._folder / f"{ASIDE}{_MINE}-{BEST}"
-        _write_json(aside, {"step": step, "score": value})
-        aside.replace(self._folder / SCORE)
-        aside.symlink_to(path.name)
-        aside.replace(self._folder / BEST)
+        temporary = self._folder / f"{TEMPORARY}{_WRITER}-{BEST}"
+        _write_json(temporary, {"step": step, "score": value})
+        temporary.replace(self._folder / SCORE)
+        temporary.symlink_to(path.name)
+        temporary.replace(self._folder / BEST)
 
     def _best(self) -> tuple[str, float] | None:
-        """Name and score of the best checkpoint, if it is still there."""
+        """Return name and score of the best checkpoint, if it still exists."""
         try:
             tree = json.loads((self._folder / SCORE).read_text())
             name, score = f"{PREFIX}{int(tree['step']):06d}", float(tree["score"])
@@ -161,51 +162,50 @@ class CheckpointStore:
         return (name, score) if (self._folder / name).is_dir() else None
 
     def newest_complete(self, lineage: str | None = None) -> Checkpoint | None:
-        """The newest whole checkpoint, of one lineage, or of any the one that was written last: a run that went back to an
-        earlier step has left later ones behind. Damaged ones are skipped with a warning."""
+        """Return the complete checkpoint of a lineage with the highest step, or, of any lineage, the one written last: a run
+        resumed from an earlier step leaves later ones behind. Damaged ones are skipped with a warning."""
         paths = sorted(self._folder.glob(f"{PREFIX}*"), key=_step_of, reverse=True)
         for path in paths if lineage is not None else sorted(paths, key=_serial_of, reverse=True):
             try:
                 checkpoint = read_checkpoint(path)
             except CheckpointError as error:
-                logger.warning("%s is skipped: %s", path, error)
+                logger.warning("skipping checkpoint %s: %s", path, error)
                 continue
             if lineage is None or checkpoint.state.lineage == lineage:
                 return checkpoint
         return None
 
-    def _collect(self, newest: Path) -> None:
+    def _remove_old(self, newest: Path) -> None:
         best = self._best()
-        spared = {newest.name, best[0] if best else newest.name}
-        written = {path: path.stat().st_mtime for path in self._folder.glob(f"{PREFIX}*") if path.name not in spared}
-        # What is newer is of a learner that has replaced this one
+        retained = {newest.name, best[0] if best else newest.name}
+        written = {path: path.stat().st_mtime for path in self._folder.glob(f"{PREFIX}*") if path.name not in retained}
+        # Newer ones belong to a learner that has taken over
         older = [path for path in written if written[path] <= newest.stat().st_mtime]
         for path in sorted(older, key=lambda p: written[p], reverse=True)[self._keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
-        for left_over in self._folder.glob(f"{ASIDE}*-{PREFIX}*"):
-            if left_over in self._asides or _is_abandoned(left_over):
-                shutil.rmtree(left_over, ignore_errors=True)
+        for path in self._folder.glob(f"{TEMPORARY}*-{PREFIX}*"):
+            if path in self._temporary or _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _removed_if_unsaved(aside: Path) -> Iterator[None]:
-    """Translate errors of a full disk: an OSError, or a library's own error with the system's message."""
+def _remove_if_unsaved(temporary: Path) -> Iterator[None]:
+    """Remove the folder and translate errors of a full disk: OSError, or a library's error with the system's message."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise UnsavedError(" ".join(str(error).split())) from error
 
 
-def _is_abandoned(aside: Path) -> bool:
-    """Return True if its writer is gone: a process of this host that has exited, or one of another host that has not
-    touched it for long."""
-    host, _, rest = aside.name.removeprefix(ASIDE).partition("~")
+def _is_abandoned(temporary: Path) -> bool:
+    """Return True if its writer has exited, or, on another host, if it was not modified for `ABANDONED_AFTER_S`."""
+    host, _, rest = temporary.name.removeprefix(TEMPORARY).partition("~")
     try:
         if host == socket.gethostname():
             pid = int(rest.partition("-")[0])
             return not Path(f"/proc/{pid}").exists()
-        return time.time() - aside.stat().st_mtime > ABANDONED_S
+        return time.time() - temporary.stat().st_mtime > ABANDONED_AFTER_S
     except (OSError, ValueError):
         return False
 
@@ -227,7 +227,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tree = json.loads((path / LEARNER).read_text())
         return Checkpoint(path, LearnerState(**{**tree, "entry_ids": tuple(tree["entry_ids"])}))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"not a whole checkpoint: {error}") from error
+        raise CheckpointError(f"not a complete checkpoint: {error}") from error
 
 
 def _step_of(path: Path) -> int:
@@ -248,10 +248,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _fingerprint(path: Path) -> list[int]:
-    """[bytes, CRC-32]."""
+    """Return size and CRC-32."""
     crc = 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_SIZE):
             crc = zlib.crc32(chunk, crc)
         return [file.tell(), crc]
 
@@ -261,7 +261,7 @@ def _write_json(path: Path, content: object) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder's files and names to the disk."""
+    """Sync a folder's files and directory entries."""
     for path in folder.rglob("*"):
         if path.is_file():
             _sync_path(path, os.O_RDONLY)

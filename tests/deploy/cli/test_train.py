@@ -36,9 +36,9 @@ def test_a_stopped_run_names_the_step_of_its_checkpoint_and_not_of_its_weights(t
         folder.mkdir(parents=True)
         os.utime(folder, (1000 - age, 1000 - age))
     (tmp_path / "checkpoints" / ".writing-step-000009").mkdir()
-    held = f"Stopped at step 7 of 24; {tmp_path}/checkpoints/step-000007 holds it."
-    assert stopped_at(config, 7) == held
-    assert stopped_at(config, 9) == f"{held} What came after it, up to step 9, is trained again."
+    message = f"Stopped at step 7 of 24; checkpoint: {tmp_path}/checkpoints/step-000007"
+    assert stopped_at(config, 7) == message
+    assert stopped_at(config, 9) == f"{message}\nLater steps, up to 9, will be trained again."
 
 
 def test_a_folder_that_can_not_be_had_is_told_in_a_line():
