@@ -20,7 +20,7 @@ LOCK = ".lock"
 ENDPOINTS = "endpoints.json"
 CONFIG = "config.yaml"
 MARKS = (CONFIG, "checkpoints", "ledger", "redis", "report.json")
-"""A folder that holds one of these holds a run."""
+"""Files that mark the folder of a run."""
 WRITTEN = (
     "batches",
     "checkpoints",
@@ -58,7 +58,7 @@ class Endpoints:
 
 
 def holds_run(folder: Path) -> bool:
-    """True if the folder holds files of an earlier run."""
+    """Return True if the folder has files of an earlier run."""
     return any((folder / mark).exists() for mark in MARKS)
 
 
@@ -147,9 +147,7 @@ def remove_endpoints(folder: Path) -> None:
 
 
 def remove_run_files(folder: Path) -> list[str]:
-    """Remove a run's files, and the folder if it is empty then; return the removed paths.
-
-    Files that no run writes are kept, wherever `output_dir` points.
+    """Remove a run's files, and the folder if it is then empty; return the removed paths. Other files are kept.
 
     Raises:
         FolderInUseError: the folder's run is running.

@@ -1,6 +1,6 @@
-"""What must be there before a run starts: its folders, the tiny policy's files, the buffer's limits.
+"""Preparation of a run: folders, the tiny policy's files, the buffer's limits.
 
-Invariant: preparing again changes nothing, so the command line and each control replica do it.
+Invariant: idempotent, so the command line and each control replica can do it.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ LOGS = "logs"
 
 
 def run_spec(config: RunConfig) -> RunSpec:
-    """As much of a run as the control service needs to know."""
+    """Return the part of a run that the control service needs."""
     return RunSpec(
         run_id=config.exp_name,
         config=config.model_dump_json(),
@@ -43,7 +43,7 @@ def generation_app(config: RunConfig) -> str:
 
 
 def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | None = None) -> WorkerSettings:
-    """What the run's env workers are told. timeout_s: instead of `buffer.worker_timeout_s`."""
+    """Return the settings of the run's env workers. timeout_s: overrides `buffer.worker_timeout_s`."""
     return WorkerSettings(
         run_id=config.exp_name,
         seed=config.seed,
@@ -63,7 +63,7 @@ def worker_settings(config: RunConfig, redis_url: str, *, timeout_s: float | Non
 
 
 def buffer_limits(config: RunConfig) -> BufferLimits:
-    """What admission and assembly go by in this run."""
+    """Return the run's limits for admission and group assembly."""
     manager = config.train_env_manager
     groups_per_step = config.rollout_batch_size // manager.group_size
     return BufferLimits(
@@ -94,5 +94,5 @@ def prepare_folder(config: RunConfig) -> None:
 
 
 def prepare_buffer(redis: Redis, config: RunConfig) -> None:
-    """Write the run's limits and make its stream. Raises `BufferError` where an earlier run had another shape."""
+    """Write the run's limits and create its stream. Raises `BufferError` if an earlier run had another group shape."""
     configure_buffer(redis, config.exp_name, buffer_limits(config))

@@ -1,1 +1,1 @@
-"""Foreign agents that come with the project."""
+"""Agents of other frameworks, included with the project."""

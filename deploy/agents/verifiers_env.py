@@ -1,6 +1,6 @@
-"""An episode that verifiers plays: its harness, tools, users and runtimes, its rewards, and the policy behind its calls.
+"""Agent that runs an episode with verifiers: its harness, tools, users, runtimes and rewards, with the policy as the model.
 
-Goes with `env_type: verifiers` and `played_by: agent`, which choose the task.
+Requires `env_type: verifiers` and `played_by: agent`.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from offbeat.envs.optional_imports import require
 from offbeat.services.rollout.agents.task import AgentTask
 
 KEY_NAME = "OFFBEAT_EPISODE_KEY"
-"""Where verifiers' client reads the episode's key: a process plays one episode at a time."""
+"""Environment variable from which verifiers' client reads the episode's key; a process runs one episode at a time."""
 ALONE: dict[str, Any] = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 """A chat loop with the task's tools on this machine; verifiers' own default is a box of Prime's cloud."""
 
 
 def play(task: AgentTask) -> dict[str, Any]:
-    """Play one task to its end.
+    """Run one task.
 
     Raises:
-        RuntimeError: verifiers could not play it, in its own words.
+        RuntimeError: verifiers failed; the message is its own.
     """
     return asyncio.run(_play(task, json.loads(task.observation)))
 
@@ -45,7 +45,7 @@ async def _play(task: AgentTask, order: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _loaded(settings: str, idx: int) -> tuple[Any, Any]:
-    """The env and the task; a process plays many episodes of few tasks.
+    """Return the env and the task, cached: a process runs many episodes of few tasks.
 
     settings: JSON, the `[env]` block and the taskset.
     """

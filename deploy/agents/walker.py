@@ -1,4 +1,4 @@
-"""A foreign agent of twenty lines: it knows OpenAI's client and the env's URL, and nothing of how it is trained."""
+"""Example agent of twenty lines, which uses only OpenAI's client and the env's URL."""
 
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ def client(base_url: str) -> OpenAI:
 
 
 def play(task: AgentTask) -> None:
-    """Ask the policy for the next word, act by it, tell it what it sees."""
+    """Ask the policy for the next word and step the env with it until the episode ends."""
     policy = client(task.base_url).with_options(api_key=task.api_key)
     told: list[Any] = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}]
     done = False

@@ -1,6 +1,6 @@
-"""Runs from Python: started as a process of their own, or opened from their folder.
+"""Runs from Python: started in a process of their own, or opened from their folder.
 
-Invariant: nothing of a run lives in the calling process: no Ray, no CUDA, no signal handler. A run outlives its caller.
+Invariant: the calling process gets no Ray, no CUDA and no signal handler. A run outlives its caller.
 """
 
 import base64
@@ -34,7 +34,7 @@ TAIL_LINES = 30
 
 
 class RunFailedError(RuntimeError):
-    """A run that ended with an error; the message holds the end of its console output."""
+    """The run ended with an error; the message is the end of its console output."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -53,12 +53,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def train(config: RunConfig | str | Path, overrides: Sequence[str] = (), *, resume: bool = False) -> "Run":
-    """Start `offbeat train` as a process of its own and return at once.
+    """Start `offbeat train` in a separate process and return at once.
 
     config: a configuration of `load_config`, or a YAML file. overrides: `key=value`. resume: continue from the newest
     checkpoint of `output_dir`; otherwise an earlier run in that folder is moved aside.
 
-    The run outlives the calling process; end it with `Run.stop`, and find it again with `Run.open`.
+    The run outlives the calling process; stop it with `Run.stop`, and open it again with `Run.open`.
 
     Raises:
         ConfigError: the configuration can't run.
@@ -102,7 +102,7 @@ class Run:
         """Return the run in a folder.
 
         Raises:
-            FileNotFoundError: the folder holds no run.
+            FileNotFoundError: the folder has no run.
         """
         path = Path(folder).resolve()
         if not run_folder.holds_run(path):

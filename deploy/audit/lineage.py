@@ -17,11 +17,11 @@ class Lineage:
     first: int = 1
     """Number of the first step; above 1 where the run went on from another run's checkpoint."""
     restored_to: int = 0
-    """Redis had lost its data about the steps up to this one."""
+    """Step up to which Redis had lost its data."""
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Step -> groups that were trained by it in a lineage whose checkpoints are gone."""
     rewound_to: int | None = None
-    """The buffer had counted groups of later steps, whose checkpoints are gone."""
+    """Step of the checkpoint that the run was rewound to; the buffer had counted groups of later steps."""
     repeated: int = 0
     """Steps that a learner trained again after another one's death."""
     learners: int = 0

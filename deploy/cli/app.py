@@ -1,4 +1,4 @@
-"""The `offbeat` command. Nothing heavy is imported before a command needs it, so that `--help` answers at once."""
+"""The `offbeat` command. Heavy imports are made inside the commands that need them, so that `--help` is fast."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from offbeat.deploy.cli.play import inspect, play, rollout
 from offbeat.deploy.cli.runs.app import runs_app
 
 EXIT_CONFIG = 2
-"""Exit code for an invalid configuration or request; nothing was started."""
+"""Exit code for an invalid configuration or request."""
 TRAIN, PLAY, VERIFY = "Train", "Envs and episodes", "Inspect and verify"
 
 app = typer.Typer(

@@ -46,7 +46,7 @@ PATIENCE_S = 3.0
 
 
 class AuditError(Exception):
-    """Nothing to audit; the message says why."""
+    """The run can't be audited."""
 
 
 def audit_run(
@@ -73,7 +73,7 @@ def audit_run(
 def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence]:
     """Read and audit a run's folder. Raises `AuditError`.
 
-    redis_url: Redis that holds the run, overriding the folder's: for runs of a deployed mesh.
+    redis_url: Redis of the run, overriding the folder's: for runs of a deployed mesh.
     """
     try:
         config = read_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})

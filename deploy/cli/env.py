@@ -1,4 +1,4 @@
-"""`offbeat env`: which envs there are, whether one holds the contract, and a template for one's own."""
+"""`offbeat env`: lists envs, checks an env against the contract, and writes a template."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 EXIT_FOUND, EXIT_USAGE = 1, 2
-"""The env does not hold the contract; the command itself was wrong."""
+"""The env violates the contract; the command line is invalid."""
 
 INLINE_S, THREAD_S = 0.002, 0.5
-"""Mean call up to which an env is played inline, or in a thread."""
+"""Longest mean call for which inline execution, or a thread, is recommended."""
 
 env_app = typer.Typer(help="List, check and create environments.", no_args_is_help=True)
 

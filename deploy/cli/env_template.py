@@ -1,4 +1,4 @@
-"""What `offbeat env new` writes: an env that works, its test, and a run that trains on it."""
+"""Files written by `offbeat env new`: an env, its test, and a run configuration."""
 
 import keyword
 import re
@@ -97,11 +97,11 @@ class BadNameError(ValueError):
 
 
 def write_template(folder: Path, name: str) -> list[Path]:
-    """Write the env's module, its test and a run's configuration.
+    """Write the env's module, its test and a run configuration.
 
     Raises:
-        BadNameError: the name is not snake_case, or a word of Python's.
-        FileExistsError: one of the files is there; nothing is written then.
+        BadNameError: the name is not snake_case, or a Python keyword.
+        FileExistsError: one of the files exists; nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise BadNameError(f"{name!r} can't name a module: take snake_case, such as `word_game`")

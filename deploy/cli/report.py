@@ -34,9 +34,9 @@ PATIENCE_S = 3.0
 
 
 def remake_report(run: str, redis_url: str | None = None) -> int:
-    """Write the report of a run, given by name or folder, and print it; return the exit code.
+    """Write and print the report of a run, given by name or folder; return the exit code.
 
-    redis_url: Redis that holds the run, overriding the folder's: for runs of a deployed mesh.
+    redis_url: Redis of the run, overriding the folder's: for runs of a deployed mesh.
     """
     try:
         folder = folder_of(run)
@@ -63,7 +63,7 @@ def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
     """Read all metric records of a run and the buffer's counters.
 
     Raises:
-        MeshError: the Redis holds nothing of the run.
+        MeshError: the Redis has no such run.
     """
     if not redis.exists(RunKeys(run_id).record):
         raise MeshError(f"this Redis holds no run {run_id!r}: name another one with --redis")

@@ -1,7 +1,4 @@
-"""What a person sees of a run while it goes: one live view in a terminal, plain lines anywhere else.
-
-Invariant: a view only shows; it knows nothing that it was not given.
-"""
+"""Progress of `offbeat train`: a live view in a terminal, plain lines otherwise."""
 
 import math
 import time
@@ -21,7 +18,7 @@ from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 
 LINE_EVERY_S = 10.0
-"""Without a terminal: one line so often, and one at each change of state or phase."""
+"""Interval of plain lines; a change of state or phase is printed at once."""
 NO_DIGITS = str.maketrans("", "", "0123456789")
 START_ORDER = ("redis", "learner", "ray", "control")
 MARKS = {
@@ -46,7 +43,7 @@ class LiveView(Protocol):
         ...
 
     def starting(self, up: Collection[str]) -> None:
-        """Show which parts of the mesh stand already, while it comes up."""
+        """Show the parts of the mesh that are up."""
         ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
@@ -54,7 +51,7 @@ class LiveView(Protocol):
         ...
 
     def close(self) -> None:
-        """Show nothing more but what is said."""
+        """Stop the live display; messages are still printed."""
         ...
 
 
@@ -100,8 +97,7 @@ class RunLineView:
             parts += [f"{name} {value}" for name, value in summary(view, history).items()]
         self.say("  ".join(parts))
 
-    def close(self) -> None:
-        """Nothing to let go of."""
+    def close(self) -> None: ...
 
 
 class RunTerminalView:
@@ -185,7 +181,7 @@ def _parts(view: RunView) -> list[str]:
 
 
 def describe_state(view: RunView) -> str:
-    """What goes on, in a few words."""
+    """Describe the run's current activity."""
     if view.state is RunState.RUNNING:
         return view.phase or "running"
     if view.state is RunState.STARTING:

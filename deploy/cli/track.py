@@ -35,16 +35,16 @@ from offbeat.trainer.trackers.supervisor import without_secrets
 
 
 class TrackError(Exception):
-    """Nothing can be sent; the message says why."""
+    """Nothing can be sent to the tracker."""
 
 
 def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Console) -> None:
-    """Send what the tracker has not taken yet, and end. Sent twice, it goes on where it was.
+    """Send the metrics that a tracker has not acknowledged yet; a second call resumes where the first ended.
 
-    run: a run's name, or its folder. settings: `key=value`, over the run's own `tracker_kwargs` of this tracker.
+    run: a run's name or folder. settings: `key=value`, overriding the run's `tracker_kwargs` of this tracker.
 
     Raises:
-        TrackError: there is no such run, its metrics are being sent, or the tracker can't be had or takes nothing.
+        TrackError: there is no such run, its metrics are being sent, or the tracker is unavailable.
     """
     try:
         folder = folder_of(run)

@@ -1,7 +1,7 @@
 """`offbeat train`: one run from start to report, or to Ctrl-C.
 
-Invariants: the run goes through the control service's REST like any other; every way out ends every process that was
-started; the exit code says how it went (0 finished, 1 failed, 130 stopped).
+Invariants: the run uses the control service's REST API like any other; on every exit path all started processes are
+ended; exit codes: 0 finished, 1 failed, 130 stopped.
 """
 
 import asyncio
@@ -42,18 +42,18 @@ WATCH_POLL_S = 1.0
 """A look at the run costs the command, the proxy and the control service some CPU, of two cores that train."""
 METRICS_PAGE = 2000
 UNREACHABLE_S = 240.0
-"""A control service that does not answer for so long is gone for good."""
+"""Time without an answer after which the control service is given up."""
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 
 
 class RunFailedError(Exception):
-    """The run failed for good; the message says why and which log tells more."""
+    """The run failed permanently; the message names the log."""
 
 
 def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int:
-    """Run `config` on this machine; does not return, because threads of Ray may never end: exits with the code.
+    """Run `config` on this machine and exit the process: Ray's threads may never end.
 
-    config_path, overrides: what `config` was read from, for the command that goes on with it.
+    config_path, overrides: source of `config`, for the command that resumes it.
     """
     config = config.model_copy(update={"output_dir": config.output_dir.resolve()})
     resume = bool(config.resume_from_checkpoint)
@@ -73,7 +73,7 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
 
 
 def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
-    """The command line that goes on with a run, as a shell reads it."""
+    """Return the shell command that resumes a run."""
     kept = (each for each in overrides if each.lstrip("+~").partition("=")[0] != RESUME)
     return shlex.join(["offbeat", "train", str(config_path), *kept, f"{RESUME}=true"])
 

@@ -1,6 +1,6 @@
-"""What `serve deploy` builds: the applications of `local.yaml` and `deploy.yaml`, from the `args` that stand there.
+"""Builders of the applications in `local.yaml` and `deploy.yaml`, called by `serve deploy` with their `args`.
 
-Invariant: arguments are validated whole, strictly, before anything of an application starts; a refusal names the keys.
+Invariant: all arguments are validated strictly before an application starts; errors name the keys.
 """
 
 import json
@@ -42,9 +42,9 @@ class RedisArguments(Config):
     """`args` of an application that is a redis-server."""
 
     redis_url: RedisUrl
-    """Where the others find it; port and password are taken from it. It listens on loopback."""
+    """URL at which clients reach it; sets port and password. The server listens on loopback."""
     folder: Path
-    """Holds the append-only file: deploying on it again goes on where the last one was."""
+    """Folder of the append-only file; deploying with the same folder restores the state."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
@@ -55,22 +55,22 @@ class GenerationArguments(Config):
     folder: Path
     """Takes logs, and the tiny policy's files where `pretrain` is `tiny`."""
     run: str | None = None
-    """A run's YAML, or the name of one in `deploy/configs`: the application is made for runs like this one."""
+    """A run's YAML file, or the name of one in `deploy/configs`; the application fits runs like it."""
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Keys of a run that hold instead of those of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
+    """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
 
 class ControlAppArgs(Config):
     """`args` of the control application."""
 
     redis_url: RedisUrl
-    """The Redis that holds all runs; every node must reach it."""
+    """Redis of all runs, reachable from every node."""
     working_dir: Path | None = None
     """Folder that relative paths in a run's configuration start from; None takes the one in which `ray start` ran."""
     token_file: Path | None = None
-    """Holds the bearer token that each call must carry; without one, only programs on the service's host may call."""
+    """File with the bearer token that calls must carry; without one, only programs on the service's host have access."""
     read_token_file: Path | None = None
-    """Holds a second token, of callers who may look and change nothing."""
+    """File with a second, read-only token."""
     log_dir: Path = Path("runs/control")
     """Takes the service's own log."""
 

@@ -1,8 +1,7 @@
 # pyright: basic
-"""Generation applications of the deploy file: which of them can sample for a run.
+"""Matches a run to a deployed generation application.
 
-Invariant: an application serves one run at a time; a run that does not name one never gets one that differs from what its
-configuration asks for.
+Invariant: an application serves one run at a time; a run that names none only gets one that equals its configuration.
 """
 
 import tempfile
@@ -28,9 +27,9 @@ OF_THE_RUN = {"app", "generating_args", "request_timeout_s", "update_timeout_s",
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
-    """The application of the deploy file that samples for a run, or None for one of its own; and what forbids it.
+    """Return the deployed application for the run, None if it starts its own, and the issues that forbid it.
 
-    offers: those that are deployed. is_free: whether no other run that goes on has claimed it.
+    offers: the deployed applications. is_free: True if no other active run has claimed the application.
     """
     named = config.actor_infer.app
     if named == app_name(config.exp_name):
@@ -55,7 +54,7 @@ def choose_app(
 
 
 def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
-    """Why the application can't sample for the run."""
+    """Yield the reasons why the application can't sample for the run."""
     other = sorted(key for key in architecture.keys() | offer.architecture.keys() if _differ(key, architecture, offer))
     if other:
         yield f"its model is another one: {', '.join(other)} of config.json differ"
@@ -71,7 +70,7 @@ def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: Eng
 
 
 def is_alike(wanted: GenerationConfig, offer: EngineOffer) -> bool:
-    """Whether the application is what the run would have deployed."""
+    """Return True if the application equals what the run would deploy."""
     return wanted.model_dump(exclude=OF_THE_RUN) == offer.config.model_dump(exclude=OF_THE_RUN)
 
 

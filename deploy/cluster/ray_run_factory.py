@@ -1,8 +1,8 @@
 # pyright: basic
-"""The wiring of a control service that was brought up by `serve deploy`: it does alone what `offbeat train` does around one.
+"""Run factory of a control service that was started by `serve deploy`; does what `offbeat train` does around its own.
 
-Invariants: a run's relative paths start from one folder, whoever sent it; a run is checked against the cluster that will run
-it, not against the host of the control service.
+Invariants: relative paths of runs start at one folder, whoever submits them; a run is checked against the cluster, not
+the host of the control service.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ SHOWN_OUTPUT = 2000
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a Ray cluster has."""
+    """Resources of a Ray cluster."""
 
     cpus: float
     gpus: float
@@ -60,7 +60,7 @@ class Cluster:
 
 
 class RayRunFactory(MeshRunFactory):
-    """What `offbeat.services.control.app` asks of this project on a cluster that outlives its runs."""
+    """`RunFactory` of a cluster that outlives its runs."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
@@ -88,7 +88,7 @@ class RayRunFactory(MeshRunFactory):
         super().validate_change(record, values)
 
     def _going_on(self, run_id: str) -> RunConfig | None:
-        """The run of that name, if it goes on: sent again, it has the application that was chosen for it."""
+        """Return the active run of that name: submitted again, it keeps the application that was chosen for it."""
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
         if config is None or state is None or RunState(state.decode()).over:
             return None
@@ -99,7 +99,7 @@ class RayRunFactory(MeshRunFactory):
         return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
 
     def _is_free(self, app: str, run_id: str) -> bool:
-        """Whether no other run that goes on has claimed the application."""
+        """Return True if no other active run has claimed the application."""
         holder = cast(bytes | None, self._redis.hget(claims_key(APP), app))
         if holder is None or holder.decode() == run_id:
             return True
@@ -107,15 +107,16 @@ class RayRunFactory(MeshRunFactory):
         return state is None or RunState(state.decode()).over
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        """See `MeshRunFactory.build_mesh`; nobody else has made room for the run."""
+        """Claim the run's folder, then build its components."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim(record))
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a process of its own: rendering episodes runs the user's envs, which may hang or crash.
+        """Run `offbeat report` in a separate process: rendering episodes runs the user's envs, which may hang or crash.
 
-        The Redis URL, which may hold a password, is passed through the environment: every user of the host sees arguments.
+        The Redis URL is passed through the environment: every user of the host sees arguments, and it may contain a
+        password.
 
         Raises:
             ControlError: the report was not written; the message names the command that writes it.
@@ -155,7 +156,7 @@ def _claim(record: RunRecord) -> str:
 
 
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:
-    """What can't work on this cluster, or would be passed over here."""
+    """Yield what can't work on this cluster, or would be ignored here."""
     if config.redis.url not in (None, redis_url):
         yield ConfigIssue("redis.url", "the runs of a deployed mesh live in its own Redis: leave it out")
     if cluster.hosts > 1 and config.weights.transport == "shm":

@@ -1,9 +1,9 @@
 # pyright: basic
-"""Ends what Serve does not know of (env workers, learner hosts) when Serve is shut down.
+"""Detached actor that ends processes unknown to Serve (env workers, learner hosts) when Serve is shut down.
 
-Invariant: nothing of ours outlives `serve shutdown`; a control replica that dies or is replaced ends nothing. What the runs
-had come to stays in Redis and in their checkpoints: deployed again, they go on. Learners save a checkpoint before the deploy
-file's own Redis ends.
+Invariant: no process outlives `serve shutdown`, while a control replica that dies or is replaced ends nothing. Runs keep
+their state in Redis and checkpoints and resume when deployed again; learners save a checkpoint before the deploy file's
+Redis ends.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 LEARNER_GRACE_S = 20.0
-"""What learners get to finish their step and save a checkpoint; one that waits for groups needs a second."""
+"""Time for learners to finish their step and save a checkpoint."""
 HOST_S = 4.0
-"""What their hosts get beyond that."""
+"""Additional time for the learner hosts."""
 ENSURE_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
-"""In the key-value store of Serve's controller, from `serve shutdown` on."""
+"""Key in the store of Serve's controller, set by `serve shutdown`."""
 ENDING_S = 30
-"""How long no learner is started; a shutdown takes less, and a mesh that is deployed again at once waits no longer."""
+"""Time for which no learner is started after a shutdown; a mesh that is deployed again at once waits no longer."""
 
 
 class Reaper:
@@ -78,8 +78,8 @@ def wait_for_shutdown() -> None:
 
 
 def end_learners(redis_url: str) -> None:
-    """Called before the deploy file's own Redis ends. If it does because Serve is shut down, learners save what they have
-    come to and end, and none is started in their place; if only its replica is replaced, they wait for the next one."""
+    """Stop the learners before the deploy file's Redis ends. If Serve is shutting down, they save a checkpoint and are not
+    restarted; if only the Redis replica is replaced, they wait for the next one."""
     if not serve_is_ending():
         return
     with connect(redis_url, patience_s=1.0) as redis:
@@ -95,13 +95,13 @@ def end_learners(redis_url: str) -> None:
 
 
 def serve_is_ending() -> bool:
-    """Whether somebody has asked Serve to shut down."""
+    """Return True if Serve is shutting down."""
     keys = _internal_kv_list(b"ray-serve-", namespace=SERVE_INTERNAL_KV_NAMESPACE)
     return any(key.endswith(SHUTDOWN_KEY) for key in keys)  # between stands the namespace of whoever started Serve
 
 
 def serve_is_up() -> bool:
-    """Whether Serve's controller exists, if only as one that Ray is about to start again."""
+    """Return True if Serve's controller exists, even while Ray is restarting it."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The composition root: what a run is made of, and how the control service comes to know it.
+"""Composition root: builds a run's components, and registers runs with the control service.
 
-Invariant: every part is found by name (a Serve application, a named actor, a key in Redis), never by a handle that
-somebody keeps, so whichever control replica looks sees and does the same.
+Invariant: every component is found by name (Serve application, named actor, Redis key), never by a stored handle, so all
+control replicas see and do the same.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ def _generation(config: RunConfig, redis: Redis, redis_url: str, status: ServeSt
 
 
 class MeshRunFactory:
-    """What `offbeat.services.control.app` asks of this project."""
+    """`offbeat.services.control.interfaces.RunFactory` of this project."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         """working_dir: folder that relative paths in a run's configuration start from; None takes the current one."""
@@ -167,7 +167,7 @@ class MeshRunFactory:
         return await BufferWatch(self._async_redis, run_id).snapshot()
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
-        """The groups of a run that are being played."""
+        """Return the run's groups in progress."""
         return await BufferWatch(self._async_redis, run_id).groups()
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
@@ -192,12 +192,12 @@ def _view(issue: ConfigIssue) -> ProblemView:
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:
-    """Make room for a run that nobody has made room for: an earlier one in its folder is moved aside, unless it is resumed.
+    """Claim the run's folder: an earlier run in it is moved aside unless it is resumed.
 
-    claim: names this start of the run; the folder keeps it, so that what has been done is not done again.
+    claim: id of this start, stored in the folder so that the claim is made once.
 
     Raises:
-        FolderInUseError: `offbeat train` runs a run there.
+        FolderInUseError: `offbeat train` is running there.
     """
     if holds_claim(config.output_dir, claim):
         return

@@ -21,9 +21,9 @@ from offbeat.services.rollout import actor as rollout_app
 logger = logging.getLogger(__name__)
 
 PING_S = 2.0
-"""An actor that does not answer in time is taken to be starting; one that is dead says so at once."""
+"""Time after which an actor without an answer counts as starting; a dead one fails at once."""
 HUNG_S = 60.0
-"""An env worker that has answered before and has not for so long is killed, and a new one started."""
+"""Time without an answer after which an env worker that has answered before is killed and replaced."""
 
 
 class WorkerPool:
@@ -43,7 +43,7 @@ class WorkerPool:
         return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
 
     async def resize(self, num_workers: int) -> None:
-        """Want so many workers: missing ones are started by `ensure`; those beyond give back what they play, and end."""
+        """Set the number of workers. Missing ones are started by `ensure`; surplus ones return their episodes and exit."""
         self._num_workers = num_workers
         for index in itertools.count(num_workers):
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
@@ -57,7 +57,7 @@ class WorkerPool:
             await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
 
     async def stop(self, *, now: bool) -> None:
-        """End all workers; with `now`, what they play is given back to the buffer when they are missed."""
+        """Stop all workers; with `now`, their episodes are returned when the workers are missed."""
         for index in itertools.count():
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
             if actor is None and index >= self._num_workers:
@@ -70,7 +70,7 @@ class WorkerPool:
                 actor.stop.remote()
 
     async def observe(self) -> Observation:
-        """Whether every worker answers."""
+        """Return the state of the workers."""
         seen = await asyncio.gather(*(self._observe_one(name) for name in self._names))
         for health in (Health.DEAD, Health.ABSENT, Health.STARTING):
             concerned = [each for each in seen if each.health is health]

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The learner: one that the mesh starts and replaces, or one that a person attaches."""
+"""The learner: managed by the mesh, or attached by a user."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
 
 NO_RETRY_EXIT_CODE = 2
-"""The learner's way to say that it would fail in the same way again: it can't use its configuration or checkpoint."""
+"""Exit code of a learner that a restart can't help: its configuration or checkpoint is unusable."""
 
 
 class LearnerHostActor:
@@ -37,7 +37,7 @@ class LearnerHostActor:
         self._host.start()
 
     def stop(self, grace_s: float) -> None:
-        """End the learner, and remove its weights from shared memory: nobody is there any more who would read them."""
+        """Stop the learner, and remove its weights from shared memory."""
         from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
 
         self._host.end(grace_s)
@@ -56,7 +56,7 @@ class ManagedLearner:
         self._run_id = config.exp_name
         self._actor_name = ray_actors.learner_host(self._run_id)
         self._told = ""
-        """Incarnation whose death, and replacement by the standby, the reconciler has been told of."""
+        """Incarnation whose death, and replacement by the standby, were reported to the reconciler."""
 
     async def ensure(self) -> None:
         """Start a learner, unless one is alive or the whole mesh is being shut down."""
@@ -95,7 +95,7 @@ class ManagedLearner:
         await asyncio.to_thread(ask_to_stop, self._redis, self._run_id, now=now)
 
     async def observe(self) -> Observation:
-        """What its host has told Redis."""
+        """Return the state that its host has reported to Redis."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.started:
             return Observation(Health.ABSENT)
@@ -121,12 +121,12 @@ class ManagedLearner:
 
 
 def has_finished(redis: Redis, run_id: str) -> bool:
-    """Whether a learner has said that all steps are trained and evaluated."""
+    """Return True if a learner has reported that all steps are trained and evaluated."""
     return redis.hget(RunKeys(run_id).record, "learner_phase") == b"finished"
 
 
 class ExternalLearner:
-    """A learner that a person attaches with `offbeat learner attach`; the mesh waits for it."""
+    """A learner attached with `offbeat learner attach`."""
 
     name = "learner"
 
@@ -136,16 +136,16 @@ class ExternalLearner:
         self._redis = redis
 
     async def ensure(self) -> None:
-        """Nothing: it comes when somebody attaches it."""
+        """Do nothing: a user attaches it."""
 
     async def stop(self, *, now: bool) -> None:
-        """Nothing: it sees that the run is stopped. With `now`, what it still writes is refused from here on."""
+        """Do nothing: it notices the stop. With `now`, its further writes are rejected."""
         if now:
             await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
             await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)
 
     async def observe(self) -> Observation:
-        """Whether somebody holds the learner's lease, or has finished."""
+        """Return the state by the learner's lease and phase."""
         if await asyncio.to_thread(has_finished, self._redis, self._run_id):
             return Observation(Health.DONE, "has trained all steps")
         if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).lease):

@@ -1,7 +1,7 @@
-"""Hosts a managed learner: starts `offbeat.trainer.cli`, reports to Redis, and may keep a second one standing by.
+"""Hosts a managed learner: starts `offbeat.trainer.cli`, reports to Redis, and may keep a standby learner.
 
-Invariants: the learner dies with its host, even by kill -9; whoever wants to know or stop it needs Redis alone, so the
-host may be the command line (which gives the first learner a head start) or an actor anywhere in the cluster.
+Invariants: the learner dies with its host, even by SIGKILL; Redis is the only interface, so the host may be the command
+line (which starts the first learner early) or an actor anywhere in the cluster.
 """
 
 import logging
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.2
 PATIENCE_S = 0.5
-"""With Redis, before the learner is looked at again."""
+"""Retry timeout of Redis calls between two checks of the learner."""
 ALIVE_S = 6.0
-"""A host that has been silent for so long is gone, and its learner with it."""
+"""Time without a heartbeat after which a host counts as dead, and its learner with it."""
 KILL_S = 2.0
-"""What the kernel gets to end a killed process."""
+"""Time for the kernel to end a killed process."""
 HUNG_S = 30.0
-"""A learner that has held its lease and has not for so long is stopped for good, or has lost it and does not end."""
+"""Time without the lease after which a learner that has held it is killed."""
 SETTLE_S = 5.0
-"""Between two starts of a learner that stands by: the one that took over has its steps to catch up with."""
+"""Interval between starts of a standby learner: the active one has to catch up after a takeover."""
 FINAL = (0, 2, 4)
-"""Exit codes after which another learner would end in the same way, or has nothing to do; see `offbeat.trainer.cli`."""
+"""Exit codes after which a restart would fail again, or has nothing to do; see `offbeat.trainer.cli`."""
 LOG = "logs/learner.out"
 
 
@@ -59,14 +59,14 @@ def alive_key(run_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """How a managed learner is, as Redis tells it."""
+    """State of a managed learner, as stored in Redis."""
 
     started: bool
-    """A host has started one, and nobody has forgotten it."""
+    """True from the start of a learner until it is forgotten."""
     alive: bool
     exit_code: int | None = None
     stopping: bool = False
-    """It was asked to end."""
+    """True once it was asked to stop."""
     incarnation: str = ""
     died: str = ""
     """Incarnation whose place the standby has taken, the last one if there were several."""
@@ -91,7 +91,7 @@ def _signal_name(number: int) -> str:
 
 
 def read_status(redis: Redis, run_id: str) -> LearnerStatus:
-    """How the managed learner of a run is."""
+    """Return the state of a run's managed learner."""
     raw = cast(dict[bytes, bytes], redis.hgetall(learner_key(run_id)))
     if b"incarnation" not in raw:
         return LearnerStatus(started=False, alive=False)
@@ -108,7 +108,7 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
 
 
 def ask_to_stop(redis: Redis, run_id: str, *, now: bool) -> None:
-    """Tell the host to end its learner: by SIGTERM (it saves a checkpoint), or `now` by SIGKILL."""
+    """Ask the host to stop its learner: by SIGTERM (it saves a checkpoint), or `now` by SIGKILL."""
     if redis.exists(learner_key(run_id)):
         redis.hset(learner_key(run_id), "stop", "kill" if now else "term")
 
@@ -119,7 +119,7 @@ def learner_command(run_id: str) -> list[str]:
 
 
 class LearnerHost:
-    """Runs one learner at a time; a thread of its own watches it."""
+    """Runs one learner at a time, watched by a thread."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class LearnerHost:
         self._spare_at = 0.0
         """Monotonic time before which no other one is started."""
         self._held_at: float | None = None
-        """Monotonic time at which the learner was last seen to hold its lease."""
+        """Monotonic time at which the learner last held its lease."""
         self._run_id = run_id
         self._redis_url = redis_url
         self._output_dir = output_dir
@@ -149,7 +149,7 @@ class LearnerHost:
         self._ending = False
 
     def start(self) -> None:
-        """Start the learner, unless this host's last one still runs; returns when Redis knows of it."""
+        """Start the learner unless one is running; return when Redis has its state."""
         if self._thread and self._thread.is_alive():
             return
         self._ended.clear()
@@ -165,7 +165,7 @@ class LearnerHost:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the learner has ended by then."""
+        """Return True if the learner exits within the timeout."""
         return self._ended.wait(timeout_s)
 
     def end(self, grace_s: float) -> None:
@@ -224,7 +224,7 @@ class LearnerHost:
             logger.warning("no learner can stand by: %s", error)
 
     def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
-        """The learner that stood by is the learner now; returns its incarnation."""
+        """Make the standby learner the active one; return its incarnation."""
         incarnation = uuid.uuid4().hex
         logger.warning("learner ended (%s), learner %d takes over", _how(code), process.pid)
         told = {"incarnation": incarnation, "pid": process.pid, "died": before, "died_how": _how(code)}
@@ -260,7 +260,7 @@ class LearnerHost:
             )
 
     def _beat(self, redis: Redis, process: subprocess.Popen[bytes], incarnation: str, asked: str) -> str:
-        """Say that it lives, and do what was asked of it, once; returns what was."""
+        """Write a heartbeat and carry out a pending request once; return the request."""
         try:
             with redis.pipeline() as pipe:
                 pipe.set(alive_key(self._run_id), incarnation, px=int(ALIVE_S * 1000))
@@ -284,7 +284,8 @@ class LearnerHost:
         return wish
 
     def _hangs(self, holder: str, pid: int) -> bool:
-        """Whether a learner that held the lease has not for so long: it is stopped, or its threads don't run."""
+        """Return True if the learner has held the lease but lost it for `HUNG_S`: it is stopped, or its threads don't
+        run."""
         if holder.startswith(f"{owner_of(pid)} "):
             self._held_at = time.monotonic()
         return self._held_at is not None and time.monotonic() > self._held_at + HUNG_S

@@ -1,8 +1,5 @@
 # pyright: basic
-"""Our named actors, wherever they are in the cluster, and what errors of Ray come down to.
-
-Names by which the parts of a run are found in a Ray cluster.
-"""
+"""Named Ray actors of a run, and translation of Ray's errors."""
 
 import ray
 from ray.actor import ActorHandle
@@ -26,7 +23,7 @@ def kill_actor(name: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """What a traceback comes down to."""
+    """Return the last line of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason was given"
 

@@ -36,7 +36,7 @@ class ServeApp:
         self._build = build
         self._status = status
         self._asked: int | None = None
-        """Replicas that Serve was asked for last."""
+        """Replica count last requested from Serve."""
 
     async def ensure(self) -> None:
         """Deploy the application."""
@@ -55,7 +55,7 @@ class ServeApp:
         await asyncio.to_thread(serve.delete, self._app, _blocking=False)
 
     async def resize(self, num_replicas: int) -> None:
-        """Have so many replicas of its one deployment; replicas that are there already are left alone."""
+        """Set the number of replicas of its deployment; existing replicas are kept."""
         app = (await self._status()).get(self._app)
         if num_replicas == self._asked or app is None or app.status not in SERVES:
             return
@@ -69,7 +69,7 @@ class ServeApp:
         self._asked = num_replicas
 
     async def observe(self) -> Observation:
-        """What Serve's controller says."""
+        """Return the state reported by Serve's controller."""
         app = (await self._status()).get(self._app)
         if app is None:
             return Observation(Health.ABSENT, log=LOGS)
@@ -86,7 +86,7 @@ class ServeApp:
 
 
 def set_num_replicas(app: str, deployment: str, count: int) -> None:
-    """Let Serve start or stop replicas; those that run already run on. (Deploying anew would replace them all.)"""
+    """Set a deployment's number of replicas; running ones continue. (Deploying again would replace them all.)"""
     from ray.serve._private.common import DeploymentID  # noqa: PLC0415
     from ray.serve.context import _get_global_client  # noqa: PLC0415
 

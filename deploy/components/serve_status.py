@@ -1,5 +1,5 @@
 # pyright: basic
-"""What Serve says of its applications, asked often and so asked cheaply."""
+"""Status of Serve applications, read cheaply."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ class AppStatus:
 
     status: ApplicationStatus
     message: str
-    """Of the first of its deployments that says something, or else of the application."""
+    """Message of the first deployment that has one, or of the application."""
 
 
 class ServeStatus:
-    """All applications by name; who asks while Serve's controller is being asked shares its answer.
+    """Status of all applications by name; concurrent callers share one request.
 
-    Not by `serve.status`: it parses all that Serve knows, and pickles the class of each deployment's router to do so, which
-    was most of what the control service did (docs/performance.md).
+    `serve.status` is not used: it parses all of Serve's state and pickles each deployment's router class, which was most of
+    the control service's work (docs/performance.md).
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ServeStatus:
 
 
 def app_statuses() -> dict[str, AppStatus]:
-    """What Serve's controller says now; nothing where Serve does not run."""
+    """Return the status of each application; empty if Serve is not running."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return {}
@@ -50,9 +50,10 @@ def app_statuses() -> dict[str, AppStatus]:
 
 
 def replicas_of(app: str) -> tuple[str, int]:
-    """The name of an application's one deployment, and how many replicas it has, whatever they are at.
+    """Return the name of an application's deployment, and its number of replicas in any state.
 
-    Raises `LookupError` where there is none.
+    Raises:
+        LookupError: there is no such application.
     """
     found = serve.status().applications.get(app)
     if found is None or len(found.deployments) != 1:

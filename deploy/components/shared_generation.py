@@ -1,7 +1,7 @@
 # pyright: basic
-"""A generation application of the deploy file in the service of a run.
+"""Generation application of the deploy file, claimed by a run.
 
-Invariant: the application is never ours to start, stop or resize; we claim it, wait for it, and let go of it.
+Invariant: the application is never started, stopped or resized here; it is claimed, awaited and released.
 """
 
 import asyncio
@@ -36,15 +36,16 @@ class SharedGeneration:
             raise ControlError(f"application {self._app!r} serves run {holder!r}")
 
     async def resize(self, num_replicas: int) -> None:
-        """Nothing: how many replicas there are is said in the deploy file."""
+        """Do nothing: the deploy file sets the number of replicas."""
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
-        """Let go of the application."""
+        """Release the application."""
         if await asyncio.to_thread(self._holder) == self._run_id:
             await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
 
     async def observe(self) -> Observation:
-        """What Serve's controller says of it; while it is missing or broken, the run waits for it to be deployed again."""
+        """Return the state reported by Serve's controller; while it is missing or broken, the run waits until it is
+        deployed again."""
         if await asyncio.to_thread(self._holder) != self._run_id:
             return Observation(Health.ABSENT)
         seen = await self._serve_app.observe()

@@ -1,7 +1,7 @@
-"""The mesh on this machine, owned by one command: Redis in the run's folder, a Ray of its own, Serve, control, learner.
+"""The mesh on this machine, owned by one command: Redis in the run's folder, a private Ray, Serve, control, learner.
 
-Invariants: everything that is started here is a descendant of this process and dies with it; `stop` works from any state,
-also half-way through `start`, and leaves no process and no file in shared memory.
+Invariants: everything started here is a descendant of this process and dies with it; `stop` works in any state, also
+during `start`, and leaves no process and no file in shared memory.
 """
 
 import asyncio
@@ -87,24 +87,24 @@ RAY_ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
 }
 LEARNER_GRACE_S = 4.0
-"""What a learner gets to save a checkpoint when the command is interrupted, beside the time that its last steps took."""
+"""Time, beyond that of its last steps, for a learner to save a checkpoint when the command is interrupted."""
 END_GRACE_S = 1.0
 ANSWER_S = 120.0
-"""What the control service gets to take the run, once it is up: on a busy machine it is slow at first."""
+"""Time for the control service to accept the run once it is up."""
 REDIS_LOOK_S = 0.2
-"""How long the embedded Redis may be dead unnoticed."""
+"""Upper bound of the time for which a dead embedded Redis is not noticed."""
 MEMORY_LOOK_S = 1.0
-"""Between two looks at what the run's processes hold in shared memory."""
+"""Interval at which the run's shared memory is measured."""
 REDIS_PING_S, REDIS_HUNG_S = 2.0, 15.0
-"""It is asked so often whether it answers; one that has not for so long hangs, and is killed. All is well again before those
-who are patient with Redis (`offbeat.services.redis.connection`) lose their patience."""
+"""Ping interval, and time without an answer after which the embedded Redis is killed. A restart completes before the retry
+timeout of clients (`offbeat.services.redis.connection`)."""
 
 
 class LocalMesh:
     """Everything that one run on this machine needs."""
 
     def __init__(self, config: RunConfig, *, began: float, say: Callable[[str], None] = lambda _: None) -> None:
-        """began: Unix time at which the command started. say: for what a person who waits should know."""
+        """began: Unix time at which the command started. say: called with progress messages."""
         self._say = say
         self._config = config
         self._began = began
@@ -119,19 +119,19 @@ class LocalMesh:
         self._ray: subprocess.Popen[bytes] | None = None
         self._held: set[Path] = set()
         self.timings: dict[str, float] = {}
-        """Seconds from the command's start until each part stood."""
+        """Seconds from the command's start until each part was up."""
 
     @property
     def redis_place(self) -> str:
-        """Where the run's state lies, for people: without a password."""
+        """Address of the run's Redis, without a password."""
         return place(self._redis_url)
 
     async def start(self) -> ControlClient:
-        """Bring everything up and hand the run to the control service; what needs not wait does not.
+        """Start everything and submit the run to the control service.
 
         Raises:
             MeshError: a part can't be started.
-            RunExistsError: an outside Redis knows a run of that name that goes on.
+            RunExistsError: an external Redis has an active run of that name.
         """
         adopt_orphans()
         control = self._config.control
@@ -195,7 +195,7 @@ class LocalMesh:
             self._mark("learner")
 
     def _start_ray(self, port: int) -> None:
-        """Start the process that holds Ray; called on the main thread, with which it dies."""
+        """Start the process that runs Ray; called on the main thread, with which it dies."""
         # Unix sockets have short names only, so Ray can't live in the run's folder.
         _remove_orphaned_temp()
         self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
@@ -231,7 +231,7 @@ class LocalMesh:
             self._ray.stdin.flush()
 
     async def _hear_of_ray(self, expected: str) -> None:
-        """Wait until Ray's process says `expected`. Raises `MeshError` if it ends instead."""
+        """Wait until Ray's process sends `expected`. Raises `MeshError` if it exits instead."""
         assert self._ray is not None
         assert self._ray.stdout is not None
         log = self._folder / LOGS / RAY_LOG
@@ -246,7 +246,7 @@ class LocalMesh:
             raise MeshError(f"Ray could not be started\nRead {log}")
 
     async def keep_redis(self) -> None:
-        """Start the embedded Redis again when it dies or hangs, until cancelled; nothing that it answered for is lost."""
+        """Restart the embedded Redis when it dies or hangs, until cancelled; acknowledged writes are kept."""
         answered = looked = time.monotonic()
         while (server := self._server) is not None:
             now = time.monotonic()
@@ -271,10 +271,10 @@ class LocalMesh:
             await asyncio.sleep(MEMORY_LOOK_S)
 
     async def end_learner(self) -> int:
-        """Let the learner finish its step, save a checkpoint and end; one that takes longer than that should is killed.
+        """Stop the learner after its step and a checkpoint; kill it if that takes too long.
 
         Returns:
-            the step that the run has come to; -1 before the first weights.
+            the run's step; -1 before the first weights.
         """
         if self._redis is None:
             return -1
@@ -299,11 +299,11 @@ class LocalMesh:
             return -1
 
     async def stop(self, outcome: RunState | None = None) -> None:
-        """End everything, Redis last, and clean up. outcome: what the record says from now on, if it does not yet."""
+        """Stop everything, Redis last, and clean up. outcome: state to write to the record, unless it has ended."""
         await asyncio.to_thread(self._stop, outcome)
 
     def kill(self) -> None:
-        """End everything at once, without a word to anybody; what is saved stays saved."""
+        """Kill everything at once; saved state is kept."""
         end_descendants(0.0)
         remove_left_behind(self._held)
         self._remove_leftovers()

@@ -1,7 +1,6 @@
-"""The processes that this command has started, down to the last grandchild, and how they end.
+"""Termination of all processes that this command has started, including indirect descendants.
 
-Invariants: only descendants are ever signalled, each by its pid; a descendant whose parent has died stays one, because
-orphans come to this process and not to init.
+Invariants: only descendants are signalled, by pid; orphaned descendants are reparented to this process, not to init.
 """
 
 import ctypes
@@ -20,16 +19,16 @@ SHARED_MEMORY = Path("/dev/shm")
 MULTIPROCESSING = ("sem.mp-*", "psm_*")
 """Semaphores and blocks of memory."""
 TRACKER_S = 2.0
-"""What resource trackers get to tidy up once their processes are gone."""
+"""Time for resource trackers to clean up after their processes have exited."""
 
 
 def adopt_orphans() -> None:
-    """From now on, descendants whose parents die become children of this process."""
+    """Make orphaned descendants children of this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(besides: Collection[int] = ()) -> list[psutil.Process]:
-    """All living descendants of this process, but those with the pids `besides` and their own descendants."""
+    """Return all living descendants, except those in `besides` and their descendants."""
     spared = set(besides)
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
@@ -43,12 +42,11 @@ def descendants(besides: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
-    """Ask every descendant to end, and kill who has not after `grace_s`; returns how many had to be killed.
+    """Terminate every descendant, kill the rest after `grace_s`, and return the number killed.
 
-    What killed processes leave in shared memory is removed: by Python's resource trackers, which are left to end by
-    themselves for a while, and what those do not get to, here.
+    Shared memory of killed processes is removed: by Python's resource trackers, which get time to exit, and otherwise here.
 
-    besides: pids that are spared, with their descendants.
+    besides: pids that are left alone, with their descendants.
     """
     held = shared_memory_held()
     for process in descendants(besides):
@@ -84,16 +82,16 @@ def shared_memory_of_nobody() -> set[Path]:
 
 
 def remove_left_behind(held: Collection[Path]) -> None:
-    """Remove what `shared_memory_held` found before its processes were killed (who was killed could not), and nobody has."""
+    """Remove shared memory that `shared_memory_held` found before its processes were killed, if it still exists."""
     if held:
         for path in shared_memory_of_nobody().intersection(held):
             path.unlink(missing_ok=True)
 
 
 def _made_by_multiprocessing(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
-    """Its files that those processes have mapped, and the others.
+    """Return multiprocessing's files that the processes have mapped, and the others.
 
-    By their inodes: a process maps a semaphore before it gets its name.
+    By inode: a process maps a semaphore before it gets its name.
     """
     # Listed first: what is made meanwhile would seem nobody's
     files = {path for pattern in MULTIPROCESSING for path in SHARED_MEMORY.glob(pattern)}
@@ -127,7 +125,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that are more than an entry waiting to be read; such entries of our own children are read here."""
+    """Return the processes that are not zombies; own zombie children are reaped."""
     living: list[psutil.Process] = []
     for process in processes:
         try:

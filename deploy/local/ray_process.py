@@ -1,10 +1,10 @@
 # pyright: basic
-"""Ray and Serve of one command, in a child process of its own: `python -m offbeat.deploy.local.ray_process`.
+"""Ray and Serve of one command, in a child process: `python -m offbeat.deploy.local.ray_process`.
 
-Ray may end the process that it runs in, and can't be interrupted while it starts; so the command line keeps it at arm's
-length, tells it by lines of JSON on stdin what to do, and hears of it by lines on stdout.
+Ray may exit its process, and can't be interrupted while it starts, so it runs in a child that reads requests as JSON
+lines on stdin and answers with lines on stdout.
 
-Invariant: Ray lives exactly as long as this process, which ends when its stdin does.
+Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
 
 import json
@@ -19,18 +19,18 @@ from offbeat.deploy.local.processes import end_descendants
 
 UP, AGAIN, CONTROL = "up", "again", "control"
 TOO_SLOW = "timed out during startup"
-"""How Ray says that its raylet was not up after 30 s, which can't be set and are too few on a busy machine."""
+"""Ray's message for a raylet that was not up after 30 s, a fixed timeout that is too short on a busy machine."""
 STARTS = 4
 GRACE_S = 2.0
-"""What a start that failed gets to end its processes."""
+"""Time for a failed start to end its processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
-    """How Ray and Serve start."""
+    """Settings of Ray and Serve."""
 
     temp_dir: str
-    """Short: Unix sockets lie in it."""
+    """A short path: it contains Unix sockets."""
     num_cpus: int
     object_store_bytes: int
     host: str
@@ -40,7 +40,7 @@ class RaySettings:
 
 @dataclass(frozen=True, slots=True)
 class LocalControlArgs:
-    """`offbeat.services.control.app.ControlSettings` as JSON can say it."""
+    """`offbeat.services.control.app.ControlSettings` as JSON values."""
 
     redis_url: str
     wiring: str
@@ -74,10 +74,10 @@ def start_ray(settings: RaySettings) -> None:
 
 
 def patiently(start: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Call `start` until Ray is up, ending what a start that took too long has left; says `AGAIN` before each other one.
+    """Call `start` until Ray is up, ending leftovers of a start that timed out; sends `AGAIN` before each retry.
 
     Raises:
-        Exception: Ray's own; of the last start, or what has another reason than time.
+        Exception: Ray's own, of the last start, or of one that failed for another reason than a timeout.
     """
     for number in range(1, STARTS + 1):
         try:
@@ -116,7 +116,7 @@ def start_control(arguments: LocalControlArgs) -> None:
 
 
 def serve_parent(requests: TextIO, answers: TextIO) -> None:
-    """Do what the parent says until it says no more."""
+    """Serve requests of the parent until stdin closes."""
     import ray
 
     settings = RaySettings(**json.loads(requests.readline()))

@@ -1,1 +1,1 @@
-"""Episodes without the mesh: no Ray, no GPU, no Redis. They are played by the code that plays them in the mesh."""
+"""Episodes without the mesh (no Ray, GPU or Redis), run by the same code as in the mesh."""

@@ -1,4 +1,4 @@
-"""Who answers: a person, a random agent, or a policy; and the tokens that an answer in words becomes."""
+"""Sources of answers (a person, random actions, a policy), and their conversion to tokens."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def chat_of(folder: Path | None) -> ChatFormat:
 
 
 class SpokenAnswers:
-    """Answers in words, as tokens that nobody sampled: their logprobs are zero."""
+    """Text answers as tokens that no policy sampled: their logprobs are zero."""
 
     def __init__(self, say: Callable[[], str], chat: ChatFormat) -> None:
         self._say = say
@@ -41,7 +41,7 @@ class SpokenAnswers:
 
 
 def random_speaker(env: TextEnv, seed: int) -> Callable[[], str]:
-    """Says what the env calls a random answer; the same for the same seed."""
+    """Return a generator of the env's random answers, deterministic by seed."""
     rng = np.random.default_rng(seed)
     return lambda: random_answer(env, rng)
 
@@ -59,7 +59,7 @@ def human_speaker() -> Callable[[], str]:
 
 
 class OneToken:
-    """Reads no picture: one token stands for each, whatever it shows."""
+    """Image reader without a model: one token per image."""
 
     def __init__(self, image_token_id: int) -> None:
         self.image_token_id = image_token_id

@@ -1,4 +1,4 @@
-"""One episode, told turn by turn while it is played: observation, prompt tokens, completion, action, reward."""
+"""Runs one episode and traces each turn: observation, prompt tokens, completion, action, reward."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class TracedEnv:
 
 
 class TracedSampler:
-    """Tells each turn's prompt and completion."""
+    """Traces each turn's prompt and completion."""
 
     def __init__(self, sample: Sample, chat: ChatFormat, env: TracedEnv, tell: Tell, *, show_tokens: bool) -> None:
         self._sample, self._chat, self._env, self._tell = sample, chat, env, tell
@@ -96,7 +96,7 @@ class TracedSampler:
         return completion
 
     def _prompt_pieces(self, prompt: Sequence[int], known: int, pictures: tuple[Shown, ...]) -> str:
-        """What is new, a picture's tokens as one."""
+        """Return the new part of the prompt, each image's tokens as one."""
         pieces: list[str] = []
         for picture in pictures:
             if picture.start >= known:
@@ -120,10 +120,10 @@ async def watch(
     show_tokens: bool,
     tell: Tell,
 ) -> tuple[Trajectory, PlayedEpisode]:
-    """Play one episode and tell it.
+    """Run one episode with a trace.
 
     Raises:
-        EpisodeError: the policy said something that is no completion.
+        EpisodeError: the policy's output is not a completion.
     """
     watched = TracedEnv(env, tell)
     traits = traits_of(env)

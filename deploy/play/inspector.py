@@ -1,4 +1,4 @@
-"""Recorded episodes for people: token by token in colour where tokens were kept, as a conversation where only texts were."""
+"""Shows recorded episodes: token by token in colour if tokens were saved, otherwise as a conversation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ GREY = (130, 130, 130)
 
 
 def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
-    """Lines that show the episodes of a parquet file of `offbeat rollout`, or of a run's folder.
+    """Yield lines that show the episodes of a parquet file of `offbeat rollout`, or of a run's folder.
 
     Raises:
-        ValueError: there is nothing in it that can be shown.
+        ValueError: there is nothing to show.
     """
     if path.is_dir():
         episodes, source = _newest_evaluation(path)
@@ -53,7 +53,7 @@ def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) ->
 
 
 def _newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
-    """The episodes of a run's last evaluation, and their file; none where no tokens or no tokenizer are kept."""
+    """Return the episodes of a run's last evaluation and their file; no episodes without tokens or a tokenizer."""
     files = _evaluations(run)
     folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
     tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
@@ -106,7 +106,7 @@ def _heading(number: int, tag: str, seed: int, reward: float, success: bool | No
 
 
 def _in_pictures(recorded: RecordedTokens) -> dict[int, str]:
-    """What stands for tokens of pictures: one mark at the first of each, nothing at the others."""
+    """Map positions of image tokens to their text: a mark at the first token of each image, empty at the others."""
     shown: dict[int, str] = {}
     for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
         mark = f"[picture: {count} tokens, {len(png)} bytes of PNG] "
@@ -132,7 +132,7 @@ def _coloured(recorded: RecordedTokens, i: int, colour: Colour) -> str:
 
 
 def _has_words(recorded: RecordedTokens) -> bool:
-    """Whether a tokenizer of whole words made the tokens, which then do not carry the space between them."""
+    """Return True for a word-level tokenizer, whose tokens lack the spaces between them."""
     return not any(" " in text for text in recorded.token_texts)
 
 

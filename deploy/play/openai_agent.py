@@ -1,4 +1,4 @@
-"""A model behind any endpoint that speaks OpenAI's chat completions, as an agent that plays."""
+"""Agent that uses a model behind any OpenAI-compatible chat completions endpoint."""
 
 import base64
 import os
@@ -15,11 +15,11 @@ from offbeat.services.messages.types import Completion, Picture, VersionSpan
 KEY = "OPENAI_API_KEY"
 PATIENCE_S = 300.0
 TOLD = 300
-"""Characters of an endpoint's refusal that are told."""
+"""Maximum number of characters of an endpoint's error that are shown."""
 
 
 class AskedAnswers:
-    """Asks an endpoint for each answer; its words become tokens that nobody sampled here: their logprobs are zero."""
+    """Asks an endpoint for each answer; its text becomes tokens with zero logprobs."""
 
     def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
         """url: the API's base, `http://localhost:8000/v1`. model: empty takes the first that the endpoint lists.
@@ -72,9 +72,9 @@ class AskedAnswers:
 def conversation_of(
     chat: ChatFormat, prompt: tuple[int, ...], pictures: Sequence[Picture] = ()
 ) -> list[dict[str, Any]]:
-    """The messages that a prompt of the byte-level ChatML holds, its generation prompt left out.
+    """Return the messages of a byte-level ChatML prompt, without its generation prompt.
 
-    pictures: those of the prompt; a message that has some is a list of parts, as OpenAI's API has it.
+    pictures: the prompt's images; a message with images is a list of parts, as in OpenAI's API.
     """
     shown = {picture.start: picture.png for picture in pictures}
     messages: list[dict[str, Any]] = []

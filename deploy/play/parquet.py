@@ -1,6 +1,6 @@
-"""Trajectories as a parquet file: a row each, tokens with their texts, masks, logprobs and versions.
+"""Trajectories as a parquet file: one row each, tokens with their texts, masks, logprobs and versions.
 
-Tokens are those that were sampled, so they can be trained on; `messages` are for people and for supervised fine-tuning.
+Tokens are those that were sampled, so they can be trained on; `messages` are for reading and for supervised fine-tuning.
 """
 
 import json
@@ -32,20 +32,20 @@ class RecordedTokens:
     versions: list[int]
     """-1 where the policy did not sample."""
     turn_ends: list[int]
-    """Of each completion, a position in `tokens`."""
+    """Last position of each completion in `tokens`."""
     turn_rewards: list[float]
     messages: list[str]
     """System prompt, then observation and answer in turn."""
     pictures: list[bytes]
     """PNG files that the policy was shown, in order."""
     picture_starts: list[int]
-    """Of each picture, the position in `tokens` of the first token that stands for it."""
+    """Position in `tokens` of each image's first token."""
     picture_tokens: list[int]
-    """How many stand for it."""
+    """Number of tokens of each image."""
 
 
 def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
-    """A trajectory with its tokens readable; segments stand one after the other."""
+    """Return a trajectory with readable tokens; its segments are concatenated."""
     segments = trajectory.segments
     starts = [sum(len(segment.tokens) for segment in segments[:i]) for i in range(len(segments))]
     tokens = [int(token) for segment in segments for token in segment.tokens]
@@ -95,10 +95,10 @@ def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
 
 
 def read_parquet(path: Path) -> list[RecordedTokens]:
-    """What `write_parquet` wrote.
+    """Read a file of `write_parquet`.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file has another format.
     """
     import pyarrow as pa
     from pyarrow import parquet

@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def policy_folder(path: Path) -> Path:
-    """The model folder that `path` is or holds: a Hugging Face folder, a checkpoint, or a run with checkpoints.
+    """Return the model folder of `path`: a Hugging Face folder, a checkpoint, or a run with checkpoints.
 
     Raises:
         ConfigError: there is none.
@@ -41,7 +41,7 @@ def version_of(folder: Path) -> int:
 
 
 class PromptRequest(NamedTuple):
-    """One turn that wants an answer."""
+    """Request for one completion."""
 
     prompt: tuple[int, ...]
     most: int
@@ -50,7 +50,7 @@ class PromptRequest(NamedTuple):
 
 
 class SamplingParams(NamedTuple):
-    """How tokens are drawn; temperature 0 is greedy, `top_k` below 1 is all of them."""
+    """Sampling parameters; temperature 0 is greedy, `top_k` below 1 is the whole vocabulary."""
 
     temperature: float
     top_p: float

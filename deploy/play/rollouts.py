@@ -1,4 +1,4 @@
-"""Many episodes of a run's tags, played by its own rules and on its own tasks, and what came of them."""
+"""Runs many episodes of a run's tags, with its rules and tasks, and collects the results."""
 
 import asyncio
 from collections import Counter
@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """What to play."""
+    """Episodes to run."""
 
     episodes: int
     group_size: int
@@ -53,15 +53,15 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class EpisodeResult:
-    """What came of it."""
+    """Results of the episodes."""
 
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
     failures: Counter[str] = field(default_factory=Counter[str])
-    """Episodes that could not be played, by reason."""
+    """Number of failed episodes by reason."""
 
 
 class _LocalEnv:
-    """An env on this loop, as a random agent needs it: it must see the env to know what can be answered."""
+    """Env on the event loop that also serves the random agent, which needs the env's answers."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self.env = env
@@ -93,7 +93,7 @@ async def play_many(
     progress: Progress,
     desk: AgentRuntime | None = None,
 ) -> EpisodeResult:
-    """Play all episodes of the order; `sample` None plays at random. desk: for tags that agents of their own play."""
+    """Run all requested episodes. sample: None for random answers. desk: runtime of tags with `played_by: agent`."""
     played, room = EpisodeResult(), asyncio.Semaphore(order.concurrency)
     pool = EnvPool(config.custom_envs, min(order.concurrency, 32))
     tasks = tasks_of(config, order)
@@ -163,7 +163,7 @@ async def _play(
 
 
 def succeeded(trajectory: Trajectory) -> bool | None:
-    """Whether the task was done; None where the env has no `success`."""
+    """Return True if the task succeeded; None if the env reports no `success`."""
     success = trajectory.metrics.get("success")
     return None if success is None else success > 0
 

@@ -1,4 +1,4 @@
-"""Episodes in this process, as `offbeat play`, `offbeat rollout` and the Python API run them."""
+"""Episodes in this process, as run by `offbeat play`, `offbeat rollout` and the Python API."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

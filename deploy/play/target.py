@@ -1,4 +1,4 @@
-"""What is played: an env by its name, or a tag of a run's configuration."""
+"""Target of `offbeat play`: an env by name, or a tag of a run's configuration."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,10 +36,10 @@ class PlayTarget:
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """A run's configuration, its keys and envs checked, and not whether this machine could train it.
+    """Load a run's configuration and check its keys and envs, but not whether this machine could train it.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: with all issues.
     """
     from offbeat.deploy.config.loader import compose_tree, validate_tree
 
@@ -78,7 +78,7 @@ def target_of(config: RunConfig, tag: str) -> PlayTarget:
 
 
 def check_shown(env: CustomEnv, chat: ChatFormat) -> None:
-    """Whether a policy of this chat format can be shown what the env shows, and be offered what it offers.
+    """Check that a chat format can render the env's images and tools.
 
     Raises:
         RolloutError: it can't.
@@ -94,7 +94,7 @@ def check_shown(env: CustomEnv, chat: ChatFormat) -> None:
 
 
 def unbounded(setting: PlayTarget) -> PlayTarget:
-    """Without limits on tokens: for agents that speak words, whose tokens nobody will train on."""
+    """Return the target without token limits, for agents that answer with text."""
     env = setting.env.model_copy(update={"max_tokens_per_step": LONGEST})
     return replace(setting, env=env, sequence_length=LONGEST, max_new_tokens=LONGEST)
 
@@ -102,10 +102,10 @@ def unbounded(setting: PlayTarget) -> PlayTarget:
 def find_target(
     env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
 ) -> PlayTarget:
-    """An env by its name or `module:Class`, or a tag of a run's YAML file; where the policy is shown pictures, the env draws
-    them unless it is told otherwise.
+    """Return an env by name or `module:Class`, or a tag of a run's YAML file. With a policy that sees images, the env draws
+    them by default.
 
-    template: in place of the tag's `agent_template`.
+    template: overrides the tag's `agent_template`.
 
     Raises:
         ConfigError: there is no such env, tag or setting.

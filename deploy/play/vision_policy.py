@@ -1,7 +1,7 @@
 # pyright: basic
-"""A policy that sees, on this machine's CPU: pictures go in where the conversation says that they stand.
+"""A vision-language policy on this machine's CPU.
 
-Invariant: pixels and positions are made by the learner's own code (`services.chat.vision`, `trainer.models.vision`).
+Invariant: pixels and positions come from the learner's own code (`services.chat.vision`, `trainer.models.vision`).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ from offbeat.trainer.models.vision import rope_positions
 
 
 class VisionPolicy:
-    """Answers prompts of text and pictures (`offbeat.deploy.play.policy.Policy`)."""
+    """Completes prompts of text and images; see `offbeat.deploy.play.policy.Policy`."""
 
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
-        """Raises RolloutError where the folder does not say how it reads pictures."""
+        """Load the policy. Raises `RolloutError` if the folder has no image processor."""
         disable_progress_bar()
         self._reader = PictureReader(folder)
         self._model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float().eval()
@@ -47,7 +47,7 @@ class VisionPolicy:
 
     @torch.inference_mode()
     def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
-        """See `offbeat.deploy.play.policy.Policy.complete`. Prompts stand at the right of a batch, padding at their left."""
+        """Complete prompts; a batch is padded on the left."""
         embedded, mask, positions, following = self._batch(asked)
         cache, draw = DynamicCache(config=self._model.config), _drawing(chance)
         tokens: list[Tensor] = []
@@ -77,7 +77,8 @@ class VisionPolicy:
         ]
 
     def _batch(self, asked: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of B prompts: embeddings [B, N, D], mask [B, N], positions [4, B, N] and those of the next token [4, B, 1]."""
+        """Return a batch of B prompts: embeddings [B, N, D], mask [B, N], positions [4, B, N] and those of the next
+        token [4, B, 1]."""
         longest = max(len(each.prompt) for each in asked)
         embedded = torch.zeros(len(asked), longest, self._embed.embedding_dim)
         mask = torch.zeros(len(asked), longest, dtype=torch.long)
@@ -89,7 +90,7 @@ class VisionPolicy:
         return embedded, mask, positions[:, :, :-1], positions[:, :, -1:]
 
     def _read(self, asked: PromptRequest) -> tuple[Tensor, Tensor]:
-        """Of a prompt: embeddings [N, D] with what the tower sees in place, and positions [4, N + 1]."""
+        """Return a prompt's embeddings [N, D], with image features in place, and positions [4, N + 1]."""
         embedded = self._embed(torch.tensor(asked.prompt))
         pixels = [self._reader.pixels(picture.png) for picture in asked.pictures]
         if pixels:

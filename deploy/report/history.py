@@ -13,7 +13,7 @@ from offbeat.services.telemetry import MetricRecord, Partial
 RATE_S = 15.0
 """Window of rates, s."""
 OF_EVERY_STEP = ("tokens_trained", "trajectories", "staleness_max", "success", "reward")
-"""Values kept for all steps; of the newest step, all values are kept."""
+"""Metrics kept for all steps; of the newest step, all metrics are kept."""
 NOT_SEEN = float("nan")
 
 

@@ -55,7 +55,7 @@ class ReportMaker:
         render_episodes(self._folder, self._config)
 
     def write(self, counters: CountersView | None, *, ended_at: float) -> dict[str, Any]:
-        """Write `report.json` and return what it holds. ended_at: Unix time."""
+        """Write `report.json` and return its content. ended_at: Unix time."""
         self._report = build_report(
             self._config,
             self._history,

@@ -1,4 +1,4 @@
-"""The commands of `offbeat runs`. Nothing heavy is imported before a command needs it."""
+"""Commands of `offbeat runs`. Heavy imports are made inside the commands."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,6 +1,6 @@
-"""What each command of `offbeat runs` asks the control service, and what it prints; returns exit codes.
+"""Requests and output of the `offbeat runs` commands; each returns an exit code.
 
-Invariant: stdout carries the answer alone (JSON with --json), stderr everything else; no answer is a traceback.
+Invariant: stdout has only the answer (JSON with --json), stderr everything else; errors are never tracebacks.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 120.0
 
 
 def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[int]], timeout_s: float = 30.0) -> int:
-    """Ask the control service; whatever it refuses is told on stderr."""
+    """Call the control service and print errors to stderr."""
 
     async def asked() -> int:
         async with ControlClient(url, token=token, timeout_s=timeout_s) as client:
@@ -52,7 +52,7 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
 
 
 def complain(error: ControlRefusedError, token: str | None) -> int:
-    """Tell what was refused; returns the exit code."""
+    """Print an error; return the exit code."""
     say(describe(error.error.error))
     if error.status == 401:
         say("Give the token with --token or OFFBEAT_TOKEN." if token is None else "The token is another one.")
@@ -66,7 +66,7 @@ def describe(error: ErrorBody) -> str:
 
 
 def say(text: str) -> None:
-    """Print a message for people."""
+    """Print a message to stderr."""
     sys.stderr.write(f"offbeat: {text}\n")
 
 
@@ -115,7 +115,7 @@ def _rooted(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_here(tree: dict[str, Any], key: str) -> dict[str, str]:
-    """The key with its path made absolute; nothing where none stands there, which is for the service to refuse."""
+    """Return the key with its path made absolute; empty if the key is missing or not a path."""
     value = tree.get(key)
     if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
         return {}
@@ -135,7 +135,7 @@ def list_them(url: str, token: str | None, states: Sequence[str], name: str, lim
 
 
 def show_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Tell all about one run."""
+    """Print a run's details."""
 
     async def ask(client: ControlClient) -> int:
         view = await client.show(run_id)
@@ -175,7 +175,7 @@ def _what_comes(view: RunView) -> str:
 
 
 def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Say who waits for whom."""
+    """Print what the run waits for."""
 
     async def ask(client: ControlClient) -> int:
         found = await client.why(run_id)
@@ -185,7 +185,7 @@ def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> i
 
 
 def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
-    """Say what could not be read."""
+    """Print the run's quarantined blobs."""
 
     async def ask(client: ControlClient) -> int:
         found = await client.quarantine(run_id)

@@ -1,4 +1,4 @@
-"""Runs as a person reads them in a terminal."""
+"""Tables of runs for the terminal."""
 
 import time
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """`offbeat runs watch`: a run's events as a live view, as lines, or as JSON.
 
-Invariant: watching changes nothing; a service that goes away and comes back is waited for, and nothing is shown twice.
+Invariant: reconnects when the service is unavailable, and prints no event twice.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def _show_events(client: ControlClient, run_id: str) -> int:
 
 
 def _tell(shown: LiveView, event: HistoryView, since: float) -> None:
-    """What a person wants to know of the run's history; of earlier attempts, nothing."""
+    """Print a message for an event of the current attempt."""
     if event.at < since:
         return
     detail = event.detail
