@@ -126,7 +126,7 @@ class AsyncBench:
         return Alone(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
 
     def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> Setting:
-        """One run of `steps` batches."""
+        """Return one run of `steps` batches."""
         name = f"{distribution}-{max_staleness:g}"
         config = self._config(name, distribution, max_staleness)
         label = f"{distribution}: max_staleness {max_staleness:g}"

@@ -76,7 +76,7 @@ class BareEngine:
         self._prompts = Prompts(engine.llm.model_config.get_vocab_size(), self._tokens, seed=1)
 
     async def measure(self, concurrency: int, count: int) -> Load:
-        """One round."""
+        """Return one round."""
         return await under_load(self._call, self._prompts.take(count), concurrency)
 
     async def _call(self, request: GenerateRequest) -> int:
@@ -115,7 +115,7 @@ class Service:
         self._prompts = Prompts(vocab_size, options.tokens, seed=2)
 
     async def measure(self, concurrency: int, count: int) -> Load:
-        """One round."""
+        """Return one round."""
         return await under_load(self._call, self._prompts.take(count), concurrency)
 
     async def _call(self, request: GenerateRequest) -> int:

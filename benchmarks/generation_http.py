@@ -88,7 +88,7 @@ class Agents:
         self._prompts = Prompts(vocab_size, tokens, seed=3)
 
     async def measure(self, concurrency: int, count: int) -> Load:
-        """One round."""
+        """Return one round."""
         import httpx
 
         origin, keys = self._host.call("open", concurrency, self._tokens)

@@ -163,7 +163,7 @@ def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) -> str:
-    """The rest of the next line that starts with `word`; libraries may print others."""
+    """Return the rest of the next line that starts with `word`; libraries may print others."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(word):

@@ -98,7 +98,7 @@ class Data:
 
 
 def data_of(task: Task, vocab_size: int) -> Data:
-    """The same for every side."""
+    """Return the same for every side."""
     import numpy as np
 
     rng = np.random.default_rng(task.seed)

@@ -68,7 +68,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row with its speed-up over the first one, which has no redundancy."""
+    """Return each row with its speed-up over the first one, which has no redundancy."""
     base: Spread = rows[0]["batch_s"]
     return [{**row, "ratio": base.median / row["batch_s"].median} for row in rows]
 

@@ -191,7 +191,7 @@ class _Setting:
         return self._row(num_bytes, times, max(step_s), seen, copies)
 
     def _step_s(self, hosts: Sequence[ProcessActor]) -> list[float]:
-        """A step of each engine, once whole requests have been answered under version 0."""
+        """Return a step of each engine, once whole requests have been answered under version 0."""
         self._seen(hosts)
         deadline = time.monotonic() + SERVED_TIMEOUT_S
         while True:

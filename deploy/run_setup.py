@@ -33,12 +33,12 @@ def run_spec(config: RunConfig) -> RunSpec:
 
 
 def model_folder(config: RunConfig) -> Path:
-    """The Hugging Face folder that engines and the learner read configuration and tokenizer from."""
+    """Return the Hugging Face folder that engines and the learner read configuration and tokenizer from."""
     return config.output_dir / POLICY if config.pretrain == "tiny" else Path(config.pretrain)
 
 
 def generation_app(config: RunConfig) -> str:
-    """The Serve application that samples for the run."""
+    """Return the Serve application that samples for the run."""
     return config.actor_infer.app or app_name(config.exp_name)
 
 

@@ -93,8 +93,8 @@ def check_contract(
 
 
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
-    """An answer that the env may understand: its own `random_answer(rng)`, else one of its `words`, else a sample of its
-    action space, else a word."""
+    """Return an answer that the env may understand: its own `random_answer(rng)`, else one of its `words`, else a
+    sample of its action space, else a word."""
     inner = env.unwrapped
     own = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
     if own is not None:
@@ -153,7 +153,7 @@ class _Player:
         return seen
 
     def weigh(self) -> int:
-        """Bytes of one more env after its first reset; not timed, because it is slower while it is watched."""
+        """Return bytes of one more env after its first reset; not timed, because it is slower while it is watched."""
         self._tell("make")
         tracemalloc.start(1)
         try:

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def require(module: str, extra: str, how: str = "") -> Any:
-    """The module, or an error that names the extra which brings it.
+    """Return the module, or an error that names the extra which brings it.
 
     how: the command that installs it, where no extra can.
 

@@ -54,7 +54,7 @@ class ActionParser(Generic[A]):
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """An action pattern, ready to search; `.` matches line ends too.
+    """Return an action pattern, ready to search; `.` matches line ends too.
 
     Raises:
         ValueError: it is no regular expression, or has not one or two groups.

@@ -99,7 +99,7 @@ def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list
 
 
 def find(env_type: str) -> EnvFactory:
-    """The env's class, or what else makes it.
+    """Return the env's class, or what else makes it.
 
     Raises:
         ValueError: there is none of that name, naming the nearest one.
@@ -129,12 +129,12 @@ def about(env_type: str) -> str:
 
 
 def settings_of(env_type: str) -> list[str]:
-    """The names of an env's settings. Raises ValueError if there is no such env."""
+    """Return the names of an env's settings. Raises ValueError if there is no such env."""
     return _settings(find(env_type))[0]
 
 
 def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """The settings for evaluation: `split: held_out`, where the env has that setting and the tag does not set it."""
+    """Return the settings for evaluation: `split: held_out`, where the env has that setting and the tag does not set it."""
     if "split" in env_config or "split" not in _settings(find(env_type))[0]:
         return dict(env_config)
     return {**env_config, "split": "held_out"}
@@ -179,7 +179,7 @@ def _config_class(factory: EnvFactory) -> type[BaseModel] | None:
 
 
 def _settings(factory: EnvFactory) -> tuple[list[str], bool]:
-    """Names of an env's settings, and whether it takes others too."""
+    """Return names of an env's settings, and whether it takes others too."""
     model = _config_class(factory)
     if model is not None:
         return list(model.model_fields), model.model_config.get("extra") == "allow"

@@ -30,7 +30,7 @@ class TaskSampler(Protocol):
     """
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
-        """A tag, and a seed below 2**31 for its env, or None for any. By `rng` and the state alone."""
+        """Return a tag, and a seed below 2**31 for its env, or None for any. By `rng` and the state alone."""
         ...
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:

@@ -52,7 +52,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows in the last 64 KiB of a file."""
+    """Return the rows in the last 64 KiB of a file."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

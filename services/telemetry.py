@@ -68,7 +68,7 @@ class Partial:
 
 
 def mean(values: Iterable[float]) -> Partial:
-    """The mean of `values`, mergeable with the means of other parts."""
+    """Return the mean of `values`, mergeable with the means of other parts."""
     values = list(values)
     return Partial("mean", float(sum(values)), float(len(values)))
 

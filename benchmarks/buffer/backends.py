@@ -53,7 +53,7 @@ def with_cpu(side: Side, redis: Redis) -> Side:
 
 
 def offbeat_side(redis: Redis, url: str) -> Side:
-    """The trajectory buffer."""
+    """Return the trajectory buffer."""
 
     def side(load: Load) -> Rates:
         redis.flushdb()
@@ -75,7 +75,7 @@ def offbeat_side(redis: Redis, url: str) -> Side:
 
 
 def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
-    """A stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read. codec:
+    """Return a stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read. codec:
     trajectories are checked and encoded on the way in and decoded on the way out, as ours are; otherwise bytes are moved."""
 
     def side(load: Load) -> Rates:

@@ -42,7 +42,7 @@ class Load:
         return len(self.blobs[0])
 
     def first(self, groups: int) -> "Load":
-        """The same, but fewer groups."""
+        """Return the same, but fewer groups."""
         return Load(self.trajectories[:groups], self.blobs[:groups], self.in_hand, self.batch)
 
 

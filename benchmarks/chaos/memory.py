@@ -127,7 +127,7 @@ class MemoryLog:
         self._total.files.append(files)
 
     def lasting(self) -> list[Series]:
-        """The sum, and the processes that were there from the settling to the end."""
+        """Return the sum, and the processes that were there from the settling to the end."""
         first, last = SETTLING * self.duration_h, 0.97 * self.duration_h
         lasting = [each for each in self._series.values() if each.hours[0] <= first and each.hours[-1] >= last]
         return [self._total, *sorted(lasting, key=lambda each: -each.mib[-1])]

@@ -74,7 +74,7 @@ class RunUnderChaos:
                 self.seen.setdefault(process.pid, process.create_time())
 
     def redis(self) -> Redis | None:
-        """A client that gives up at once, or None before there is a Redis."""
+        """Return a client that gives up at once, or None before there is a Redis."""
         if self._redis is None:
             endpoints = run_folder.read_endpoints(self.output_dir)
             if endpoints is not None:

@@ -177,7 +177,7 @@ class Chaos:
     def _wait(
         self, done: Callable[[], bool], timeout_s: float, *, since: float | None = None, poll_s: float = POLL_S
     ) -> float | None:
-        """Seconds from `since` until `done`, or None if it was not in time or the run ended."""
+        """Return seconds from `since` until `done`, or None if it was not in time or the run ended."""
         began = time.monotonic()
         while not done():
             if time.monotonic() > began + timeout_s or not self._run.running:

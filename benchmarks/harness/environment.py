@@ -44,7 +44,7 @@ class BenchEnvironment:
     server_pid: int
 
     def run_config(self, run_id: str, **changes: Any) -> RunConfig:
-        """The quickstart's configuration under another name, with `changes` to top-level keys."""
+        """Return the quickstart's configuration under another name, with `changes` to top-level keys."""
         config = load_run(QUICKSTART)
         return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
 
@@ -91,7 +91,8 @@ def manager(groups: int, group_size: int, *, redundancy: int = 0) -> EnvManagerC
 
 
 def worker(episodes: int, *, spare_threads: int = 0) -> RolloutConfig:
-    """One worker with a thread for every episode, and for `spare_threads` whose episodes were cancelled in their sleep."""
+    """Return one worker with a thread for every episode, and for `spare_threads` whose episodes were cancelled in their
+    sleep."""
     return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes + spare_threads)
 
 

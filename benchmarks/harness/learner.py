@@ -146,7 +146,7 @@ class BenchLearner:
 
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
-    """A run's configuration as the learner reads it; without evaluations unless they are what is measured."""
+    """Return a run's configuration as the learner reads it; without evaluations unless they are what is measured."""
     return config if evaluates else config.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 

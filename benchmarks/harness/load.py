@@ -35,7 +35,7 @@ class Prompts:
         self._numbers = (f"{seed}-{number}" for number in itertools.count())
 
     def take(self, count: int) -> list[GenerateRequest]:
-        """The next `count`."""
+        """Return the next `count`."""
         return [self._make() for _ in range(count)]
 
     def _make(self) -> GenerateRequest:
@@ -64,6 +64,6 @@ async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrenc
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values do not exceed (nearest rank)."""
+    """Return the value that `share` of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]

@@ -28,7 +28,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """values: at least one."""
+        """Return values: at least one."""
         seen = sorted(values)
         return cls(statistics.median(seen), seen[0], seen[-1], len(seen))
 
@@ -47,7 +47,7 @@ def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mappi
 
 
 def machine() -> dict[str, Any]:
-    """The machine, and how busy others keep it."""
+    """Return the machine, and how busy others keep it."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()],
@@ -70,7 +70,7 @@ def console() -> Console:
 
 
 def cell(value: Any) -> str:
-    """A value as people read it."""
+    """Return a value as people read it."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else str(value)

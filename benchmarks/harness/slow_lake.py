@@ -30,7 +30,7 @@ class Latency(Config):
     std_s: float = Field(default=0.0, ge=0)
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One step's latency, s."""
+        """Return one step's latency, s."""
         if self.mean_s == 0:
             return 0.0
         if self.distribution == "normal":

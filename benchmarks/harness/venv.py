@@ -35,7 +35,7 @@ class GuestVenv:
         return cache / "offbeat" / f"{self.name}-venv"
 
     def python_of(self, folder: Path) -> Path | None:
-        """The interpreter of a venv with these pins, or None where there is none."""
+        """Return the interpreter of a venv with these pins, or None where there is none."""
         marker, python = folder / self.marker, folder / "bin" / "python"
         whole = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
         return python if whole and python.exists() else None

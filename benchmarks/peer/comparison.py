@@ -53,7 +53,7 @@ class PeerBench:
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: Setting, seed: int, side: str) -> SideRun:
-        """One run of one side, its snapshots rated."""
+        """Return one run of one side, its snapshots rated."""
         name = f"{TRL}-together" if side == TRL and self._options.together else side
         folder = self._options.folder / f"{setting.name}-{seed}" / name
         config = self.config(setting, seed, folder.resolve() / "run")
@@ -156,7 +156,7 @@ def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
 
 
 def common_target(runs: Sequence[SideRun]) -> float | None:
-    """The highest of `TARGETS` that every run reaches."""
+    """Return the highest of `TARGETS` that every run reaches."""
     return next((t for t in TARGETS if runs and all(each.seconds_to(t) is not None for each in runs)), None)
 
 

@@ -69,7 +69,7 @@ def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
 
 
 def _written(config: RunConfig, log: Path) -> Path:
-    """The configuration as a file beside the log."""
+    """Return the configuration as a file beside the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.with_suffix(".yaml")
     file.write_text(dump_yaml(config), encoding="utf-8")

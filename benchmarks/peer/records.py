@@ -76,7 +76,7 @@ class SideRun:
         return self._per_step([used for _, used in self.cpu])
 
     def step_cpu_s_by_kind(self) -> dict[str, float]:
-        """The same of each kind of process, the dearest first; kinds below a millisecond are left out."""
+        """Return the same of each kind of process, the dearest first; kinds below a millisecond are left out."""
         found = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
         return {kind: spent for kind, spent in sorted(found.items(), key=lambda each: -each[1]) if spent >= 0.001}
 
@@ -124,7 +124,7 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
 
 
 def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[PolicySnapshot, ...]:
-    """The `step-*` folders of steps whose time is known."""
+    """Return the `step-*` folders of steps whose time is known."""
     found = [(int(each.name.removeprefix("step-")), each) for each in sorted(folder.glob("step-*"))]
     return tuple(PolicySnapshot(step, seconds[step], each) for step, each in found if step in seconds)
 

@@ -69,12 +69,12 @@ SETTINGS = {
 
 
 def adjusted(setting: Setting, overrides: Sequence[str]) -> Setting:
-    """The setting under a configuration that differs by `key=value`s; what TRL has no word for is Offbeat's alone."""
+    """Return the setting under a configuration that differs by `key=value`s; what TRL has no word for is Offbeat's alone."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
 def warm_config(setting: Setting, seed: int, output: Path) -> RunConfig:
-    """The run whose warm start gives both sides their policy."""
+    """Return the run whose warm start gives both sides their policy."""
     return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
 
 
@@ -118,7 +118,7 @@ def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -
 def train_job(
     setting: Setting, config: RunConfig, output: Path, *, threads: int, max_seconds: float, together: bool
 ) -> TrainJob:
-    """The same run for TRL."""
+    """Return the same run for TRL."""
     args, group_size = config.actor_train.training_args, config.train_env_manager.group_size
     groups = config.rollout_batch_size // group_size
     return TrainJob(

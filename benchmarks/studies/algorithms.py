@@ -107,7 +107,7 @@ Play = Callable[[Run, Path], dict[str, Any]]
 
 
 def start(folder: Path, seed: int, timeout_s: float) -> Path:
-    """The policy that all runs of a seed begin with."""
+    """Return the policy that all runs of a seed begin with."""
     policy = folder / "policies" / f"seed-{seed}"
     if not (policy / "model.safetensors").exists():
         shutil.rmtree(policy, ignore_errors=True)
@@ -140,7 +140,7 @@ def on_mesh(run: Run, folder: Path, policy: Path, timeout_s: float) -> dict[str,
 
 
 def measure(run: Run, folder: Path, play: Play) -> dict[str, Any]:
-    """The row of a run: what came of it, or why nothing did."""
+    """Return the row of a run: what came of it, or why nothing did."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
     kept = folder / RESULT
     if kept.is_file():

@@ -70,7 +70,7 @@ def requests(count: int, tokens: int, offset: int) -> list[GenerateRequest]:
 
 
 async def spread(call: Callable[[list[GenerateRequest]], Any], turns: int, tokens: int, per_call: int) -> float:
-    """Seconds for `turns` answers, `IN_FLIGHT` at a time, `per_call` to a call."""
+    """Return seconds for `turns` answers, `IN_FLIGHT` at a time, `per_call` to a call."""
     free = asyncio.Semaphore(IN_FLIGHT // per_call)
 
     async def one(number: int) -> None:
@@ -105,7 +105,7 @@ class Served:
         return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
 
     async def inside(self, turns: int, tokens: int) -> float:
-        """The same load without Serve."""
+        """Return the same load without Serve."""
 
         async def call(batch: list[GenerateRequest]) -> None:
             async for _ in self._replica.generate(batch):

@@ -110,7 +110,7 @@ def audit(evidence: Evidence) -> Audit:
 
 
 def _standing(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
-    """The events that no loss of data in Redis took back."""
+    """Return the events that no loss of data in Redis took back."""
     standing: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNCOUNTED]
     if old := len(events) - len(counted):

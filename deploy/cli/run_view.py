@@ -56,7 +56,7 @@ class LiveView(Protocol):
 
 
 def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
-    """The view that fits where the output goes. began: Unix time from which it counts; None takes now."""
+    """Return the view that fits where the output goes. began: Unix time from which it counts; None takes now."""
     console = console or Console(highlight=False)
     began = time.time() if began is None else began
     return RunTerminalView(run_id, console, began) if console.is_terminal else RunLineView(console, began)
@@ -143,7 +143,7 @@ class RunTerminalView:
 
 
 def render(view: RunView, history: RunHistory, elapsed_s: float) -> Panel:
-    """The whole picture."""
+    """Return the whole picture."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
@@ -196,7 +196,7 @@ def describe_state(view: RunView) -> str:
 
 
 def eta_s(view: RunView, history: RunHistory) -> float | None:
-    """Seconds until the last step, at the pace of the newest ones."""
+    """Return seconds until the last step, at the pace of the newest ones."""
     pace, last = history.seconds_per_step(), history.last_step
     if pace is None or last is None or last.number >= view.max_steps:
         return None
@@ -204,7 +204,7 @@ def eta_s(view: RunView, history: RunHistory) -> float | None:
 
 
 def summary(view: RunView, history: RunHistory) -> dict[str, str]:
-    """The figures that matter, by name."""
+    """Return the figures that matter, by name."""
     out: dict[str, str] = {}
     last = history.last_step
     evaluations = history.curve()

@@ -103,7 +103,7 @@ def generation(args: dict[str, Any]) -> Application:
 
 
 def control(args: dict[str, Any]) -> Application:
-    """The control service."""
+    """Return the control service."""
     arguments = arguments_of(ControlAppArgs, args)
     working_dir = (arguments.working_dir or Path()).resolve()
     if arguments.read_token_file is not None and arguments.token_file is None:
@@ -121,7 +121,7 @@ def control(args: dict[str, Any]) -> Application:
 
 
 def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
-    """An application's validated arguments.
+    """Return an application's validated arguments.
 
     Raises:
         ConfigError: with every key that was refused.
@@ -133,7 +133,7 @@ def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
 
 
 def _run_like(arguments: GenerationArguments) -> RunConfig:
-    """The configuration of a run that the application is made for."""
+    """Return the configuration of a run that the application is made for."""
     from omegaconf import OmegaConf  # noqa: PLC0415
 
     tree: dict[str, Any] = {"custom_envs": {}}

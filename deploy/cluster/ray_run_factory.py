@@ -53,7 +53,7 @@ class Cluster:
 
     @classmethod
     def of_ray(cls) -> "Cluster":
-        """The one that this process belongs to."""
+        """Return the one that this process belongs to."""
         resources = ray.cluster_resources()
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
         return cls(resources.get("CPU", 0.0), resources.get("GPU", 0.0), len(hosts))

@@ -110,7 +110,7 @@ def serve_is_up() -> bool:
 
 
 def our_actors() -> list[str]:
-    """Names of all living actors of ours."""
+    """Return names of all living actors of ours."""
     everywhere = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
     return [actor["name"] for actor in everywhere if actor["namespace"] == ray_actors.NAMESPACE]
 

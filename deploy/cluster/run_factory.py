@@ -122,18 +122,18 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """The run that a YAML text or a tree describes. Raises `InvalidRunError`."""
+        """Return the run that a YAML text or a tree describes. Raises `InvalidRunError`."""
         try:
             return run_spec(self.load(document))
         except ConfigError as error:
             raise InvalidRunError([_view(issue) for issue in error.issues]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """The configuration that a document describes, checked. Raises `ConfigError`."""
+        """Return the configuration that a document describes, checked. Raises `ConfigError`."""
         return load_document(document, working_dir=self._working_dir)
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        """The parts of a run."""
+        """Return the parts of a run."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
@@ -163,7 +163,7 @@ class MeshRunFactory:
         return ()
 
     async def snapshot(self, run_id: str) -> Snapshot:
-        """The buffer of a run."""
+        """Return the buffer of a run."""
         return await BufferWatch(self._async_redis, run_id).snapshot()
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
@@ -176,7 +176,7 @@ class MeshRunFactory:
 
 
 def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
-    """A configuration with other settings in it."""
+    """Return a configuration with other settings in it."""
     changed = copy.deepcopy(tree)
     for name, value in values.items():
         *parents, leaf = LIVE_SETTINGS[name].info.path.split(".")

@@ -114,7 +114,7 @@ def ask_to_stop(redis: Redis, run_id: str, *, now: bool) -> None:
 
 
 def learner_command(run_id: str) -> list[str]:
-    """The learner's command line."""
+    """Return the learner's command line."""
     return [sys.executable, "-m", "offbeat.trainer.cli", run_id]
 
 

@@ -36,5 +36,5 @@ LEARNER_HOST = "learner-"
 
 
 def learner_host(run_id: str) -> str:
-    """The actor that hosts the managed learner."""
+    """Return the actor that hosts the managed learner."""
     return f"{LEARNER_HOST}{run_id}"

@@ -52,7 +52,7 @@ class LocalControlArgs:
 
 
 def to_line(message: RaySettings | LocalControlArgs) -> bytes:
-    """A message to this process."""
+    """Return a message to this process."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 

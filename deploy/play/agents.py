@@ -24,7 +24,7 @@ class GoneError(Exception):
 
 
 def chat_of(folder: Path | None) -> ChatFormat:
-    """The chat format of a model's folder; without one, ChatML over bytes, which loses no character of any text."""
+    """Return the chat format of a model's folder; without one, ChatML over bytes, which loses no character of any text."""
     return _byte_chat() if folder is None else load_playing_format(folder)
 
 
@@ -94,7 +94,7 @@ def _byte_chat() -> ChatFormat:
 
 
 def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[ChatMessageDict]:
-    """Functions, calls and results as Qwen's and Hermes' chat templates write them."""
+    """Return functions, calls and results as Qwen's and Hermes' chat templates write them."""
     told: list[ChatMessageDict] = []
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -114,7 +114,7 @@ def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[
 
 
 def _written(content: Any) -> str:
-    """A message's words; of one in parts, with a token for each picture."""
+    """Return a message's words; of one in parts, with a token for each picture."""
     if isinstance(content, str):
         return content
     return "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)

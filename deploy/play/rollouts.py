@@ -77,7 +77,8 @@ class _LocalEnv:
 
 
 def tasks_of(config: RunConfig, order: EpisodeRequest) -> list[Task]:
-    """The task of each episode: those of an evaluation, or of training's first groups; `group_size` in a row share one."""
+    """Return the task of each episode: those of an evaluation, or of training's first groups; `group_size` in a row
+    share one."""
     if order.kind is EpisodeKind.EVAL:
         manager = config.val_env_manager.model_copy(update={"group_size": order.group_size})
         tasks = EvalTasks(config.model_copy(update={"val_env_manager": manager}), order.seed)
@@ -169,7 +170,7 @@ def succeeded(trajectory: Trajectory) -> bool | None:
 
 
 def pass_at_k(groups: Sequence[Sequence[bool]], k: int) -> float:
-    """Chance that one of `k` episodes of a group succeeds, mean over groups: 1 - C(n-c, k) / C(n, k), unbiased
+    """Return chance that one of `k` episodes of a group succeeds, mean over groups: 1 - C(n-c, k) / C(n, k), unbiased
     (arXiv:2107.03374).
 
     Raises:

@@ -31,7 +31,7 @@ class PlayTarget:
     max_new_tokens: int = LONGEST
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
-        """The same with other settings of the env."""
+        """Return the same with other settings of the env."""
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
 
 
@@ -64,7 +64,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def target_of(config: RunConfig, tag: str) -> PlayTarget:
-    """A tag of a run, sampled as in training."""
+    """Return a tag of a run, sampled as in training."""
     args = config.actor_infer.generating_args
     return PlayTarget(
         tag,

@@ -84,7 +84,7 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
 
 
 def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
-    """The env, drawing pictures if it can. Raises ValueError where it can't be made."""
+    """Return the env, drawing pictures if it can. Raises ValueError where it can't be made."""
     with_pictures = {**settings, "render_mode": "rgb_array"}
     drawable = not registry.check_env_config(env_type, with_pictures)
     return registry.make(env_type, with_pictures if drawable else settings)

@@ -54,7 +54,7 @@ class Steps:
             column.append(step.value(name))
 
     def newest(self, count: int | None = None) -> list[Step]:
-        """The newest `count`, or all, the oldest of them first."""
+        """Return the newest `count`, or all, the oldest of them first."""
         first = 0 if count is None else max(len(self._numbers) - count, 0)
         return [self._step(row) for row in range(first, len(self._numbers))]
 
@@ -163,18 +163,18 @@ class RunHistory:
         self.evaluations[found.kind, found.sampling, found.step] = found
 
     def seconds(self, time: float) -> float:
-        """Seconds of running from the first start to the Unix time `time`; pauses between attempts do not count."""
+        """Return seconds of running from the first start to the Unix time `time`; pauses between attempts do not count."""
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
 
     def evaluation(self, kind: str, sampling: str) -> EvaluationResult | None:
-        """The newest evaluation of that kind."""
+        """Return the newest evaluation of that kind."""
         found = [each for each in self.evaluations.values() if (each.kind, each.sampling) == (kind, sampling)]
         return max(found, key=lambda each: (each.step, each.time), default=None)
 
     def curve(self) -> list[EvaluationResult]:
-        """Sampled evaluations by step: before, during and after."""
+        """Return sampled evaluations by step: before, during and after."""
         found = [each for each in self.evaluations.values() if each.sampling == "sampled"]
         return sorted(found, key=lambda each: (each.step, each.time))
 

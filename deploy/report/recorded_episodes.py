@@ -15,7 +15,7 @@ TITLES = {"before": "before training", "after": "after training"}
 
 
 def recorded_episodes(folder: Path, limit: int) -> list[RecordedEpisode]:
-    """The first `limit` sampled episodes before training, and as many after it, on the same tasks."""
+    """Return the first `limit` sampled episodes before training, and as many after it, on the same tasks."""
     out: list[RecordedEpisode] = []
     for kind, title in TITLES.items():
         files = sorted((folder / FOLDER).glob(f"{kind}-sampled-*.jsonl"), key=lambda path: path.stat().st_mtime)

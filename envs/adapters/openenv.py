@@ -88,7 +88,7 @@ class OpenEnvEnv(TextEnv):
         return self._shown, reward, done, False, info
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """A number, as text or as the action's JSON."""
+        """Return a number, as text or as the action's JSON."""
         return str(rng.integers(10))
 
     def close(self) -> None:

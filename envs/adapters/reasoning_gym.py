@@ -62,7 +62,7 @@ class ReasoningGymEnv(TextEnv):
         return "", score + penalty, True, False, info
 
     def task_id(self, seed: int) -> int:
-        """The number that makes the question of `reset(seed=seed)`; leaves this env as it is."""
+        """Return the number that makes the question of `reset(seed=seed)`; leaves this env as it is."""
         return self._number(seeding.np_random(seed)[0])
 
     def _number(self, rng: Any) -> int:

@@ -79,7 +79,7 @@ class VerifiersEnv(TextEnv):
         return "", reward, True, False, {**metrics, **rewards, "success": reward >= self.config.success_reward}
 
     def task_id(self, seed: int) -> str:
-        """The key of the task that `reset(seed=seed)` would give; leaves this env as it is."""
+        """Return the key of the task that `reset(seed=seed)` would give; leaves this env as it is."""
         return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
 
     def _order(self) -> dict[str, JsonValue]:
@@ -99,7 +99,7 @@ class VerifiersEnv(TextEnv):
         return int(rng.integers(len(self._tasks)))
 
     def _trace(self, answer: str) -> Any:
-        """The conversation as verifiers' own rollouts record it."""
+        """Return the conversation as verifiers' own rollouts record it."""
         vf, task = self._library, self._task
         said = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
         if task.data.system_prompt:

@@ -127,7 +127,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         return self._rows.name(self._index(seed, seeding.np_random(seed)[0]))
 
     def render(self) -> str:
-        """The question and its right answer."""
+        """Return the question and its right answer."""
         return f"{self._question()}\n[{self.row[self.config.answer_key]}]"
 
     def _question(self) -> str:

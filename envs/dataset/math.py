@@ -62,7 +62,7 @@ class MathEnv(QuestionEnv[MathConfig]):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The last `\boxed{...}` with its braces in pairs; None without one."""
+    r"""Return the last `\boxed{...}` with its braces in pairs; None without one."""
     start = text.rfind("\\boxed{")
     depth = 0
     for end in range(max(start, 0), len(text)):

@@ -43,7 +43,7 @@ class Rows:
 
 @lru_cache(maxsize=8)
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
-    """The rows of a split of one file: `train`, `held_out` or `any`.
+    """Return the rows of a split of one file: `train`, `held_out` or `any`.
 
     Raises:
         ValueError: it can't be read, has not these columns, or no row of the split.

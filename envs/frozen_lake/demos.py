@@ -15,7 +15,7 @@ def careful_wandering(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """One episode on a fresh map as chat messages, in the format of a rollout with the same templates.
+    """Return one episode on a fresh map as chat messages, in the format of a rollout with the same templates.
 
     Each step goes at random to a neighbour that is neither wall nor hole. The last message is the last answer. Map and
     walk depend on `rng` alone.

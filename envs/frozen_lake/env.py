@@ -128,7 +128,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return self._observation(), penalty or float(success), success or self._agent in lake.holes, False, info
 
     def task_id(self, seed: int) -> str:
-        """The map that `reset(seed=seed)` would draw; leaves this env as it is."""
+        """Return the map that `reset(seed=seed)` would draw; leaves this env as it is."""
         config = self.config
         rng, _ = seeding.np_random(seed)
         return draw_map(rng, config.size, config.p, config.start_goal, config.split).task_id
@@ -138,7 +138,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return ACTIONS[int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
-        """The whole map with the agent on it, a line per row."""
+        """Return the whole map with the agent on it, a line per row."""
         lake, rows = self.lake, range(self.config.size)
         return "\n".join(" ".join(lake.cell((row, column), self._agent) for column in rows) for row in rows)
 
@@ -151,7 +151,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return f"{row} {column} {' '.join(around)}"
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """The map as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
+        """Return the map as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_lake(self.lake, self._agent)
         return self.grid_text() if self.render_mode == "ansi" else None

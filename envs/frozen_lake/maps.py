@@ -76,7 +76,7 @@ class LakeMap:
 def draw_map(
     rng: np.random.Generator, size: int, p: float, placement: Literal["corners", "random"], split: Split
 ) -> LakeMap:
-    """A random solvable map of the split.
+    """Return a random solvable map of the split.
 
     p: chance that a cell is ice rather than a hole. placement: start top left and goal bottom right, or both anywhere.
 

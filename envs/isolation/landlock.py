@@ -23,7 +23,7 @@ BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 
 def abi() -> int:
-    """The kernel's version of Landlock; 0: it has none."""
+    """Return the kernel's version of Landlock; 0: it has none."""
     try:
         return call(CREATE_RULESET, None, 0, 1)
     except KernelError:

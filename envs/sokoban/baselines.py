@@ -101,7 +101,7 @@ def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
 
 
 def _positions(room: Room, max_steps: int) -> list[Room] | None:
-    """All positions within `max_steps` moves; solved ones are ends."""
+    """Return all positions within `max_steps` moves; solved ones are ends."""
     seen, level = {room: None}, [room]
     for _ in range(max_steps):
         reached = [p.push(action) for p in level if not p.is_solved for action in range(len(ACTIONS))]

@@ -160,7 +160,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return self._observation(), self._reward(before, after) + penalty, after.is_solved, truncated, info
 
     def task_id(self, seed: int) -> str:
-        """The room that `reset(seed=seed)` would make; leaves this env as it is."""
+        """Return the room that `reset(seed=seed)` would make; leaves this env as it is."""
         return self._make(seeding.np_random(seed)[0]).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
@@ -168,7 +168,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return self.config.action_lookup[1 + int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
-        """The room, a line per row."""
+        """Return the room, a line per row."""
         room, sign = self.room, self.config.grid_lookup
         cells = [sign[room.code(cell)] for cell in range(room.height * room.width)]
         return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
@@ -191,7 +191,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([*self._around(), *boxes, *targets])
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """The room as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
+        """Return the room as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_room(self.room)
         return self.grid_text() if self.render_mode == "ansi" else None
@@ -207,7 +207,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return min(places, key=lambda place: abs(place[0][0] - row) + abs(place[0][1] - column))[1]
 
     def _way(self, start: int, end: int) -> str:
-        """Rows and columns from one cell to another: `1 Up 0 Right`."""
+        """Return rows and columns from one cell to another: `1 Up 0 Right`."""
         words = self.config.action_lookup
         (row, column), (to_row, to_column) = self.room.cell(start), self.room.cell(end)
         vertical, horizontal = words[1 if to_row < row else 2], words[3 if to_column < column else 4]

@@ -38,7 +38,7 @@ class _Reached(NamedTuple):
 def make_room(
     rng: np.random.Generator, dim_room: tuple[int, int], num_boxes: int, search_depth: int, split: Split
 ) -> Room:
-    """A random room of the split in which no box is on a target.
+    """Return a random room of the split in which no box is on a target.
 
     dim_room: rows and columns, the walls around included. search_depth: moves back from the solved position at most.
 
@@ -65,7 +65,7 @@ def make_room(
 
 
 def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
-    """A connected floor inside walls, dug by a walk that turns now and then."""
+    """Return a connected floor inside walls, dug by a walk that turns now and then."""
     height, width = dim_room
     row, column = int(rng.integers(1, height - 1)), int(rng.integers(1, width - 1))
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))

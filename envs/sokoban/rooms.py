@@ -63,7 +63,7 @@ class Room:
         return down * self.width + right
 
     def push(self, action: int) -> "Room":
-        """The position after a step: this one where a wall or a second box is in the way."""
+        """Return the position after a step: this one where a wall or a second box is in the way."""
         offset = self.offset(action)
         there = self.player + offset
         if there not in self.floor:
@@ -94,8 +94,8 @@ def pulls(
 
 
 def parse_room(text: str) -> Room:
-    """A room of the usual signs, a line per row: `#` wall, `_` empty, `O` target, `√` box on target, `X` box, `P`layer, `S`
-    player on target.
+    """Return a room of the usual signs, a line per row: `#` wall, `_` empty, `O` target, `√` box on target, `X` box,
+    `P`layer, `S` player on target.
 
     Raises:
         ValueError: rows of different lengths, another sign, or not one player.

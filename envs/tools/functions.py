@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 def write_calls(words: str, calls: Sequence[Call]) -> str:
-    """An answer as an env is given it."""
+    """Return an answer as an env is given it."""
     written = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
     return "\n".join([*([words] if words else []), *written])
 

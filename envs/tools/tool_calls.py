@@ -52,7 +52,7 @@ class OpenTool(Protocol):
         ...
 
     def called(self, answer: str) -> str | None:
-        """The call's text; None where the answer does not call this tool."""
+        """Return the call's text; None where the answer does not call this tool."""
         ...
 
     def takes(self, text: str) -> bool:
@@ -92,7 +92,7 @@ class Tool(Config):
         return pattern
 
     def called(self, answer: str) -> str | None:
-        """The call's text; None where the answer does not call this tool."""
+        """Return the call's text; None where the answer does not call this tool."""
         return last_group(self.pattern, answer)
 
     @abstractmethod

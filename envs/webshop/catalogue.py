@@ -53,7 +53,7 @@ class Catalogue:
     first_train: int
 
     def split(self, name: str) -> Sequence[Goal]:
-        """The goals of `train`, `held_out` or `any`."""
+        """Return the goals of `train`, `held_out` or `any`."""
         match name:
             case "held_out":
                 return self.goals[: self.num_held_out]
@@ -64,5 +64,5 @@ class Catalogue:
 
 
 def price_limits(price: float) -> tuple[float, ...]:
-    """The limits above a price that a goal may name: the next four steps."""
+    """Return the limits above a price that a goal may name: the next four steps."""
     return tuple(step for step in PRICE_STEPS if step > price)[:4]

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def load_catalogue(folder: Path, num_products: int | None, *, human_goals: bool) -> Catalogue:
-    """The shop of a folder with WebShop's files.
+    """Return the shop of a folder with WebShop's files.
 
     Raises:
         ValueError: a file is missing or is not what it should be.

@@ -162,7 +162,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return self._after(before, bought.reward if bought else 0.0, bought, valid=True)
 
     def task_id(self, seed: int) -> str:
-        """The instruction that `reset(seed=seed)` would give; leaves this env as it is."""
+        """Return the instruction that `reset(seed=seed)` would give; leaves this env as it is."""
         goal = self._draw(seeding.np_random(seed)[0])
         return f"{goal.product.asin} {goal.instruction}"
 
@@ -174,7 +174,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return f"click[ {found[int(rng.integers(len(found)))]} ]"
 
     def render(self) -> str | None:
-        """The page as text."""
+        """Return the page as text."""
         return self._observation() if self.render_mode == "ansi" else None
 
     def _draw(self, rng: np.random.Generator) -> Goal:

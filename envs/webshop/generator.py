@@ -79,7 +79,7 @@ SHOP_WORDS = tuple(
 
 
 def make_catalogue(seed: int, num_products: int) -> Catalogue:
-    """A shop of `num_products` products (at most 1,000) with two goals for each."""
+    """Return a shop of `num_products` products (at most 1,000) with two goals for each."""
     rng = np.random.default_rng([seed, num_products])
     products = [_make_product(rng, number) for number in range(num_products)]
     goals = [_make_goal(rng, product) for product in products for _ in range(2)]

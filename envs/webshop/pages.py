@@ -84,7 +84,7 @@ def clickables(page: Page) -> dict[str, str]:
 
 
 def click(page: Page, text: str) -> Page:
-    """The page that a click leads to; `text` is one of `clickables` and not `Buy Now`."""
+    """Return the page that a click leads to; `text` is one of `clickables` and not `Buy Now`."""
     if text == BACK:
         return SearchPage()
     match page:

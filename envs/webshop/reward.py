@@ -87,7 +87,7 @@ def type_reward(wanted: Product, bought: Product) -> float:
 
 
 def title_words(title: str) -> set[str]:
-    """Words of a title that may be nouns."""
+    """Return words of a title that may be nouns."""
     return {word for word in re.findall(r"[^\W\d_]+", title.lower()) if len(word) > 1} - STOP_WORDS
 
 

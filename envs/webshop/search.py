@@ -26,7 +26,7 @@ class ProductSearch:
         self._index.index([words(_text(product)) for product in products], show_progress=False)
 
     def __call__(self, query: str) -> list[Product]:
-        """The products that fit best, best first, 50 at most; none that shares no word with the query."""
+        """Return the products that fit best, best first, 50 at most; none that shares no word with the query."""
         asked = words(query)
         if not asked:
             return []

@@ -53,11 +53,11 @@ class BufferWatch:
         self._run = AsyncBufferScripts(redis, run_id)
 
     async def snapshot(self) -> Snapshot:
-        """The ledger, the queues and the workers at one moment."""
+        """Return the ledger, the queues and the workers at one moment."""
         return snapshot_from(await self._run("snapshot"))
 
     async def counters(self) -> Counters:
-        """The ledger now."""
+        """Return the ledger now."""
         return (await self.snapshot()).counters
 
     async def set_paused(self, paused: bool) -> None:

@@ -239,7 +239,7 @@ class LearnerBuffer(Protocol):
         ...
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
-        """All trajectories of an evaluation once every episode was submitted or failed; None before."""
+        """Return all trajectories of an evaluation once every episode was submitted or failed; None before."""
         ...
 
     def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
@@ -251,5 +251,5 @@ class LearnerBuffer(Protocol):
         ...
 
     def counters(self) -> Counters:
-        """The ledger now."""
+        """Return the ledger now."""
         ...

@@ -87,13 +87,13 @@ class LedgerFile:
 
 
 def read_ledger(output_dir: Path) -> list[LifeEvent]:
-    """Every event of the file once, in order; lines that can't be read are left out (`broken_lines` counts them)."""
+    """Return every event of the file once, in order; lines that can't be read are left out (`broken_lines` counts them)."""
     found = {event.id: event for event in _events(output_dir / LEDGER_FILE) if event is not None}
     return sorted(found.values(), key=lambda event: event.place)
 
 
 def broken_lines(output_dir: Path) -> int:
-    """Lines of the file that are no events."""
+    """Return lines of the file that are no events."""
     return sum(event is None for event in _events(output_dir / LEDGER_FILE))
 
 

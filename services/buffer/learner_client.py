@@ -166,7 +166,7 @@ class RedisLearnerBuffer:
         return self.snapshot().counters
 
     def snapshot(self) -> Snapshot:
-        """The ledger, the queues and the workers at one moment."""
+        """Return the ledger, the queues and the workers at one moment."""
         return snapshot_from(self._run("snapshot"))
 
     def _read(self, row: Sequence[Any]) -> Group | None:

@@ -37,13 +37,13 @@ MOST_TRIPS = 2
 
 
 def group_id_of(run_id: str, number: int) -> str:
-    """The name of training group `number`."""
+    """Return the name of training group `number`."""
     return f"{run_id}-{number}"
 
 
 @cache
 def script_source(name: str) -> str:
-    """The text of a script as Redis gets it."""
+    """Return the text of a script as Redis gets it."""
     return "\n".join((FOLDER / f"{part}.lua").read_text() for part in (*SHARED, name))
 
 
@@ -69,7 +69,7 @@ def errors_translated() -> Iterator[None]:
 
 
 def _translated(error: Exception) -> MeshError:
-    """One of `UNTRANSLATED` as the mesh calls it."""
+    """Return one of `UNTRANSLATED` as the mesh calls it."""
     if not isinstance(error, redis_errors.ResponseError):
         return retryable(error)
     # Redis 7 puts ERR before a code of our own, 6 does not.

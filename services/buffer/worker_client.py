@@ -129,7 +129,8 @@ class AsyncRolloutBuffer:
             del mine[token]
 
     async def _next_ring(self, position: str, timeout_s: float) -> str | None:
-        """The newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read at once."""
+        """Return the newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read
+        at once."""
         block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
         streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, block=block_ms) or [])
         return streams[0][1][-1][0].decode() if streams else None

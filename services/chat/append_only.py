@@ -127,7 +127,7 @@ class ChatFormat:
         )
 
     def next_prompt(self, observation: str) -> tuple[int, ...]:
-        """Tokens between an answer's end-of-turn token (which is not among them) and the next answer.
+        """Return tokens between an answer's end-of-turn token (which is not among them) and the next answer.
 
         Raises:
             RolloutError: the template rewrites history, so that there are no such tokens.
@@ -145,7 +145,7 @@ class ChatFormat:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a rendered text, special tokens by their names, none added."""
+        """Return tokens of a rendered text, special tokens by their names, none added."""
         return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
 
     def _content(self, text: str) -> str:
@@ -170,7 +170,7 @@ class ChatFormat:
 
 
 def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> ChatFormat:
-    """The chat format of a Hugging Face folder; with functions, see `offbeat.services.chat.tool_templates`.
+    """Return the chat format of a Hugging Face folder; with functions, see `offbeat.services.chat.tool_templates`.
 
     Raises:
         RolloutError: there is no tokenizer or no chat template in it, or the template can't be used.

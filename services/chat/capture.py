@@ -66,7 +66,7 @@ def capture(tree: TokenTree, rewards: Sequence[Reward] = ()) -> Captured:
 
 
 def _segment(tree: TokenTree, leaf: int, own: Sequence[int]) -> Segment:
-    """The leaf's sequence, in which the answers `own` are trained."""
+    """Return the leaf's sequence, in which the answers `own` are trained."""
     tokens = np.array(tree.nodes[leaf].tokens, dtype=np.int32)
     mask = np.zeros(len(tokens), dtype=np.bool_)
     logprobs = np.zeros(len(tokens), dtype=np.float32)

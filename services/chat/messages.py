@@ -20,7 +20,7 @@ class ToolCall:
     call_id: str = field(default="", compare=False)
 
     def parsed(self) -> Any:
-        """The arguments as an object."""
+        """Return the arguments as an object."""
         return json.loads(self.arguments)
 
 
@@ -89,7 +89,7 @@ CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
 
 
 def one_form(arguments: str | Mapping[str, Any]) -> str:
-    """Arguments of a call in one form.
+    """Return arguments of a call in one form.
 
     Raises:
         ValueError: they are no JSON object.

@@ -96,14 +96,15 @@ class ChatTemplate:
             raise UnusableError(f"the policy's chat template can't render these messages: {error}") from error
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Words of sampled tokens, without special ones; a parser of calls gets all of them but those that end an answer."""
+        """Return words of sampled tokens, without special ones; a parser of calls gets all of them but those that end
+        an answer."""
         if self._parser is None:
             return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         words = [token for token in token_ids if token not in self.stop_ids]
         return self._tokenizer.decode(words, skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """One token, special ones by their names."""
+        """Return one token, special ones by their names."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def message_of(self, text: str, *, tools: Tools) -> ChatMessage:
@@ -117,7 +118,7 @@ class ChatTemplate:
         return ChatMessage("assistant", words.strip(), calls) if calls else ChatMessage("assistant", text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a rendered text, special tokens by their names, none added."""
+        """Return tokens of a rendered text, special tokens by their names, none added."""
         return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
@@ -151,7 +152,7 @@ def load_chat_template(folder: Path, parser_for: Callable[[Any], CallParser] | N
 
 
 def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
-    """The special token behind an answer."""
+    """Return the special token behind an answer."""
     asked, answer = {"role": "user", "content": KEY}, {"role": "assistant", "content": NAME}
     text = render([asked, answer, {"role": "user", "content": VALUE}], (), True)
     if NAME not in text:  # the template leaves earlier answers out
@@ -172,7 +173,8 @@ OFFERED = {"type": "function", "function": {"name": NAME, "description": "", "pa
 
 
 def _call_style(render: RenderAny) -> CallStyle:
-    """The first in which the template writes a call whose arguments can be read; the first of all where it writes none."""
+    """Return the first in which the template writes a call whose arguments can be read; the first of all where it
+    writes none."""
     for style in CALL_STYLES:
         try:
             text = render([USER, CALLING.for_template(style)], [OFFERED], False)
@@ -214,7 +216,7 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: 
 
 
 def _common_end(one: str, other: str) -> str:
-    """The longest text that both end with."""
+    """Return the longest text that both end with."""
     return next(one[at:] for at in range(len(one) + 1) if other.endswith(one[at:]))
 
 

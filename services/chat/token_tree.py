@@ -61,7 +61,7 @@ class TokenTree:
     _by_text: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
     def plan_chat(self, messages: Sequence[ChatMessage], tools: Tools = ()) -> Prompt:
-        """The prompt of a conversation.
+        """Return the prompt of a conversation.
 
         Raises:
             UnusableError: the template can't render it.
@@ -105,7 +105,7 @@ class TokenTree:
         return number
 
     def path(self, number: int) -> Iterator[int]:
-        """A node and its ancestors, the node first."""
+        """Yield a node and its ancestors, the node first."""
         while number != ROOT:
             yield number
             number = self.nodes[number].prompt.parent
@@ -133,7 +133,8 @@ class TokenTree:
         return parent, tokens + (behind[1:] if tokens[-1] == self.template.end_id else behind)
 
     def _lengthened(self, asked: Sequence[int], before: str, whole: str) -> tuple[int, tuple[int, ...]] | None:
-        """A node whose answer was cut short and to which the agent put words, such as the stop word, and the tokens."""
+        """Return a node whose answer was cut short and to which the agent put words, such as the stop word, and the
+        tokens."""
         for number in reversed(asked):
             node = self.nodes[number]
             text = before + self._words(node)
@@ -142,7 +143,7 @@ class TokenTree:
         return None
 
     def _words(self, node: Node) -> str:
-        """An answer as it reads in bare text: one that ended itself shows the token that ended it."""
+        """Return an answer as it reads in bare text: one that ended itself shows the token that ended it."""
         ids = node.completion.token_ids[: node.kept]
         end = self.template.token_text(ids[-1]) if ids[-1] in self.template.stop_ids else ""
         return self.template.text_of(ids) + end

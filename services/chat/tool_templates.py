@@ -163,5 +163,5 @@ def _rendered(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prom
 
 
 def load_playing_format(folder: Path) -> ChatFormat:
-    """The chat format of a Hugging Face folder. Raises RolloutError, see `load_chat_format`."""
+    """Return the chat format of a Hugging Face folder. Raises RolloutError, see `load_chat_format`."""
     return load_chat_format(folder, partial(load_function_template, folder))

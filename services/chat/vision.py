@@ -34,7 +34,7 @@ class Pixels(NamedTuple):
 
 
 def model_family(folder: Path) -> str | None:
-    """The folder's `model_type` if it reads pictures in a way that is known here, else None."""
+    """Return the folder's `model_type` if it reads pictures in a way that is known here, else None."""
     try:
         found = json.loads((folder / "config.json").read_text()).get("model_type")
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ class PictureReader:
 
 
 def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A rendered frame as PNG; [height, width, 3] uint8. Raises ValueError for any other array."""
+    """Return a rendered frame as PNG; [height, width, 3] uint8. Raises ValueError for any other array."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ValueError(f"a frame of {pixels.dtype} {pixels.shape}, not of uint8 [height, width, 3]")
     from PIL import Image

@@ -106,7 +106,7 @@ def _refuse_other_hosts() -> None:
 
 
 def build(settings: ControlSettings) -> Application:
-    """The application `control`."""
+    """Return the application `control`."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

@@ -20,7 +20,7 @@ class PartialView(View):
         return cls(kind=partial.kind, total=finite(partial.total), count=partial.count, value=finite(partial.value))
 
     def partial(self) -> Partial:
-        """The part that this shows."""
+        """Return the part that this shows."""
         return Partial(self.kind, math.nan if self.total is None else self.total, self.count)
 
 

@@ -103,7 +103,7 @@ def _chain(picture: RunSnapshot) -> list[Cause]:
 
 
 def sentence(links: Sequence[Cause]) -> str:
-    """The chain as one sentence."""
+    """Return the chain as one sentence."""
     clauses = "; ".join(link.says for link in links)
     return f"{clauses[:1].upper()}{clauses[1:]}."
 
@@ -220,7 +220,7 @@ def _learner_busy(picture: RunSnapshot) -> Cause | None:
 
 
 def _rollouts_wait(picture: RunSnapshot) -> list[Cause]:
-    """The env workers, if they wait for the learner."""
+    """Return the env workers, if they wait for the learner."""
     if picture.buffer.admission is Admission.STALENESS_BOUND and not _playing(picture):
         says = "The env workers wait for the learner: they are as far ahead as max_staleness allows"
         return [Cause("env workers", "waits", says, "learner", detail={"admission": picture.buffer.admission.value})]

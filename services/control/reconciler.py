@@ -57,7 +57,7 @@ class RestartPolicy:
     """Timeout of a graceful stop, after which the run is stopped at once."""
 
     def delay_s(self, count: int) -> float:
-        """Seconds to wait before restart number `count` (from 1)."""
+        """Return seconds to wait before restart number `count` (from 1)."""
         return 0.0 if count <= 1 else min(self.backoff_s * 2.0 ** (count - 2), self.max_backoff_s)
 
 

@@ -57,7 +57,8 @@ class RunFactory(BufferReader, Protocol):
     """Interface of the control service to the project's runs: validation and components."""
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """The run that a YAML text or a tree of plain values describes. Raises `InvalidRunError` with every problem."""
+        """Return the run that a YAML text or a tree of plain values describes. Raises `InvalidRunError` with every
+        problem."""
         ...
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:

@@ -159,18 +159,18 @@ class RunStore:
         return replace(record, created_at=old.created_at, attempt=old.attempt + 1)
 
     async def load(self, run_id: str) -> RunRecord:
-        """The run's record. Raises `UnknownRunError`."""
+        """Return the run's record. Raises `UnknownRunError`."""
         raw = await cast(Any, self.redis.hgetall(RunKeys(run_id).record))
         if not raw:
             raise UnknownRunError(f"there is no run {run_id!r}")
         return RunRecord.decode(raw)
 
     async def run_ids(self) -> list[str]:
-        """Every run, oldest first."""
+        """Return every run, oldest first."""
         return [member.decode() for member in await self.redis.zrange(RUNS, 0, -1)]
 
     async def unfinished(self) -> list[str]:
-        """Every run that is not known to be over, oldest first."""
+        """Return every run that is not known to be over, oldest first."""
         run_ids = await self.run_ids()
         async with self.redis.pipeline(transaction=False) as pipe:
             for run_id in run_ids:
@@ -367,7 +367,7 @@ class RunStore:
         return ComponentReports(workers, replicas, bool(leased))
 
     async def metrics_since(self, run_id: str, at: float) -> list[MetricRecord]:
-        """All metric records that were appended after the Unix time `at`, oldest first."""
+        """Return all metric records that were appended after the Unix time `at`, oldest first."""
         entries = await self.redis.xrange(RunKeys(run_id).metrics, min=int(at * 1000))
         return [decode_record(fields[b"r"]) for _, fields in entries]
 
@@ -378,7 +378,7 @@ class RunStore:
         pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=HISTORY_KEPT, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
-        """All but its epoch."""
+        """Return all but its epoch."""
         keys = RunKeys(run_id)
         pattern = keys.prefix.replace("[", r"\[").replace("?", r"\?") + "*"
         found = self.redis.scan_iter(match=pattern, count=1000)

@@ -28,7 +28,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def read_messages(body: Body) -> ModelRequest:
-    """A request. Raises InvalidCallError."""
+    """Return a request. Raises InvalidCallError."""
     system = words(body.get("system"), "system")
     messages = [ChatMessage("system", system)] if system else []
     for place, message in enumerate(list_of(body, "messages")):
@@ -58,7 +58,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def _read(message: Any, where: str) -> list[ChatMessage]:
-    """One of Anthropic's messages: results of tools in it are messages of their own, before its words."""
+    """Return one of Anthropic's messages: results of tools in it are messages of their own, before its words."""
     refuse_unless(isinstance(message, Mapping), f"{where} is no message")
     role, content = str(message.get("role")), message.get("content")
     refuse_unless(role in ("user", "assistant", "system"), f"{where}: role {role!r} is not known")
@@ -87,7 +87,7 @@ def _call(part: Body, where: str) -> ToolCall:
 
 
 def write_message(reply: ModelReply, answer_id: str, model: str) -> dict[str, Any]:
-    """A message."""
+    """Return a message."""
     content: list[dict[str, Any]] = []
     if reply.message.content or not reply.message.tool_calls:
         content.append({"type": "text", "text": reply.message.content, "citations": None})
@@ -108,7 +108,7 @@ def write_message(reply: ModelReply, answer_id: str, model: str) -> dict[str, An
 
 
 def stream_message(reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the same as server-sent events."""
     whole = write_message(reply, answer_id, model)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**whole["usage"], "output_tokens": 0}

@@ -40,7 +40,7 @@ class CallerLeftError(Exception):
 
 
 def build(sessions: Sessions) -> FastAPI:
-    """The application; sessions may be opened and closed while it serves."""
+    """Return the application; sessions may be opened and closed while it serves."""
     app = FastAPI(title="Offbeat gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for path, handler in (
         ("/v1/chat/completions", _chat),
@@ -138,7 +138,7 @@ def _send(
     whole: Callable[[], Any],
     stream: Iterator[str],
 ) -> Response:
-    """The answer whole, or in events; delivered when the last of it is taken."""
+    """Return the answer whole, or in events; delivered when the last of it is taken."""
     if not body.get("stream"):
         session.deliver(replies)
         return JSONResponse(whole())

@@ -31,7 +31,7 @@ TOKEN_IDS = range(1 << 31)
 
 
 def read_chat(body: Body) -> ModelRequest:
-    """A chat completion request. Raises InvalidCallError."""
+    """Return a chat completion request. Raises InvalidCallError."""
     messages = tuple(_message(message, i) for i, message in enumerate(list_of(body, "messages")))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
@@ -57,7 +57,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def read_completion(body: Body) -> ModelRequest:
-    """A bare-text request. Raises InvalidCallError."""
+    """Return a bare-text request. Raises InvalidCallError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -100,7 +100,7 @@ def _call(call: Any, where: str) -> ToolCall:
 
 
 def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> dict[str, Any]:
-    """A chat completion."""
+    """Return a chat completion."""
     choices = [
         {
             "index": i,
@@ -139,7 +139,7 @@ def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model
 
 
 def write_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> dict[str, Any]:
-    """A bare-text completion."""
+    """Return a bare-text completion."""
     choices = [
         {
             "index": i,
@@ -153,7 +153,7 @@ def write_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, 
 
 
 def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the same as server-sent events."""
     whole = write_completion(body, replies, answer_id, model)
     counts = whole.pop("usage")
     for choice in whole["choices"]:
@@ -164,12 +164,12 @@ def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str,
 
 
 def event(data: Mapping[str, Any]) -> str:
-    """One server-sent event without a name."""
+    """Return one server-sent event without a name."""
     return f"data: {json.dumps(data)}\n\n"
 
 
 def usage(replies: Sequence[ModelReply]) -> dict[str, int]:
-    """Tokens of one call; the prompt counts once."""
+    """Return tokens of one call; the prompt counts once."""
     prompt, sampled = replies[0].prompt_tokens, sum(len(reply.token_ids) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

@@ -26,7 +26,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 
 def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
-    """A request; `earlier` is the conversation that `previous_response_id` names. Raises InvalidCallError."""
+    """Return a request; `earlier` is the conversation that `previous_response_id` names. Raises InvalidCallError."""
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     refuse_unless(isinstance(items, list), "input: a text or a list of items is needed")
@@ -100,7 +100,7 @@ def _add_call(messages: list[ChatMessage], item: Body, where: str) -> None:
 
 
 def write_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> dict[str, Any]:
-    """A response."""
+    """Return a response."""
     cut = reply.finish_reason == "length"
     sampled = len(reply.token_ids)
     return {
@@ -131,7 +131,7 @@ def write_response(body: Body, reply: ModelReply, answer_id: str, model: str) ->
 
 
 def stream_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
-    """The same as server-sent events."""
+    """Yield the same as server-sent events."""
     whole = write_response(body, reply, answer_id, model)
     number_of = iter(range(1_000_000))
 

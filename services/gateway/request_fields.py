@@ -20,7 +20,7 @@ def refuse_unless(holds: bool, message: str) -> None:
 
 
 def list_of(body: Body, key: str) -> list[Any]:
-    """A list that must be there."""
+    """Return a list that must be there."""
     value = body.get(key)
     if not isinstance(value, list):
         raise InvalidCallError(f"{key} is {value!r}: a list is needed")
@@ -28,7 +28,7 @@ def list_of(body: Body, key: str) -> list[Any]:
 
 
 def object_of(body: Body, key: str) -> Body:
-    """An object that may be left out."""
+    """Return an object that may be left out."""
     value = body.get(key)
     if value is None:
         return {}
@@ -38,12 +38,12 @@ def object_of(body: Body, key: str) -> Body:
 
 
 def items_of(body: Body, key: str) -> list[Any]:
-    """A list that may be left out."""
+    """Return a list that may be left out."""
     return [] if body.get(key) is None else list_of(body, key)
 
 
 def number(body: Body, *keys: str) -> int | None:
-    """The first of these that is set."""
+    """Return the first of these that is set."""
     for key in keys:
         value = body.get(key)
         if value is not None:
@@ -55,7 +55,7 @@ def number(body: Body, *keys: str) -> int | None:
 
 
 def words(value: Any, where: str) -> str:
-    """Text of a content: a string, or parts of text, one after the other.
+    """Return text of a content: a string, or parts of text, one after the other.
 
     Raises:
         InvalidCallError: a part is something else.
@@ -83,7 +83,7 @@ def _part(part: Any, where: str) -> str:
 
 
 def stop_words(value: Any, key: str) -> tuple[str, ...]:
-    """A word or a list of words."""
+    """Return a word or a list of words."""
     if value is None:
         return ()
     found = [value] if isinstance(value, str) else value

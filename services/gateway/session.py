@@ -86,7 +86,7 @@ class EpisodeEnv(Protocol):
         ...
 
     async def step(self, action: str) -> dict[str, Any]:
-        """The env's reply: observation, reward, whether it is over, metrics.
+        """Return the env's reply: observation, reward, whether it is over, metrics.
 
         Raises:
             InvalidCallError: the episode is over already.

@@ -177,7 +177,7 @@ def build(
 
 
 def deploy(settings: ReplicaSettings) -> Application:
-    """An application with one deployment."""
+    """Return an application with one deployment."""
     config = settings.config
     gpus = config.tensor_parallel_size if config.device == "cuda" else 0
     deployment = serve.deployment(

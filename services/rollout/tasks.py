@@ -42,7 +42,7 @@ class Task(NamedTuple):
 
 
 def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> Task:
-    """The task of training group `number` in a run with `seed`.
+    """Return the task of training group `number` in a run with `seed`.
 
     state: of the task sampler where there is one, as JSON; empty draws by a fresh sampler.
 
@@ -96,7 +96,8 @@ def _seed_of_group(seed: int, number: int) -> int:
 
 
 def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
-    """The task of evaluation episode `number` in a run with `seed`; `EvalTasks` answers many such questions faster."""
+    """Return the task of evaluation episode `number` in a run with `seed`; `EvalTasks` answers many such questions
+    faster."""
     return EvalTasks(config, seed).task(number)
 
 
@@ -111,7 +112,7 @@ class EvalTasks:
         self._seeds: dict[str, list[int]] = {}
 
     def task(self, number: int) -> Task:
-        """The task of episode `number`; `group_size` episodes in a row share one."""
+        """Return the task of episode `number`; `group_size` episodes in a row share one."""
         rounds, place = divmod(number // self._group_size, len(self._cycle))
         tag = self._cycle[place]
         earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)

@@ -31,7 +31,7 @@ class WeightPublisher(Protocol):
         ...
 
     def newest(self) -> Manifest | None:
-        """The newest announced version whose bytes can still be read."""
+        """Return the newest announced version whose bytes can still be read."""
         ...
 
     def close(self) -> None:
@@ -43,8 +43,8 @@ class WeightSubscriber(Protocol):
     """The broker as a replica sees it; every call raises `RetryableError` while Redis does not answer, or refuses writes."""
 
     async def newest(self) -> Manifest | None:
-        """The newest announced version whose bytes can be read, or None before the first. One whose read hangs is passed
-        over.
+        """Return the newest announced version whose bytes can be read, or None before the first. One whose read hangs
+        is passed over.
 
         Raises:
             WeightsError: looking for its bytes took longer than `weights.fetch_timeout_s`.
@@ -52,12 +52,13 @@ class WeightSubscriber(Protocol):
         ...
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
-        """The newest version once it is newer than `version`, or None when the time is over. Raises as `newest`."""
+        """Return the newest version once it is newer than `version`, or None when the time is over. Raises as `newest`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
-        """A local safetensors file with the version's bytes, its digest checked; it stays until the context ends, even if
-        the version is collected meanwhile. For an adapter, a folder as PEFT writes it (see `AdapterTransport.fetch`).
+        """Return a local safetensors file with the version's bytes, its digest checked; it stays until the context
+        ends, even if the version is collected meanwhile. For an adapter, a folder as PEFT writes it (see
+        `AdapterTransport.fetch`).
 
         Raises:
             WeightsError: the bytes are gone or damaged, or could not be read within `weights.fetch_timeout_s`.

@@ -78,7 +78,7 @@ class RedisWeightPublisher:
             announcing.result()
 
     def _lost_versions(self, version: int) -> list[int] | None:
-        """Versions whose bytes are gone, if `version` is to be announced; None if it exists."""
+        """Return versions whose bytes are gone, if `version` is to be announced; None if it exists."""
         newest = cast(bytes | None, self._redis.hget(self._keys.progress, "version"))
         if newest is None or version > int(newest):
             return []

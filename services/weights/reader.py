@@ -114,7 +114,7 @@ class WeightReader:
         return any(read.manifest.version == version for read in self._under_way())
 
     def fetching(self, newer_than: int) -> FetchState | None:
-        """The longest read that is under way, of a version that matters still."""
+        """Return the longest read that is under way, of a version that matters still."""
         reads = [each for each in self._under_way() if each.manifest.version > newer_than and not each.entered.done()]
         oldest = min(reads, key=lambda each: each.since, default=None)
         return oldest and FetchState(oldest.manifest.version, oldest.since, source(oldest.manifest))

@@ -24,7 +24,7 @@ class Chat:
         self.answer = lru_cache(65_536)(self._answer)
 
     def messages(self, observation: str) -> list[dict[str, str]]:
-        """The prompt of an episode as TRL's datasets hold it."""
+        """Return the prompt of an episode as TRL's datasets hold it."""
         return [*self._system, _user(observation)]
 
     def _first_prompt(self, observation: str) -> tuple[int, ...]:

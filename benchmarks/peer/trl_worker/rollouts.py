@@ -67,7 +67,7 @@ class EpisodeRunner:
         """By slot."""
 
     def first_message(self, task_seed: int) -> str:
-        """The user message that an episode with this env seed begins with."""
+        """Return the user message that an episode with this env seed begins with."""
         return self._message(self._envs[0].reset(seed=task_seed)[0], 0)
 
     def _message(self, observation: str, turns: int) -> str:

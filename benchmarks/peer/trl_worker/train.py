@@ -106,7 +106,7 @@ class Watch(TrainerCallback):
 
 
 def grpo_config(job: TrainJob) -> GRPOConfig:
-    """The run's algorithm in TRL's words."""
+    """Return the run's algorithm in TRL's words."""
     batch = job.groups_per_step * job.group_size
     return GRPOConfig(
         output_dir=job.output,

@@ -60,7 +60,7 @@ def complain(error: ControlRefusedError, token: str | None) -> int:
 
 
 def describe(error: ErrorBody) -> str:
-    """An error with all its problems."""
+    """Return an error with all its problems."""
     problems = [f"{problem.path}: {problem.message}" if problem.path else problem.message for problem in error.problems]
     return "\n  ".join([error.message, *problems])
 
@@ -101,7 +101,8 @@ def start_run(
 
 
 def _rooted(tree: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with paths that exist here, or will, made absolute: the service has another current folder."""
+    """Return the configuration with paths that exist here, or will, made absolute: the service has another current
+    folder."""
     rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
     for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
         rooted |= _from_here(rooted, key)

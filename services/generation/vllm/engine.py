@@ -93,7 +93,7 @@ def engine_environment(config: GenerationConfig) -> dict[str, str]:
 
 
 def engine_arguments(config: GenerationConfig, model: Path, sequence_length: int, seed: int) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs`."""
+    """Return arguments of vLLM's `AsyncEngineArgs`."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": config.dtype,
@@ -318,7 +318,7 @@ def _parameters(sampling: Sampling) -> Any:
 
 
 def _completion(request_id: str, output: Any) -> Completion:
-    """A completion of the sampled tokens; `logprobs=0` gives exactly one logprob for each."""
+    """Return a completion of the sampled tokens; `logprobs=0` gives exactly one logprob for each."""
     spans = tuple(VersionSpan(span.start, span.end, int(span.version)) for span in output.weight_versions)
     reason = FinishReason.STOP if output.finish_reason == "stop" else FinishReason.LENGTH
     return Completion(request_id, tuple(output.token_ids), tuple(output.logprobs.logprobs), spans, reason)

@@ -79,7 +79,7 @@ class IpcEngine(IPCWeightTransferEngine):
 
 
 def _rebuild_arguments(handle: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes."""
+    """Return arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes."""
     return (
         torch.Tensor,
         torch.Size(handle["size"]),

@@ -74,7 +74,8 @@ def compare(model: Any, file: TensorFile) -> Iterator[None]:
 
 
 def _names_here(model: Any, file: TensorFile) -> dict[str, str]:
-    """The model's names of unfused tensors -> the file's: a model that reads pictures has its parts in other places."""
+    """Return the model's names of unfused tensors -> the file's: a model that reads pictures has its parts in other
+    places."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in file.names()}

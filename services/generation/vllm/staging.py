@@ -114,7 +114,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
-    """Names of tensors, those of a layer together."""
+    """Yield names of tensors, those of a layer together."""
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         prefix, layer, rest = name.partition(LAYER)
@@ -123,7 +123,7 @@ def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _twin_of(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> nn.Module:
-    """A module that shares everything but tensors and submodules; what is used twice inside is so in the twin."""
+    """Return a module that shares everything but tensors and submodules; what is used twice inside is so in the twin."""
     if id(module) not in modules:
         twin = modules[id(module)] = object.__new__(type(module))
         own = vars(twin)

@@ -55,16 +55,16 @@ class TensorFile:
         del self._bytes
 
     def names(self) -> Iterable[str]:
-        """Names of the tensors."""
+        """Yield names of the tensors."""
         return self._entries.keys()
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names with their tensors."""
+        """Yield names with their tensors."""
         for name in self._entries:
             yield name, self.get_tensor(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A view of the file, which stays as long as the tensor does.
+        """Return a view of the file, which stays as long as the tensor does.
 
         Raises:
             ValueError: its entry does not fit the file. KeyError: there is none.

@@ -41,7 +41,7 @@ class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        """Tokens of the largest picture."""
+        """Return tokens of the largest picture."""
         del mm_counts
         return {IMAGE: seq_len}
 

@@ -52,7 +52,7 @@ class AgentRuntime:
 
 
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
-    """The template that an agent's calls are rendered by. Raises RolloutError, see `AgentRuntime`.
+    """Return the template that an agent's calls are rendered by. Raises RolloutError, see `AgentRuntime`.
 
     tool_call_parser: None takes what reads the calls of tools that the template writes, if anything does.
     """
@@ -150,7 +150,7 @@ class HttpEnvSession:
             pass
 
     def metrics(self, own: Mapping[str, float]) -> dict[str, float]:
-        """The env's, put together by its rules; the agent's own go before them."""
+        """Return the env's, put together by its rules; the agent's own go before them."""
         metrics = EpisodeMetrics(self._modes)
         for result in self._results:
             metrics.add(result.metrics)
@@ -206,7 +206,7 @@ async def play_with_agent(
 
 
 async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> AgentOutcome:
-    """The agent's outcome; it is ended when the episode can't be captured any more."""
+    """Return the agent's outcome; it is ended when the episode can't be captured any more."""
     running = asyncio.ensure_future(pool.run(runner, task))
     failing = asyncio.ensure_future(session.failed.wait())
     try:

@@ -20,7 +20,7 @@ TAIL, PIECE = 1 << 20, 1 << 16
 
 
 def find_agent(path: str) -> Callable[[AgentTask], Any]:
-    """The function of `module:function`.
+    """Return the function of `module:function`.
 
     Raises:
         ValueError: there is none.

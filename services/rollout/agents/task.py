@@ -82,5 +82,5 @@ class AgentTask:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":
-        """The task of `plain`, or of the `OFFBEAT_TASK` that a command finds in its environment."""
+        """Return the task of `plain`, or of the `OFFBEAT_TASK` that a command finds in its environment."""
         return cls(**plain)

@@ -188,7 +188,7 @@ class EpisodeMetrics:
             self._counts[name] = count + 1
 
     def values(self) -> dict[str, float]:
-        """The episode's."""
+        """Return the episode's."""
         return {
             name: seen / self._counts[name] if self._mode(name) == "mean" else seen for name, seen in self._seen.items()
         }

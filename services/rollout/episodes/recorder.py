@@ -75,7 +75,7 @@ class EpisodeRecorder(Protocol):
         ...
 
     def record(self) -> Record:
-        """All of it, when the episode is over."""
+        """Return all of it, when the episode is over."""
         ...
 
 

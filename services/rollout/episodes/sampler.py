@@ -24,7 +24,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
 def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
-    """A run's sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, whole distribution."""
+    """Return a run's sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, whole
+    distribution."""
     args = settings.generating_args
     return {
         "train": Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids),
@@ -35,7 +36,7 @@ def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, 
 
 @lru_cache
 def limited(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    """The same for all episodes: each turn of thousands that wait names one."""
+    """Return the same for all episodes: each turn of thousands that wait names one."""
     return replace(sampling, max_new_tokens=max_new_tokens)
 
 

@@ -49,8 +49,8 @@ class Transport(Protocol):
     name: str
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """The tensors where they won't change until the next version has been announced; called by the learner's thread,
-        which waits for it."""
+        """Return the tensors where they won't change until the next version has been announced; called by the learner's
+        thread, which waits for it."""
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
@@ -107,7 +107,7 @@ def owner_of(run_id: str, output_dir: Path) -> str:
 
 
 def file_name(owner: str, version: int, epoch: int, suffix: str = WHOLE) -> str:
-    """A name that was never used before."""
+    """Return a name that was never used before."""
     return f"offbeat-{owner}-v{version}-e{epoch}-{secrets.token_hex(4)}{suffix}"
 
 

@@ -71,7 +71,7 @@ def difference(old: Bytes, new: Bytes, width: int) -> Difference:
 
 
 def applied(old: Bytes, change: Difference) -> Bytes:
-    """The new file: a changed copy of `old`.
+    """Return the new file: a changed copy of `old`.
 
     Raises:
         ValueError: the difference is not one of this file.
@@ -173,7 +173,7 @@ class DeltaTransport:
         return replace(stored, anchor=self._base.anchor)
 
     def _packed(self, content: Bytes, width: int) -> bytes | None:
-        """The difference to the anchor, if one should be stored."""
+        """Return the difference to the anchor, if one should be stored."""
         base = self._base
         if (
             base is None

@@ -69,8 +69,8 @@ class PullServerClient:
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
-    """An IPC update without what JSON can't carry: the arguments of torch's `rebuild_cuda_tensor` for a buffer of bytes,
-    whose classes and dtype go without saying."""
+    """Return an IPC update without what JSON can't carry: the arguments of torch's `rebuild_cuda_tensor` for a buffer
+    of bytes, whose classes and dtype go without saying."""
     handles = update_info["ipc_handles"]
     plain = {}
     for gpu, arguments in handles.items():
