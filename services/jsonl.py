@@ -33,7 +33,7 @@ class LinesFile:
         self._cut = False
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Sync the file to disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:

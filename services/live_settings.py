@@ -131,7 +131,7 @@ def encode_settings(settings: Settings) -> str:
 
 
 def decode_settings(text: str | bytes) -> Settings:
-    """Undo `encode_settings`. Raises `CodecError`."""
+    """Decode the result of `encode_settings`. Raises `CodecError`."""
     try:
         return Settings(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -144,9 +144,9 @@ def encode_change(values: Mapping[str, float], at: float, why: str = "") -> str:
 
 
 def decode_change(blob: str | bytes, step: int | None) -> Change:
-    """Undo `encode_change`. Raises `CodecError`.
+    """Decode the result of `encode_change`. Raises `CodecError`.
 
-    step: first batch with the change, if a learner has adopted it.
+    step: first step with the change, if a learner has adopted it.
     """
     try:
         tree = json.loads(blob)

@@ -19,7 +19,7 @@ in a process with threads."""
 
 
 def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends; does nothing outside Linux.
+    """Make the kernel signal this process when the thread that started it ends; does nothing outside Linux.
 
     parent: expected parent; if it has ended already, this process exits with code 1.
 

@@ -69,8 +69,8 @@ class BufferWatch:
         return [GroupProgress(*map(int, row)) for row in await self._run("groups", count)]
 
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
-        """Newest events of groups, oldest first: (number, event, detail). Events are `admitted` (version), `submitted`
-        (version at admission), `trained` (checkpoint's step), `dropped` and `failed` (reason)."""
+        """Return the newest events of groups, oldest first: (number, event, detail). Events are `admitted` (version),
+        `submitted` (version at admission), `trained` (checkpoint's step), `dropped` and `failed` (reason)."""
         with errors_translated():
             entries: list[Any] = await self._redis.xrevrange(self._keys.life, count=count)
         return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]

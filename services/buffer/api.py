@@ -63,7 +63,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """Sleep until the doorbell rings after the position `after` (`"$"`: from now on) or the time is over; returns the
+        """Wait for work announced after the position `after` (`"$"`: from now on), or until the timeout; return the
         position to wait from next."""
         ...
 
@@ -72,7 +72,7 @@ class RolloutBuffer(Protocol):
         ...
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
-        """Hand in a finished episode; idempotent by (group, member)."""
+        """Submit a finished episode; idempotent by (group, member)."""
         ...
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
@@ -81,12 +81,12 @@ class RolloutBuffer(Protocol):
         ...
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
-        """Fix a group's task if a sampler draws it: the first `drawn` value holds for all members. Return the group's
+        """Set a group's task if a sampler draws it: the first `drawn` value holds for all members. Return the group's
         task, empty if there is none yet, and the sampler's state, empty before the learner's first report."""
         ...
 
     async def release(self, worker_id: str) -> int:
-        """Give back all episodes of a worker that stops, without counting an attempt; returns how many."""
+        """Return all episodes of a worker that stops, without counting an attempt; return their number."""
         ...
 
 
@@ -243,7 +243,7 @@ class LearnerBuffer(Protocol):
         ...
 
     def wait_eval(self, eval_id: str, timeout_s: float) -> list[Trajectory] | None:
-        """`eval_result`, once there is one or the time is over; sleeps meanwhile."""
+        """Wait until `eval_result` has a result or the timeout is over, and return it."""
         ...
 
     def forget_eval(self, eval_id: str) -> None:

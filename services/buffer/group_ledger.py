@@ -78,7 +78,7 @@ class LedgerFile:
             self.position = events[-1].id
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Sync the file to disk."""
         self._lines.sync()
 
     def close(self) -> None:

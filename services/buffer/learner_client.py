@@ -63,7 +63,7 @@ class RedisLearnerBuffer:
         return self._epoch
 
     def take(self, timeout_s: float, wanted: int = 1) -> Group | None:
-        """Undecodable groups are dropped as `corrupt`, and their blobs kept in quarantine."""
+        """Take a group; undecodable ones are dropped as `corrupt`, and their blobs quarantined."""
         deadline = time.monotonic() + timeout_s
         while True:
             if self._fetched:
@@ -133,7 +133,7 @@ class RedisLearnerBuffer:
         self._run("start_eval", self._epoch, f"e:{eval_id}", num_episodes, sampling_name, min_version)
 
     def eval_result(self, eval_id: str) -> list[Trajectory] | None:
-        """See `LearnerBuffer.eval_result`. Ordered by number; episodes that failed or can't be read are absent.
+        """Return the trajectories by number; episodes that failed or can't be read are absent.
 
         Raises:
             BufferError: there is no such evaluation.

@@ -244,7 +244,7 @@ class _Command:
         return *first.shared, cast(bytes, msgpack.packb([call.own for call in self.calls], use_bin_type=False))
 
     def settle(self, reply: Any) -> None:
-        """Give each call its part."""
+        """Set the result of each call."""
         if isinstance(reply, Exception) or self.calls[0].own is None:
             parts = [reply] * len(self.calls)
         else:
@@ -254,7 +254,7 @@ class _Command:
 
 
 def _joined(calls: Iterable[_Call]) -> list[_Command]:
-    """Calls that join and follow each other become one command."""
+    """Merge consecutive calls that can be merged into one command."""
     commands: list[_Command] = []
     for call in calls:
         if commands and call.joins(commands[-1].calls[0]):

@@ -50,8 +50,8 @@ class AsyncRolloutBuffer:
         self._playing: dict[str, dict[str, EpisodeTask]] = {}
 
     async def claim(self, worker_id: str, limit: int) -> list[EpisodeTask]:
-        """See `RolloutBuffer.claim`. After a claim whose answer got lost, the next one gives what that was given, even if
-        it is more than the new `limit`."""
+        """Claim episodes. After a claim whose answer was lost, the next one returns the same episodes, even if they
+        exceed the new `limit`."""
         async with self._claim_lock:
             nonce = self._claims.setdefault(worker_id, 0)
             position, packed = await self._run("claim", worker_id, self._session, nonce, limit)
@@ -62,13 +62,13 @@ class AsyncRolloutBuffer:
         return tasks
 
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
-        """`"$"` counts from the last claim, so that no notification is missed in between."""
+        """Wait for work; `"$"` counts from the last claim, so that no notification is missed in between."""
         position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
         with errors_translated():
             return await self._next_ring(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:
-        """See `RolloutBuffer.heartbeat`. Call it at least every quarter of the worker timeout."""
+        """Report that the worker is alive; call it at least every quarter of the worker timeout."""
         playing = dict(self._playing.get(worker_id, {}))
         listed = [part for token, task in playing.items() for part in (token, task.attempt)]
         draining, *stopped = await self._run("heartbeat", worker_id, self._session, *listed)
@@ -77,11 +77,11 @@ class AsyncRolloutBuffer:
         return WorkerOrders(cancelled=tuple(mine.pop(token) for token in tokens), draining=bool(draining))
 
     async def submit(self, worker_id: str, task: EpisodeTask, trajectory: Trajectory) -> SubmitResult:
-        """See `RolloutBuffer.submit`.
+        """Submit a finished episode.
 
         Raises:
-            CodecError: the trajectory breaks an invariant of `services.messages.types`; the episode should be failed.
-            BufferError: the trajectory is not of this task.
+            CodecError: the trajectory violates an invariant of `services.messages.types`; fail the episode.
+            BufferError: the trajectory belongs to another task.
         """
         if (trajectory.group_id, trajectory.index) != (task.group_id, task.index):
             raise BufferError(f"{trajectory.group_id}/{trajectory.index} is no answer to {task.group_id}/{task.index}")
@@ -93,7 +93,7 @@ class AsyncRolloutBuffer:
         return SubmitResult(await self._run.one_of_many("submit", (worker_id,), own, len(blob)))
 
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
-        """See `RolloutBuffer.fail`. `reason` is a short name (`step_timeout`): groups are counted by it."""
+        """Report a failed episode. `reason` is a short name (`step_timeout`), by which failures are counted."""
         unit = unit_of(task.kind, task.group_id, task.number)
         await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:REASON_LENGTH] or "unknown")
         self._forget(worker_id, task)

@@ -200,7 +200,7 @@ def load_chat_format(folder: Path, calling: FunctionTemplate | None = None) -> C
 
 
 def _turns(contents: Sequence[str], system: str | None = None) -> list[ChatMessageDict]:
-    """User and assistant in turn."""
+    """Return messages of alternating users and assistants."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return head + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
 
@@ -244,14 +244,14 @@ def _picture_of(render: Render) -> str:
 
 
 def _take_apart_first(render: Render, system: str | None) -> _Pieces:
-    """Pieces around the system message, if any, and the first observation."""
+    """Return the pieces around the system message, if any, and the first observation."""
     text, user = render(_turns(MARKS[1:2], system), True), MARKS[1]
     head, rest = ("", text) if system is None else _split(text, system)
     return _Pieces(head, *_split(rest, user))
 
 
 def _take_apart_next(render: Render, system: str | None) -> _Pieces:
-    """Pieces around a later observation, checked to be the same at each turn."""
+    """Return the pieces around a later observation, verified to be the same at each turn."""
     user, answer, reply, second_answer, second_reply = MARKS[1:]
     short = render(_turns((user,), system), True)
     long = render(_turns((user, answer, reply), system), True)
@@ -266,7 +266,7 @@ def _take_apart_next(render: Render, system: str | None) -> _Pieces:
 
 
 def _later_pieces(render: Render) -> _Pieces:
-    """Pieces around each later observation. Raises NotAppendOnlyError where earlier turns do not stay as they were."""
+    """Return the pieces around each later observation. Raises NotAppendOnlyError if earlier turns change."""
     pieces = _take_apart_next(render, None)
     if _takes_system(render) and (with_system := _take_apart_next(render, MARKS[0])) != pieces:
         raise _not_append_only(str(pieces), str(with_system))
@@ -300,7 +300,7 @@ def _not_append_only(expected: str, got: str) -> NotAppendOnlyError:
 
 
 def _check_tokens(chat: ChatFormat, render: Render) -> None:
-    """Pieces encoded one by one must be what the whole text encodes to, at every seam between them."""
+    """Verify that pieces encoded separately equal the encoded whole, at every boundary."""
     observations = ("P _\n_ G", "0 1 Left _", "You see: 3 apples.\n\nGo on?")
     first = chat.first_prompt("", observations[0])
     short = render(_turns((*observations[:1], "Down", *observations[1:2])), True)

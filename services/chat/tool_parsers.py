@@ -28,10 +28,10 @@ def parser_names() -> Sequence[str]:
 
 
 def load_parser(name: str, tokenizer: Any) -> CallParser:
-    """vLLM's parser of that name, for a transformers tokenizer.
+    """Return vLLM's parser of that name, for a transformers tokenizer.
 
     Raises:
-        RolloutError: there is none, naming the nearest; or it needs tokens that the tokenizer has not.
+        RolloutError: there is none, naming the nearest; or it needs tokens that the tokenizer lacks.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

@@ -115,7 +115,7 @@ def _reads_several(template: ChatTemplate) -> bool:
 
 
 def _check_end(template: ChatTemplate, written: str) -> None:
-    """Raises RolloutError if a call ends by another token than other answers: sampling would not stop there."""
+    """Raise RolloutError if a call ends with another token than other answers: sampling would not stop there."""
     result = ChatMessage("tool" if takes_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
     whole = _rendered(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
     _, found, behind = whole.partition(written)

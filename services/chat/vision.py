@@ -96,7 +96,7 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def stacked(pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Several pictures, one after the other: patches [P, D] float32 and grids [I, 3] int64."""
+    """Concatenate images: patches [P, D] float32 and grids [I, 3] int64."""
     return (
         np.concatenate([each.patches for each in pixels]),
         np.array([each.grid for each in pixels], dtype=np.int64),

@@ -95,7 +95,7 @@ class ControlDeployment:
 
 
 def _refuse_other_hosts() -> None:
-    """Raises `ControlError` if other machines reach Serve's proxies, and so an API without a token."""
+    """Raise `ControlError` if other machines reach Serve's proxies, and so an API without a token."""
     client = _get_global_client()
     host = client.http_config.host if client else LOOPBACK
     if host and host not in LOOPBACK_NAMES:

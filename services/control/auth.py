@@ -75,7 +75,7 @@ class AuthMiddleware:
         self._wrong = TokenBucket(WRONG_PER_S, WRONG_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on, or refuse it."""
+        """Pass the request on, or reject it."""
         if scope["type"] != "http" or (refusal := self._refusal(Request(scope))) is None:
             await self._app(scope, receive, send)
             return
@@ -115,7 +115,7 @@ def _too_many(wait_s: float) -> tuple[int, str, str]:
 
 
 def _from_here(request: Request) -> bool:
-    """No web page of another origin made this call: neither across origins nor by rebinding a name to loopback."""
+    """Return True if no web page of another origin made this request: neither across origins nor by DNS rebinding."""
     hosts = [_host(f"//{request.headers.get('host', '')}")]
     if origin := request.headers.get("origin"):
         hosts.append(_host(origin))

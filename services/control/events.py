@@ -51,7 +51,7 @@ class Position:
 
     @classmethod
     def parse(cls, text: str) -> "Position":
-        """Undo `str`. Raises `ValueError`."""
+        """Parse the result of `str`. Raises `ValueError`."""
         if not POSITION.fullmatch(text) or any(int(part) >= 2**64 for part in re.split("[-,]", text)):
             raise ValueError(f"{text!r} is not an event id: use the id of a received event, or omit it")
         return cls(*text.split(","))

@@ -68,7 +68,7 @@ def chain(picture: RunSnapshot) -> list[Cause]:
 
 
 def _refused(picture: RunSnapshot) -> list[Cause]:
-    """Comes first: other reports are outdated, as nothing proceeds while writes are refused."""
+    """Return causes that come first: other reports are outdated while writes are rejected."""
     if not picture.redis_trouble or picture.record.state.over:
         return []
     says = f"{picture.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"

@@ -46,7 +46,7 @@ class Component(Protocol):
     def name(self) -> str: ...
 
     async def ensure(self) -> None:
-        """Bring it up where it is not; returns as soon as that is under way."""
+        """Start the component unless it is running; return once the start is in progress."""
         ...
 
     async def stop(self, *, now: bool) -> None:

@@ -209,7 +209,7 @@ class Reconciler:
             self.redis_trouble = str(error)
 
     async def reconcile(self, run_id: str) -> RunState:
-        """Do the next thing that the run needs and return its state."""
+        """Take the next step towards the run's desired state and return its state."""
         record = await self._store.load(run_id)
         if record.state.over:
             self._forget(run_id)
@@ -247,7 +247,7 @@ class Reconciler:
         return await self._maintain(replace(record, state=RunState.STARTING), mesh)
 
     async def _maintain(self, record: RunRecord, mesh: RunMesh) -> RunState:
-        """Bring up what is missing, replace what died, and notice when all is done."""
+        """Start what is missing, replace what died, and detect the end of training."""
         await mesh.apply_settings(await self._store.settings(record), paused=record.wanted is DesiredState.PAUSED)
         observations = await self._observe(record, mesh.components)
         if time.monotonic() < self._outage_at + OUTAGE_GRACE_S:

@@ -289,7 +289,7 @@ def places(record: RunRecord) -> PathsView:
 
 
 def component_views(healths: dict[str, tuple[Health, str]], restarts: dict[str, Restarts]) -> dict[str, ComponentView]:
-    """Components with how often they were restarted."""
+    """Return the components with their numbers of restarts."""
     return {
         name: ComponentView(health=health, detail=detail, restarts=restarts.get(name, Restarts()).total)
         for name, (health, detail) in healths.items()

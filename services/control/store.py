@@ -202,7 +202,7 @@ class RunStore:
                 await pipe.execute()
 
     async def page(self, after: tuple[float, str] | None, name: str) -> list[tuple[float, str]]:
-        """(created at, id) of the runs whose id fits the glob `name`, newest first; those after the place `after`."""
+        """Return (created at, id) of the runs whose id matches the glob `name`, newest first, after the position `after`."""
         rows = await self.redis.zrange(RUNS, 0, -1, desc=True, withscores=True)
         places = [(float(score), member.decode()) for member, score in rows]
         return [
@@ -329,7 +329,7 @@ class RunStore:
             await pipe.execute()
 
     async def set_observations(self, run_id: str, seen: dict[str, Observation]) -> None:
-        """Store the observed states of the components, and the time of this look."""
+        """Store the observed states of the components and the time of observation."""
         mapping = {name: json.dumps(asdict(observation)) for name, observation in seen.items()}
         async with self.redis.pipeline() as pipe:
             if mapping:

@@ -100,7 +100,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _refusal(request: Request, status: int, message: str, kind: str) -> Response:
-    """`x-should-retry`: both clients would otherwise ask a failed episode again and again."""
+    """Return an error response; `x-should-retry` keeps OpenAI's and Anthropic's clients from retrying a failed episode."""
     if request.url.path == "/v1/messages":
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
@@ -109,7 +109,7 @@ def _refusal(request: Request, status: int, message: str, kind: str) -> Response
 
 
 async def _while_waited_for(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work for as long as the caller is there. Raises CallerLeftError."""
+    """Run `work` while the client is connected. Raises CallerLeftError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

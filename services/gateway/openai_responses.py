@@ -61,7 +61,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def _messages(items: Sequence[Any]) -> list[ChatMessage]:
-    """Items as messages: an assistant's words and the calls behind them are one message."""
+    """Convert items to messages: an assistant's text and the calls after it are one message."""
     messages: list[ChatMessage] = []
     for place, item in enumerate(items):
         where = f"input[{place}]"

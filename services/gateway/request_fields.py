@@ -14,7 +14,7 @@ REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "e
 
 
 def refuse_unless(holds: bool, message: str) -> None:
-    """Raises InvalidCallError."""
+    """Raise InvalidCallError unless the condition holds."""
     if not holds:
         raise InvalidCallError(message)
 
@@ -107,6 +107,6 @@ def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
 
 
 def need_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """Messages, of which there must be one. Raises InvalidCallError."""
+    """Return the messages. Raises InvalidCallError if there is none."""
     refuse_unless(bool(messages), "messages is empty")
     return messages

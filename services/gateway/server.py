@@ -68,7 +68,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def opened(self, session: EpisodeSession) -> Generator[None, None, None]:
-        """The session's key opens it for as long as this lasts."""
+        """Accept requests with the session's key inside the context."""
         self._sessions[session.key] = session
         try:
             yield

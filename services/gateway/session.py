@@ -154,13 +154,13 @@ class EpisodeSession:
         return [self._keep(prompt, completion, ask) for completion in completions]
 
     def deliver(self, replies: list[ModelReply]) -> None:
-        """The agent has these."""
+        """Record that the agent has received the replies."""
         if not self.closed:
             for reply in replies:
                 self.tree.nodes[reply.node].delivered = True
 
     def fail(self, error: Exception) -> None:
-        """The episode can't be captured any more."""
+        """Mark the episode as no longer capturable."""
         self.failure = self.failure or error
         self.failed.set()
 
@@ -224,7 +224,7 @@ class EpisodeSession:
 
 
 def _check(completion: Completion) -> None:
-    """Raises ValueError where logprobs or versions do not belong to the tokens one by one."""
+    """Raise ValueError if logprobs or versions do not match the tokens one to one."""
     count, covered = len(completion.token_ids), 0
     for span in completion.versions:
         if span.start != covered or span.end <= span.start:

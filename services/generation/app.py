@@ -85,7 +85,7 @@ class GenerationDeployment:
         self._watching = None if s.tenant else asyncio.create_task(self._serve_whoever_claims())
 
     async def generate(self, blob: bytes) -> AsyncIterator[bytes]:
-        """Encoded requests in, encoded completions out as they finish."""
+        """Sample completions: encoded requests in, encoded completions out as they finish."""
         tenancy = self._tenancy or await self._wait_for_tenant()
         async for completions in tenancy.replica.generate(decode_requests(blob)):
             yield encode_completions(completions)
@@ -95,11 +95,11 @@ class GenerationDeployment:
             await self._tenancy.replica.abort(request_ids)
 
     async def status(self) -> ReplicaStatus | None:
-        """See `GenerationReplica.status`; None while no run is served."""
+        """Return the replica's status; None while no run is served."""
         return self._tenancy.replica.status() if self._tenancy else None
 
     async def check_health(self) -> None:
-        """Called by Serve; raises when the replica must be replaced."""
+        """Raise if the replica must be replaced; called by Serve."""
         if self._watching and self._watching.done():
             self._watching.result()
         await self._engine.check()

@@ -59,7 +59,7 @@ class ServeGenerationClient:
                 call.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Sent to every replica, because the client does not know which one holds a request."""
+        """Abort on every replica: the client does not know which one has a request."""
         try:
             await self._handle.broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:
@@ -67,7 +67,7 @@ class ServeGenerationClient:
 
 
 def _translated(error: Exception) -> MeshError:
-    """The service's own error instead of Ray's wrapper; a replica that died, left or is full counts as retryable."""
+    """Convert Ray's wrapper to the service's own error; a replica that died, left or is full is retryable."""
     if not isinstance(error, RayTaskError):
         return RetryableError(f"no replica answered: {error}")
     cause = error.cause

@@ -234,7 +234,7 @@ class GenerationReplica:
                 task.cancel()
 
     async def check_health(self) -> None:
-        """Raises `RetryableError` if this replica must be replaced."""
+        """Raise `RetryableError` if this replica must be replaced."""
         if self._broken:
             raise RetryableError(self._broken)
         await self._engine.check()

@@ -144,7 +144,7 @@ class Tenancy:
         self._pulls.close()
 
     async def check(self) -> None:
-        """Raises what must lead to the replica's replacement."""
+        """Raise the error that requires the replica's replacement, if any."""
         for task in self._tasks:
             if task.done():
                 task.result()

@@ -91,7 +91,7 @@ ENVELOPE = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
 
 
 def check_spans(spans: Sequence[VersionSpan], length: int) -> None:
-    """Raises TypeError or ValueError unless they are in order, apart and inside `length` tokens."""
+    """Raise TypeError or ValueError unless the spans are ordered, disjoint and within `length` tokens."""
     position = 0
     for span in spans:
         start, end, version = span
@@ -121,7 +121,7 @@ def finite(value: Any, what: str) -> float:
 
 
 def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
-    """Token ids of `width` bytes each. Raises ValueError if one is negative, or part of one is missing."""
+    """Read token ids of `width` bytes each. Raises ValueError if one is negative or incomplete."""
     if width == NARROW:
         return np.frombuffer(data, dtype=UINT16).astype(np.int32)
     tokens = np.frombuffer(data, dtype=INT32).astype(np.int32, copy=False)
@@ -131,7 +131,7 @@ def read_tokens(data: bytes, width: int = 4) -> npt.NDArray[np.int32]:
 
 
 def read_logprobs(data: bytes) -> npt.NDArray[np.float32]:
-    """Logprobs. Raises ValueError unless all are finite."""
+    """Read logprobs. Raises ValueError unless all are finite."""
     logprobs = np.frombuffer(data, dtype=FLOAT32).astype(np.float32, copy=False)
     if b"\0" in np.isfinite(logprobs).tobytes():  # a quarter of the time of `all`
         raise ValueError("a logprob that is not finite")

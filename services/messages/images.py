@@ -28,10 +28,10 @@ def picture_rows(pictures: Sequence[Picture]) -> list[PictureRow]:
 
 
 def read_pictures(rows: Sequence[PictureRow], length: int) -> tuple[Picture, ...]:
-    """Undo `picture_rows` of a sequence of `length` tokens.
+    """Decode `picture_rows` of a sequence of `length` tokens.
 
     Raises:
-        ValueError, TypeError: they are no pictures, or do not fit the sequence.
+        ValueError, TypeError: they are not images, or do not fit the sequence.
     """
     pictures = tuple([Picture(row.start, row.count, row.png) for row in rows])
     check_pictures(pictures, length)
@@ -39,7 +39,7 @@ def read_pictures(rows: Sequence[PictureRow], length: int) -> tuple[Picture, ...
 
 
 def check_pictures(pictures: Sequence[Picture], length: int) -> None:
-    """Raises ValueError or TypeError, see `read_pictures`."""
+    """Raise ValueError or TypeError as `read_pictures` does."""
     position = 0
     for picture in pictures:
         start, count, png = picture.start, picture.count, picture.png
@@ -52,7 +52,7 @@ def check_pictures(pictures: Sequence[Picture], length: int) -> None:
 
 
 def check_png(png: bytes) -> None:
-    """Raises ValueError if it is too large or no PNG."""
+    """Raise ValueError if it is too large or no PNG."""
     if len(png) > MAX_PICTURE:
         raise ValueError(f"a picture of {len(png)} bytes: at most {MAX_PICTURE} are taken")
     if not png.startswith(PNG):
@@ -60,7 +60,7 @@ def check_png(png: bytes) -> None:
 
 
 def check_unsampled(segment: Segment) -> None:
-    """Raises ValueError if a token of an image counts as sampled."""
+    """Raise ValueError if an image token counts as sampled."""
     for picture in segment.pictures:
         if segment.loss_mask[picture.start : picture.start + picture.count].any():
             raise ValueError(f"the tokens of the picture at {picture.start} are said to be sampled")

@@ -82,7 +82,7 @@ def _check_arrays(segment: Segment) -> None:
 
 
 def read_segment(row: SegmentRow) -> Segment:
-    """Undo `segment_row`. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
+    """Decode `segment_row`. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
     length, data, versions = row.length, row.tokens, row.versions
     if length > MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
@@ -104,7 +104,7 @@ def read_segment(row: SegmentRow) -> Segment:
 
 
 def _placed(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
-    """Loss mask and logprobs of all tokens, of those of sampled tokens alone."""
+    """Return loss mask and logprobs of all tokens, given those of the sampled ones."""
     mask, logprobs, taken = bytearray(length), bytearray(4 * length), 0
     for start, end, _ in spans:
         mask[start:end] = b"\1" * (end - start)

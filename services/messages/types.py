@@ -133,7 +133,7 @@ class Segment:
     pictures: tuple[Picture, ...] = ()
 
     def token_versions(self) -> Int32Array:
-        """[T] int32: the version that sampled each token, -1 where the policy did not sample it."""
+        """Return the version that sampled each token, [T] int32; -1 for tokens not sampled by the policy."""
         out = np.full(len(self.tokens), -1, dtype=np.int32)
         for start, end, version in self.versions:
             out[start:end] = version
@@ -176,7 +176,7 @@ class Trajectory:
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
     def version_range(self) -> tuple[int, int] | None:
-        """Oldest and newest version that sampled a token, or None if no token was sampled."""
+        """Return the oldest and newest version that sampled a token, or None."""
         versions = [span.version for span in self._spans()]
         return (min(versions), max(versions)) if versions else None
 

@@ -36,7 +36,7 @@ LONGEST_BLOCK_S = 5.0
 
 
 def _checked(answer: T) -> T:
-    """A pipeline may give errors as values: raises the first refusal."""
+    """Raise the first error among a pipeline's results, or return them."""
     for each in cast(list[object], answer) if isinstance(answer, list) else ():
         if isinstance(each, redis_errors.ResponseError) and refused(each):
             raise each
@@ -56,7 +56,7 @@ class _Patience:
         self.failures = 0
 
     def delay_s(self, error: Exception) -> float:
-        """Before the next try; raises `error` if there is none."""
+        """Return the delay before the next try; raise `error` if there is none."""
         over = time.monotonic() > self._deadline or self.failures > MAX_RETRIES
         if over and (isinstance(error, redis_errors.AuthenticationError) or not self._goes_on(error)):
             raise error

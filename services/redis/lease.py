@@ -199,7 +199,7 @@ class LearnerLease:
             raise FencedError(f"another learner has taken the run from epoch {self._epoch}")
 
     def release(self) -> None:
-        """Give the lease up at once, so that the next learner need not wait for it to expire; harmless when not held."""
+        """Release the lease, so that the next learner need not wait for it to expire; does nothing if it is not held."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)  # it may be waiting for a Redis that is gone; that must not hold us up

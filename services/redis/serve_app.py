@@ -65,7 +65,7 @@ class RedisDeployment:
         logger.info("redis-server %s listens on port %d", self._server.pid, settings.port)
 
     async def check_health(self) -> None:
-        """Called by Serve; raises when the server has died, so that this replica is replaced."""
+        """Raise if the server has died, so that Serve replaces this replica."""
         if not self._server.is_alive():
             raise RetryableError("redis-server has died")
 

@@ -94,7 +94,7 @@ class EnvWorkerActor:
             self._worker.drain()
 
     async def stop(self) -> None:
-        """Give back all episodes and end the actor for good. The caller may see its death instead of an answer."""
+        """Return all episodes and end the actor. The caller may see its death instead of an answer."""
         if self._worker:
             self._worker.stop()
             await self._working

@@ -69,7 +69,7 @@ class ChildProcess:
             raise
 
     async def ask(self, what: str, timeout_s: float, *args: Any) -> Any:
-        """One command and its answer; anything but a result kills the child.
+        """Send one command and return its answer; anything but a result kills the child.
 
         Raises:
             EpisodeError: `<what>_error`, `<what>_timeout`, or the crash reason.
@@ -123,7 +123,7 @@ class ChildProcess:
 
 
 async def _forward(child: asyncio.subprocess.Process) -> None:
-    """Pass on to our own stderr what the child prints, up to a limit; who prints on is slowed down, and not heard."""
+    """Forward the child's output to stderr, up to a limit; beyond it, the output is throttled and dropped."""
     assert child.stderr is not None
     heard = 0
     while chunk := await child.stderr.read(CHUNK):

@@ -90,14 +90,14 @@ class WorkerMetrics:
         calls.generation_max_s = max(calls.generation_max_s, generation_s)
 
     def env_call(self, kind: EpisodeKind, tag: str, env_s: float) -> None:
-        """The env took `env_s` for a reset or step."""
+        """Count a reset or step that took `env_s`."""
         calls = self._calls[kind.value, tag]
         calls.env_calls += 1
         calls.env_s += env_s
         calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
-        """Everything since the last call, one record per kind of episode and tag, and the worker's own."""
+        """Return the counts since the last call: one record per kind of episode and tag, and the worker's own."""
         for key, made in self._calls.items():
             self._totals[key].update(made.parts())
         totals, self._totals = self._totals, defaultdict(dict)

@@ -45,7 +45,7 @@ class SlotPool:
         self._call()
 
     def vacate(self) -> None:
-        """A place is free without a departure."""
+        """Free a slot without a submission."""
         self._num_playing -= 1
         self._call()
 
@@ -80,13 +80,13 @@ class Slot:
         self._gate = asyncio.get_running_loop().create_future()
 
     async def finish_and_wait_for_flush(self) -> None:
-        """The episode is finished: return when it leaves. From then on its place is free."""
+        """Free the slot of a finished episode and return once it is submitted."""
         self._is_playing = False
         self._places.finish(self)
         await self._gate
 
     def leave(self) -> None:
-        """The episode is over, however it ended."""
+        """End the episode, whatever its outcome."""
         if self._is_playing:
             self._is_playing = False
             self._places.vacate()

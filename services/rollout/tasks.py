@@ -136,7 +136,7 @@ class EvalTasks:
 
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
-    """Tags in the order in which numbers take them, again and again: each tag's share spread evenly over the cycle."""
+    """Return a cycle of tags in the order of episode numbers, each tag's share spread evenly."""
     tags = _tags(custom_envs, manager)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [

@@ -35,7 +35,7 @@ class Waiting:
     clock: Callable[[], float]
 
     def enter(self, wait: Wait) -> None:
-        """The episode waits for this from now on."""
+        """Record what the episode waits for."""
         self.wait, self.since = wait, self.clock()
 
 
@@ -52,11 +52,12 @@ class Waits:
         return self._of[task]
 
     def leave(self, task: EpisodeTask) -> None:
-        """The episode is over."""
+        """Remove an episode that is over."""
         self._of.pop(task, None)
 
     def report(self) -> Mapping[str, Any]:
-        """`at`: Unix time; `groups` and `evaluations`: number or id -> wait -> [episodes, since when the longest]."""
+        """Return `at` (Unix time), `groups` and `evaluations`: number or id -> wait -> [episodes, start of the longest
+        wait]."""
         groups: dict[str, dict[str, list[float]]] = {}
         evaluations: dict[str, dict[str, list[float]]] = {}
         for task, episode in self._of.items():

@@ -112,10 +112,10 @@ class EnvWorker:
         return self._batcher.num_calls
 
     async def run(self) -> WorkerEnd:
-        """Work until `stop()`, or until the worker is worn out; unfinished episodes are returned.
+        """Run episodes until `stop()`, or until the worker has reached its limits; unfinished episodes are returned.
 
         Raises:
-            MeshError: the buffer refuses a request; a fresh process should take over.
+            MeshError: the buffer rejects a request; a new process should take over.
         """
         work = (self._claim(), self._heartbeat(), self._report(), self._show_waits(), self._ended.wait())
         chores = [asyncio.create_task(chore) for chore in work]

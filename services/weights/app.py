@@ -28,7 +28,7 @@ class BrokerDeployment:
         self._watching = asyncio.get_running_loop().create_task(self._broker.watch())
 
     async def check_health(self) -> None:
-        """Called by Serve: raises what ended the watch."""
+        """Raise the error that ended the watch; called by Serve."""
         if self._watching.done():
             self._watching.result()
 

@@ -59,7 +59,7 @@ class WeightBroker:
         self._clock = clock
 
     async def watch(self, every_s: float = 5.0) -> None:
-        """Look after every announcement, at most once a second and at least every `every_s`, until cancelled."""
+        """Process every announcement, at most once a second and at least every `every_s`, until cancelled."""
         after = "$"
         while True:
             try:

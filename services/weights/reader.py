@@ -84,10 +84,10 @@ class WeightReader:
     async def opened(
         self, manifest: Manifest, context: AbstractContextManager[T], num_bytes: int = 0
     ) -> AsyncIterator[T]:
-        """Be inside a context of a transport; it ends with an error if the caller's part does.
+        """Enter a context of a transport in a thread, and leave it with the caller's error, if any.
 
         Raises:
-            WeightsError: it was not entered in time, or too many before it hang.
+            WeightsError: it was not entered in time, or too many earlier ones hang.
         """
         await self._wait_for_room()
         read = _Read(manifest, context)

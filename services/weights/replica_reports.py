@@ -51,7 +51,7 @@ def encode_report(report: ReplicaReport) -> bytes:
 
 
 def decode_report(blob: bytes) -> ReplicaReport:
-    """Undo `encode_report`."""
+    """Decode the result of `encode_report`."""
     body = json.loads(blob)
     fetching = FetchState(**body["fetching"]) if body.get("fetching") else None
     return ReplicaReport(**{**body, "load": ReplicaLoad(**body["load"]), "fetching": fetching})

@@ -61,11 +61,11 @@ class PolicyEngine(Protocol):
         ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """Change the weights to those staged last while running requests wait; any error leaves the engine unusable."""
+        """Switch to the weights staged last while running requests wait; any error leaves the engine unusable."""
         ...
 
     async def check(self) -> None:
-        """Raises `RetryableError` if the engine is dead."""
+        """Raise `RetryableError` if the engine is dead."""
         ...
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class VllmEngine:
             pass
 
     async def generate(self, request: GenerateRequest, version: int) -> Completion:
-        """See `PolicyEngine.generate`. The version salts the prefix cache: no request finds what other weights computed."""
+        """Sample a completion. The version salts the prefix cache: requests never reuse the cache of other weights."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -232,8 +232,8 @@ class VllmEngine:
             self._stage_s = time.monotonic() - began
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """With `on_weight_update: recompute` the pause drops the whole KV cache; running requests recompute theirs.
-        With `keep` only the salt separates old entries from new ones."""
+        """Load weights. With `on_weight_update: recompute` the pause drops the KV cache and running requests recompute
+        theirs; with `keep` only the salt separates old entries from new ones."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         ticket = update_request_of(path)
@@ -271,8 +271,8 @@ class VllmEngine:
             self._pausing.result()
 
     async def _start_what_waits(self) -> None:
-        """Give submitted requests their first token before weights change, or they would be sampled again. The engine
-        answers between two steps, so one step ran in between, which takes in whatever fits."""
+        """Ensure that submitted requests have their first token before weights change; otherwise they would be sampled
+        again. The engine answers between two steps, so one step ran in between, which schedules whatever fits."""
         for _ in range(2):
             await self.llm.is_paused()
 

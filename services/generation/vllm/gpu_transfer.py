@@ -34,7 +34,7 @@ class TensorIntake:
         self._loaded |= set(self._model.load_weights(tensors))
 
     def finish(self, model_config: Any, digest: str) -> None:
-        """Raises `LoadError` if something is missing or differs from what the learner sent."""
+        """Raise `LoadError` if something is missing or differs from what the learner sent."""
         found = f"sum64:{self._sum % 2**64:016x}"
         if found != digest:
             raise LoadError(f"the weights came damaged: {found}, {digest} announced")
@@ -129,4 +129,4 @@ class NcclEngine(NCCLWeightTransferEngine):
         intake.finish(self.model_config, info.digest)
 
     def finish_weight_update(self) -> None:
-        """All is done in `receive_weights`."""
+        """Do nothing: `receive_weights` has done it."""

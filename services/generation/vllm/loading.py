@@ -39,8 +39,8 @@ def finish_reload(model: Any, model_config: Any, expected: set[str], loaded: set
 
 
 def _repack_tied_head(model: Any) -> set[str]:
-    """Give a tied head the new embeddings; returns the names that it goes by. On a CPU a head's matrix is packed when it is
-    loaded, and the layerwise reload leaves a tied one out: without this the old head would stay."""
+    """Repack a tied head with the new embeddings; return its names. On a CPU a head's matrix is packed when it is
+    loaded, and the layerwise reload skips a tied one: without this the old head would stay."""
     tables = {path: m for path, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)}
     heads = {path: module for path, module in tables.items() if isinstance(module, ParallelLMHead)}
     (embedding,) = (module for path, module in tables.items() if path not in heads)
@@ -51,8 +51,11 @@ def _repack_tied_head(model: Any) -> set[str]:
 
 
 def compare(model: Any, file: TensorFile) -> Iterator[None]:
-    """Raises `LoadError` where the model differs from the file; yields after each parameter. What is split over several
-    workers is left out."""
+    """Compare the model with the file and yield after each parameter; parameters split over several workers are skipped.
+
+    Raises:
+        LoadError: they differ.
+    """
     names = _names_here(model, file)
     fused = fused_names(model)
     for path, module in model.named_modules():

@@ -84,7 +84,7 @@ def _scaling(folder: Path) -> float:
 
 
 def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFile, scaling: float) -> None:
-    """Raises `LoadError` where a layer's factors differ from the file's. What is split over several workers is left out."""
+    """Compare the layers' factors with the file's; those split over several workers are skipped. Raises `LoadError`."""
     places = {part: (whole, number) for whole, parts in fused.items() for number, part in enumerate(parts)}
     named: set[tuple[str, int]] = set()
     for key, wanted in file.items():
@@ -106,7 +106,7 @@ def _compare(layers: dict[str, Any], fused: dict[str, list[str]], file: TensorFi
 
 
 def _agrees(held: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """held: with room for larger ranks, which must be empty."""
+    """Return True if they are equal. held: has room for larger ranks, which must be zero."""
     rows, columns = wanted.shape
     if held.shape[0] < rows or held.shape[1] < columns:
         return True  # one worker's part of it

@@ -58,7 +58,7 @@ class Staging:
         self._slice_ended = time.monotonic()
 
     def go_on(self) -> bool:
-        """One slice; returns whether the version is ready for `exchange`.
+        """Stage one slice; return True once the version is ready for `exchange`.
 
         Raises:
             LoadError: the file does not fit the model.

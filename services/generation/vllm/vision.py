@@ -37,7 +37,7 @@ class Sizes(qwen2_vl.Qwen2VLProcessingInfo):
     """Size limits for vLLM's memory planning: an image may fill a prompt."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Pictures alone, in any number."""
+        """Return the limit of each modality: images only, in any number."""
         return {IMAGE: None}
 
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
@@ -87,11 +87,11 @@ class PromptMaker:
         self._fields = qwen2_vl._create_qwen2vl_field_factory(self._reader.merge)
 
     def __call__(self, request: GenerateRequest, salt: str, *, share_prefixes: bool) -> MultiModalInput:
-        """salt: requests with different ones never share what was computed for their pictures, nor, with
-        `share_prefixes`, for their tokens.
+        """Return the input of a request. salt: requests with different ones never share cached images nor, with
+        `share_prefixes`, tokens.
 
         Raises:
-            ValueError: a picture can't be read, or takes another number of tokens.
+            ValueError: an image can't be read, or takes another number of tokens.
         """
         pixels = [self._reader.pixels(picture.png) for picture in request.pictures]
         for picture in request.pictures:

@@ -51,7 +51,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     model: Any
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
         """Make the layers ready to take weights in checkpoint format."""
@@ -74,7 +74,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Do nothing."""
 
     def shutdown(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 class WorkerExtension:
@@ -97,7 +97,7 @@ class WorkerExtension:
         return self._staging is not None
 
     def stage_more(self) -> bool:
-        """A slice of it; returns whether `take_weights` will find it ready. Raises `LoadError`."""
+        """Stage one slice; return True once `take_weights` can load the version. Raises `LoadError`."""
         assert self._staging is not None
         return self._staging.go_on()
 
@@ -110,7 +110,7 @@ class WorkerExtension:
         self.finish_weight_update()
 
     def expect_adapters(self) -> None:
-        """Called once, before anything is sampled."""
+        """Prepare for adapters; called once, before the first request."""
         leave_vocabulary_out(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
     def take_adapter(self, folder: str) -> None:
@@ -122,7 +122,7 @@ class WorkerExtension:
         take_adapter(self.model_runner, Path(folder))
 
     def die_with_parent(self) -> None:
-        """Have the kernel end this process when the replica that started it dies, however it dies."""
+        """Make the kernel end this process when the replica that started it dies."""
         die_with_parent()
 
 

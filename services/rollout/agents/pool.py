@@ -36,7 +36,7 @@ class AgentPool:
         self._places: dict[str, asyncio.Semaphore] = {}
 
     def place(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
-        """Held by an episode from before its env is reset, so that episodes wait outside."""
+        """Return the semaphore that limits a tag's concurrent episodes, acquired before the env is reset."""
         return self._places.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
     async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:

@@ -47,10 +47,10 @@ class AgentTask:
     _connection: HTTPConnection | None = field(default=None, repr=False, compare=False)
 
     def step(self, action: str) -> EnvReply:
-        """Act in the env.
+        """Step the env.
 
         Raises:
-            RuntimeError: the env did not take it: it failed, or the episode is over.
+            RuntimeError: the env failed, or the episode is over.
         """
         address = urlsplit(self.env_url)
         if self._connection is None:
@@ -67,7 +67,8 @@ class AgentTask:
         return EnvReply(**body)
 
     def environment(self) -> dict[str, str]:
-        """Variables for a command: those that both makers' clients read, and the task as JSON."""
+        """Return the environment variables for a command: those that OpenAI's and Anthropic's clients read, and the
+        task as JSON."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,

@@ -98,7 +98,7 @@ def traits_of(env: TextEnv) -> EnvTraits:
 
 
 def do_reset(env: TextEnv, seed: int) -> str:
-    """`env.reset`, its answer checked.
+    """Call `env.reset` and check the result.
 
     Raises:
         TypeError: the observation is not text.
@@ -108,7 +108,7 @@ def do_reset(env: TextEnv, seed: int) -> str:
 
 
 def do_step(env: TextEnv, action: str) -> StepResult:
-    """`env.step`, its answer checked and its info reduced to metrics.
+    """Call `env.step`, check the result and reduce its info to metrics.
 
     Raises:
         TypeError: the observation is not text.
@@ -212,7 +212,7 @@ class ThreadEnv:
         return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
 
     async def close(self) -> None:
-        """See `EnvRunner.close`. A call that still runs is not waited for: its thread closes the env when it returns."""
+        """Close the env. A running call is not waited for: its thread closes the env when it returns."""
         self.healthy = False
         with self._flags:
             self._closing = True

@@ -105,7 +105,7 @@ class _Episode:
     text: list[str]
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
-        """The policy answers what it is shown, and the env that; returns the next observation, and why there is none."""
+        """Run one turn: sample an answer and step the env; return the next observation, and the reason if there is none."""
         plan, told = self.plan, self.told
         message = await self._message(observation, step)
         prompt, pictures = told.ask(message)
@@ -181,7 +181,7 @@ class EpisodeMetrics:
         self._counts: dict[str, int] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """One turn's metrics."""
+        """Add the metrics of one turn."""
         for name, value in metrics.items():
             count = self._counts.get(name, 0)
             self._seen[name] = MERGED[self._mode(name)](self._seen[name], value) if count else value

@@ -14,7 +14,7 @@ class TurnHistory:
         self._turns: list[str] = []
 
     def add(self, observation: str, answer: str) -> None:
-        """A turn is over."""
+        """Add a completed turn."""
         if self._shows_all or self._window:
             self._turns.append(f"{observation}\n{answer}")
 

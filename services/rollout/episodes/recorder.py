@@ -98,7 +98,7 @@ class AppendOnlyRecorder:
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: TurnMessage) -> Sent:
-        """See `EpisodeRecorder.ask`. An answer that was cut short is ended first."""
+        """Return the next prompt; a truncated answer is ended first."""
         if self._turns and self._tokens[-1] != self._chat.end_id:
             self._tokens.append(self._chat.end_id)
         words = message.words
@@ -130,7 +130,7 @@ class AppendOnlyRecorder:
         self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
 
     def record(self) -> Record:
-        """See `EpisodeRecorder.record`: one segment."""
+        """Return the episode as one segment."""
         length = self._turns[-1].end if self._turns else len(self._tokens)
         mask = np.zeros(length, dtype=np.bool_)
         for turn in self._turns:
@@ -161,7 +161,7 @@ class PerStepRecorder:
         self._steps[-1].rate(reward, state_hash)
 
     def record(self) -> Record:
-        """See `EpisodeRecorder.record`: a segment for each turn."""
+        """Return the episode with a segment for each turn."""
         steps = [step.record() for step in self._steps]
         answered = [step for step in steps if step.turns] or steps[:1]
         turns = [turn._replace(segment=n) for n, step in enumerate(answered) for turn in step.turns]
@@ -190,7 +190,7 @@ class RerenderedRecorder:
             self.messages.append(ChatMessage("system", self.system))
 
     def ask(self, message: TurnMessage) -> Sent:
-        """See `EpisodeRecorder.ask`: all before it as the template writes it now."""
+        """Return the next prompt: the conversation so far, rendered again."""
         if message.num_pictures:
             raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")
         calls = self.messages[-1].tool_calls if self.messages else ()
@@ -218,7 +218,7 @@ class RerenderedRecorder:
         return write_calls(said.content, [Call(call.name, call.parsed()) for call in said.tool_calls])
 
     def _said(self, text: str) -> ChatMessage:
-        """Calls that the template can't write again, as several of one answer in some, stay words."""
+        """Return the answer as a message; calls that the template can't render again stay text."""
         said = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
         if not said.tool_calls:
             return said
@@ -258,7 +258,7 @@ async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions:
 
 
 def check_completion(completion: Completion) -> None:
-    """Raises EpisodeError where logprobs or versions do not belong to the tokens one by one."""
+    """Raise EpisodeError if logprobs or versions do not match the tokens one to one."""
     count, covered = len(completion.token_ids), 0
     for span in completion.versions:
         if span.start != covered or span.end <= span.start:

@@ -57,7 +57,7 @@ class TurnBatcher:
         return completion
 
     async def close(self) -> None:
-        """Give up all calls that still run."""
+        """Cancel all running calls."""
         if self._timer:
             self._timer.cancel()
         calls = list(self._calls)
@@ -89,7 +89,7 @@ class TurnBatcher:
         task.add_done_callback(self._calls.discard)
 
     async def _call(self, requests: Sequence[GenerateRequest]) -> None:
-        """One call; each turn of it gets an answer or an error."""
+        """Make one call and set the answer or error of each of its turns."""
         error: Exception = RetryableError("generation ended before it had answered")
         limit = asyncio.timeout(self._timeout_s)
         try:

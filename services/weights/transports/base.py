@@ -54,11 +54,11 @@ class Transport(Protocol):
         ...
 
     def stage(self, version: int, epoch: int, tensors: "dict[str, Tensor]") -> Stored:
-        """Store what `copies` gave as one version. Raises `WeightsError`."""
+        """Store the result of `copies` as one version. Raises `WeightsError`."""
         ...
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        """Context with a local file: the bytes as safetensors with verified digest, or for GPU memory the pull
+        """Return a context with a local file: the bytes as safetensors with verified digest, or for GPU memory the pull
         description that the engine loads them with; for an adapter, its folder. Raises `WeightsError`."""
         ...
 
@@ -83,7 +83,7 @@ class FileTransport(Transport, Protocol):
     """A transport that stores files of any content."""
 
     def store(self, version: int, epoch: int, suffix: str, write: Write) -> Stored:
-        """Store what `write` puts into the file that it is given. Raises `WeightsError`."""
+        """Store a file that `write` fills. Raises `WeightsError`."""
         ...
 
 
@@ -97,12 +97,12 @@ class StoredFile:
 
 
 def digest_of(stream: BufferedReader) -> str:
-    """Digest of all bytes of an open file."""
+    """Return the digest of an open file."""
     return f"blake2b:{hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()}"
 
 
 def owner_of(run_id: str, output_dir: Path) -> str:
-    """Whose a file is: a run's, by its name and its folder, which no two runs use at a time."""
+    """Return the owner of a file: a run, by its name and its folder, which no two runs use at a time."""
     return f"{run_id}-{hashlib.blake2b(str(output_dir.resolve()).encode(), digest_size=4).hexdigest()}"
 
 

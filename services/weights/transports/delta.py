@@ -94,7 +94,7 @@ def pack(change: Difference, result_digest: str) -> bytes:
 
 
 def unpack(blob: bytes) -> tuple[Difference, str]:
-    """Undo `pack`; returns the difference and the digest of the file that it leads to.
+    """Decode the result of `pack`: the difference, and the digest of the resulting file.
 
     Raises:
         ValueError: it is malformed, or of another build.
@@ -195,7 +195,7 @@ class DeltaTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """See `Transport.fetch`: the whole version, put together in memory."""
+        """Yield the complete version, assembled in memory."""
         if manifest.anchor is None:
             with self._inner.fetch(manifest) as path:
                 yield path
@@ -233,7 +233,7 @@ class DeltaTransport:
         return there and self._inner.readable(manifest)
 
     def delete(self, location: str) -> None:
-        """An anchor that kept versions need is removed with the last of them."""
+        """Delete a version; a delta base is deleted with the last version that needs it."""
         for dependents in self._needed_by.values():
             dependents.discard(location)
         if location in self._needed_by:

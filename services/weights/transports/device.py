@@ -74,7 +74,7 @@ class DeviceTransport:
         self._closed = threading.Event()
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> Held:
-        """See `Transport.copies`. They stay on their GPU."""
+        """Return the tensors, which stay on their GPU."""
         return {name: tensor.detach().clone() for name, tensor in tensors}
 
     def stage(self, version: int, epoch: int, tensors: Held) -> Stored:
@@ -111,7 +111,7 @@ class DeviceTransport:
 
     @contextmanager
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
-        """See `Transport.fetch`: the file is a ticket, which the engine turns into a transfer."""
+        """Yield a file with pull parameters, from which the engine starts a transfer."""
         with (
             pulled(
                 self._redis, self._run_id, manifest.version, workers=self._workers, timeout_s=TRANSFER_TIMEOUT_S

@@ -111,7 +111,7 @@ class FilesystemTransport:
 
 
 def _modified_at(entry: dict[str, Any]) -> float:
-    """Unix time of a listing's entry; filesystems name and type it differently. Unknown counts as just now."""
+    """Return the Unix time of a listing's entry; filesystems name and type it differently. Unknown counts as now."""
     value = next((entry[name] for name in ("mtime", "LastModified", "created") if entry.get(name) is not None), None)
     if isinstance(value, datetime):
         return value.timestamp()

@@ -60,7 +60,7 @@ class PullServer:
         return pull if pull.expires_at > time.time() else None
 
     def answer(self, pull: TensorPull, ticket: PullId) -> None:
-        """Hand out the ticket."""
+        """Send the pull parameters."""
         key = self._keys.key("pull", pull.pull_id)
         self._redis.rpush(key, json.dumps(ticket))
         self._redis.expire(key, FORGOTTEN_AFTER_S)

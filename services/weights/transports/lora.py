@@ -48,7 +48,7 @@ class AdapterTransport:
         self._held = ""
 
     def copies(self, tensors: "Iterable[tuple[str, Tensor]]") -> "dict[str, Tensor]":
-        """The base is skipped while its bytes exist."""
+        """Return copies of the tensors; the base is skipped while its bytes exist."""
         there = self._base is not None and self._base.location in {file.location for file in self._inner.stored()}
         return self._inner.copies((name, each) for name, each in tensors if not there or name.startswith(PREFIX))
 
@@ -86,7 +86,7 @@ class AdapterTransport:
         return base is not None and all(self._inner.readable(m) for m in (manifest, _base_manifest(manifest, base)))
 
     def delete(self, location: str) -> None:
-        """See `Transport.delete`. A base that no version names any more is left to the broker."""
+        """Delete an adapter; a base that no version uses is deleted by the broker."""
         self._inner.delete(location)
 
     def stored(self) -> list[StoredFile]:

@@ -44,7 +44,7 @@ class PullServerClient:
         self._rendezvous = rendezvous
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Where both ends meet first (NCCL), the ticket must be out before the trainer opens its end."""
+        """Send the pull parameters before the trainer opens its end: with NCCL, both ends must connect."""
         self._init = init_info
         if self._rendezvous:
             meta = self._source.metadata()
@@ -56,16 +56,16 @@ class PullServerClient:
             self._desk.answer(self._pull, {"init": init_info, "update": update})
 
     def start_weight_update(self) -> None:
-        """The replica starts by itself."""
+        """Do nothing: the replica starts by itself."""
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
-        """Hand the ticket out, unless the replica has it, and wait until it has loaded."""
+        """Send the pull parameters, unless the replica has them, and wait until it has loaded."""
         if not self._rendezvous:
             self._desk.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
         self._desk.wait_done(self._pull)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The replica finishes by itself."""
+        """Do nothing: the replica finishes by itself."""
 
 
 def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer) -> None:
-    """Let a replica on this GPU map the weights, in one piece."""
+    """Map the weights in one piece into a replica on this GPU."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise WeightsError("transport `ipc` needs a learner of one process; use `nccl`")
     source = HeldSource(held)
