@@ -110,7 +110,7 @@ def audit(evidence: Evidence) -> Audit:
 
 
 def _standing(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
-    """Return the events that no loss of data in Redis took back."""
+    """Return the events that no loss of data in Redis undid."""
     standing: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNCOUNTED]
     if old := len(events) - len(counted):
@@ -217,7 +217,7 @@ def _steps(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _acknowledged(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """Groups left the buffer when a durable checkpoint held them, and not before."""
+    """Check that groups left the buffer only with a durable checkpoint."""
     trained = [life for life in result.groups.values() if life.ending == TRAINED]
     newest = max((int(life.detail) for life in trained), default=0)
     if result.lineage.first == 1:
@@ -244,7 +244,7 @@ def _acknowledged(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _counters(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """The counters of Redis count the same groups."""
+    """Check the counters of Redis against the ledger."""
     counters = evidence.counters
     if counters is None:
         return
@@ -261,7 +261,7 @@ def _counters(evidence: Evidence, result: Audit) -> Iterator[str]:
 
 
 def _end(evidence: Evidence, result: Audit) -> Iterator[str]:
-    """A run that is through has trained every group that it was to train, and left none behind."""
+    """Check that a finished run has trained all of its groups and has none left."""
     if not evidence.max_steps or result.lineage.last < evidence.max_steps:
         return
     complete = [step for step, complaint in evidence.checkpoints.items() if not complaint]

@@ -127,7 +127,7 @@ def _events(folder: Path, config: RunConfig, redis_url: str | None) -> tuple[lis
 
 
 def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[list[LifeEvent], Counters | None]:
-    """Return events and counters of one moment; no counters where the run moves on too fast."""
+    """Return events and counters of one moment; no counters if the run proceeds too fast."""
     scripts = BufferScripts(redis, run_id)
     for _ in range(20):
         while page := events_after(redis, run_id, events[-1].id if events else "0"):
@@ -204,7 +204,7 @@ def _listed(reasons: dict[str, int]) -> str:
 
 
 def _sentence(life: GroupLife) -> str:
-    """Return a group's life in words."""
+    """Describe a group's life."""
     parts: Sequence[str] = [
         f"group {life.number}: admitted at version {life.admitted_version}",
         *(["submitted"] if life.submitted else []),

@@ -85,7 +85,7 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME", help="snake_case, su
 
 
 def parse_settings(settings: list[str] | None) -> dict[str, Any]:
-    """`KEY=VALUE` pairs, each value read as YAML; ends the command where one is no pair."""
+    """Parse `KEY=VALUE` pairs, each value as YAML; exit on an invalid pair."""
     import yaml
 
     parsed: dict[str, Any] = {}

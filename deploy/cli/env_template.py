@@ -117,5 +117,5 @@ def write_template(folder: Path, name: str) -> list[Path]:
 
 
 def class_name(name: str) -> str:
-    """`word_game` -> `WordGame`."""
+    """Convert a module name to a class name: `word_game` -> `WordGame`."""
     return "".join(part.capitalize() for part in name.split("_"))

@@ -68,7 +68,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> int:
-    """Returns the number of parameters, tied ones once."""
+    """Convert the weights and return the number of parameters, counting tied ones once."""
     # accelerate imports DeepSpeed, which would search for a GPU and complain
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     import torch

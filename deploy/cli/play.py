@@ -88,7 +88,7 @@ def play(
 
 
 def _named_policy(agent: str, words: list[str]) -> tuple[str, list[str]]:
-    """Return the path that `policy` is followed by in its place, and the other words."""
+    """Return the path after `policy` and the other arguments."""
     if agent != "policy":
         return agent, words
     paths = [word for word in words if "=" not in word]

@@ -56,7 +56,7 @@ class LiveView(Protocol):
 
 
 def open_view(run_id: str, console: Console | None = None, *, began: float | None = None) -> LiveView:
-    """Return the view that fits where the output goes. began: Unix time from which it counts; None takes now."""
+    """Return a live view for a terminal, plain lines otherwise. began: Unix time of the start, default now."""
     console = console or Console(highlight=False)
     began = time.time() if began is None else began
     return RunTerminalView(run_id, console, began) if console.is_terminal else RunLineView(console, began)
@@ -80,8 +80,7 @@ class RunLineView:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def starting(self, up: Collection[str]) -> None:
-        """See `LiveView.starting`; not worth a line."""
+    def starting(self, up: Collection[str]) -> None: ...
 
     def show(self, view: RunView, history: RunHistory) -> None:
         """Print a line if something changed, or if the last one is old."""
@@ -143,7 +142,7 @@ class RunTerminalView:
 
 
 def render(view: RunView, history: RunHistory, elapsed_s: float) -> Panel:
-    """Return the whole picture."""
+    """Render the panel."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
@@ -196,7 +195,7 @@ def describe_state(view: RunView) -> str:
 
 
 def eta_s(view: RunView, history: RunHistory) -> float | None:
-    """Return seconds until the last step, at the pace of the newest ones."""
+    """Return the seconds until the last step, at the pace of the newest steps."""
     pace, last = history.seconds_per_step(), history.last_step
     if pace is None or last is None or last.number >= view.max_steps:
         return None
@@ -204,7 +203,7 @@ def eta_s(view: RunView, history: RunHistory) -> float | None:
 
 
 def summary(view: RunView, history: RunHistory) -> dict[str, str]:
-    """Return the figures that matter, by name."""
+    """Return the main metrics by name."""
     out: dict[str, str] = {}
     last = history.last_step
     evaluations = history.curve()

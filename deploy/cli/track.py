@@ -85,7 +85,7 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
 
 
 def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
-    """`tracker_kwargs` of the tracker. Raises TrackError."""
+    """Return the tracker's `tracker_kwargs`. Raises TrackError."""
     if name in IN_LEARNER:
         raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
     told = dict(config.tracker_kwargs.get(name, {}))
@@ -105,7 +105,7 @@ def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, An
 
 @contextmanager
 def _held(kept: Path, name: str) -> Iterator[None]:
-    """Alone with the tracker's place in the metrics."""
+    """Lock the tracker's position in the metrics. Raises TrackError if it is locked."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.with_suffix(".lock").open("w") as lock:
         try:

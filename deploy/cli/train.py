@@ -112,7 +112,7 @@ class TrainCommand:
         self._last: RunView | None = None
 
     async def run(self) -> int:
-        """The whole command; returns its exit code."""
+        """Run the command and return its exit code."""
         self._catch_signals()
         try:
             await self._until_interrupted(self._run_to_its_end())
@@ -250,13 +250,13 @@ def stopped_at(config: RunConfig, published: int) -> str:
 
 
 def _has_trained(view: RunView) -> bool:
-    """The learner has done all its work: what is left is to end the mesh, which is ours to do."""
+    """Return True if training is over and only the mesh is left to stop."""
     learner = view.components.get("learner")
     return view.state is RunState.DRAINING and learner is not None and learner.health is Health.DONE
 
 
 def _shown(path: Path) -> str:
-    """Relative to here where that is shorter."""
+    """Return the path relative to the working directory if that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

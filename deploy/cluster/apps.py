@@ -76,7 +76,7 @@ class ControlAppArgs(Config):
 
 
 def redis(args: dict[str, Any]) -> Application:
-    """A redis-server; for a mesh on one machine."""
+    """Build a redis-server, for a mesh on one machine."""
     arguments = arguments_of(RedisArguments, args)
     config = RedisConfig(appendfsync=arguments.appendfsync)
     folder = arguments.folder.resolve()
@@ -84,7 +84,7 @@ def redis(args: dict[str, Any]) -> Application:
 
 
 def generation(args: dict[str, Any]) -> Application:
-    """Engines with a model of their own, for one run after another."""
+    """Build engines with a model of their own, which serve one run after another."""
     arguments = arguments_of(GenerationArguments, args)
     folder = arguments.folder.resolve()
     config = _run_like(arguments).model_copy(update={"output_dir": folder})
@@ -103,7 +103,7 @@ def generation(args: dict[str, Any]) -> Application:
 
 
 def control(args: dict[str, Any]) -> Application:
-    """Return the control service."""
+    """Build the control service."""
     arguments = arguments_of(ControlAppArgs, args)
     working_dir = (arguments.working_dir or Path()).resolve()
     if arguments.read_token_file is not None and arguments.token_file is None:
@@ -121,10 +121,10 @@ def control(args: dict[str, Any]) -> Application:
 
 
 def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
-    """Return an application's validated arguments.
+    """Validate an application's arguments.
 
     Raises:
-        ConfigError: with every key that was refused.
+        ConfigError: with every invalid key.
     """
     try:
         return kind.model_validate_json(json.dumps(args))
@@ -133,7 +133,7 @@ def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
 
 
 def _run_like(arguments: GenerationArguments) -> RunConfig:
-    """Return the configuration of a run that the application is made for."""
+    """Return the configuration of the runs that the application is made for."""
     from omegaconf import OmegaConf  # noqa: PLC0415
 
     tree: dict[str, Any] = {"custom_envs": {}}

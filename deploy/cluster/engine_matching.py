@@ -75,7 +75,7 @@ def is_alike(wanted: GenerationConfig, offer: EngineOffer) -> bool:
 
 
 def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
-    """`config.json` of the run's policy, which need not have been written yet."""
+    """Return `config.json` of the run's policy, which may not have been written yet."""
     if config.pretrain != "tiny":
         return read_architecture(Path(config.pretrain))
     from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415

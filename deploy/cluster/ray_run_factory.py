@@ -53,7 +53,7 @@ class Cluster:
 
     @classmethod
     def of_ray(cls) -> "Cluster":
-        """Return the one that this process belongs to."""
+        """Return the resources of this process's cluster."""
         resources = ray.cluster_resources()
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
         return cls(resources.get("CPU", 0.0), resources.get("GPU", 0.0), len(hosts))

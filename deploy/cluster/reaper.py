@@ -47,7 +47,7 @@ class Reaper:
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def alive(self) -> bool:
-        """Answers while it watches."""
+        """Return True while it is watching."""
         return not self._watching.done()
 
     async def _watch(self) -> None:
@@ -110,13 +110,13 @@ def serve_is_up() -> bool:
 
 
 def our_actors() -> list[str]:
-    """Return names of all living actors of ours."""
+    """Return the names of all living actors of this project."""
     everywhere = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
     return [actor["name"] for actor in everywhere if actor["namespace"] == ray_actors.NAMESPACE]
 
 
 def keep_reaper() -> None:
-    """See to it, for as long as this process lives, that there is a reaper."""
+    """Restart the reaper if it is missing, as long as this process lives."""
     threading.Thread(target=_keep_reaper, name="keep reaper", daemon=True).start()
 
 

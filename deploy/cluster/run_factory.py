@@ -122,24 +122,24 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """Return the run that a YAML text or a tree describes. Raises `InvalidRunError`."""
+        """Return the run described by a YAML text or a tree. Raises `InvalidRunError`."""
         try:
             return run_spec(self.load(document))
         except ConfigError as error:
             raise InvalidRunError([_view(issue) for issue in error.issues]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """Return the configuration that a document describes, checked. Raises `ConfigError`."""
+        """Return the checked configuration of a document. Raises `ConfigError`."""
         return load_document(document, working_dir=self._working_dir)
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        """Return the parts of a run."""
+        """Build the components of a run."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """See whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        """Check whether a run's settings may become `values`. Raises `InvalidRunError`."""
         before = json.loads(record.config)
         new = set(self._issues(_with_settings(before, values))) - set(self._issues(before))
         if new:
@@ -163,7 +163,7 @@ class MeshRunFactory:
         return ()
 
     async def snapshot(self, run_id: str) -> Snapshot:
-        """Return the buffer of a run."""
+        """Return a snapshot of the run's buffer."""
         return await BufferWatch(self._async_redis, run_id).snapshot()
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
@@ -171,12 +171,12 @@ class MeshRunFactory:
         return await BufferWatch(self._async_redis, run_id).groups()
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
-        """Trajectories of a run that could not be read."""
+        """Return the run's undecodable trajectories."""
         return await BufferWatch(self._async_redis, run_id).quarantine()
 
 
 def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
-    """Return a configuration with other settings in it."""
+    """Return the configuration with changed settings."""
     changed = copy.deepcopy(tree)
     for name, value in values.items():
         *parents, leaf = LIVE_SETTINGS[name].info.path.split(".")

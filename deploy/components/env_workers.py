@@ -97,7 +97,7 @@ class WorkerPool:
         return Observation(Health.READY, log=log)
 
     async def _silent(self, name: str, actor: ActorHandle, log: str) -> Observation:
-        """A worker that starts does not answer yet; one that has answered, and does not for long, hangs and is killed."""
+        """Return the state of a worker that does not answer: starting if it never has, otherwise hung and killed."""
         since = self._answered.get(name)
         if since is None:
             return Observation(Health.STARTING, "starts", log)

@@ -53,7 +53,7 @@ def learner_key(run_id: str) -> str:
 
 
 def alive_key(run_id: str) -> str:
-    """String with expiry: there while a host looks after the learner."""
+    """Return the key of a string with expiry, which exists while a host watches the learner."""
     return RunKeys(run_id).key("learner", "alive")
 
 
@@ -206,7 +206,7 @@ class LearnerHost:
             self._ended.set()
 
     def _keep_spare(self, redis: Redis, *, wanted: bool) -> None:
-        """Have a learner standing by, once the first one has weights and would be missed; or have none."""
+        """Keep a standby learner once the first one has weights, or none."""
         if self._spare is not None and not wanted:
             self._spare.kill()  # it holds nothing
             self._spare.wait()

@@ -8,7 +8,7 @@ from offbeat.deploy.components import ray_actors
 
 
 def find_actor(name: str) -> ActorHandle | None:
-    """Our named actor, or None."""
+    """Return the named actor, or None."""
     try:
         return ray.get_actor(name, namespace=ray_actors.NAMESPACE)
     except ValueError:
@@ -36,5 +36,5 @@ LEARNER_HOST = "learner-"
 
 
 def learner_host(run_id: str) -> str:
-    """Return the actor that hosts the managed learner."""
+    """Return the name of the actor that hosts the managed learner."""
     return f"{LEARNER_HOST}{run_id}"

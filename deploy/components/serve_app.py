@@ -97,7 +97,7 @@ def set_num_replicas(app: str, deployment: str, count: int) -> None:
 
 
 def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus) -> ServeApp:
-    """Return the engines that sample."""
+    """Return the component of the generation engines."""
 
     def build() -> Application:
         return generation_service.build(
@@ -115,7 +115,7 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
 
 
 def broker_component(config: RunConfig, redis_url: str, status: ServeStatus) -> ServeApp:
-    """Return the weight-sync broker."""
+    """Return the component of the weight-sync broker."""
 
     def build() -> Application:
         return weights_app.build(

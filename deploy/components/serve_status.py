@@ -30,7 +30,7 @@ class ServeStatus:
         self._asking: asyncio.Task[Mapping[str, AppStatus]] | None = None
 
     async def __call__(self) -> Mapping[str, AppStatus]:
-        """Return the applications that there are, those that are being deleted included."""
+        """Return all applications, including those being deleted."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(asyncio.to_thread(app_statuses))
         return await asyncio.shield(self._asking)

@@ -263,8 +263,8 @@ class LocalMesh:
             await asyncio.sleep(REDIS_LOOK_S)
 
     async def watch_shared_memory(self) -> None:
-        """Note what Python's multiprocessing makes for the run's processes, until cancelled. An engine that is killed while
-        it starts leaves its semaphore if its resource tracker is killed with it, as Ray does."""
+        """Record shared memory of the run's processes until cancelled: an engine that is killed while it starts leaves
+        its semaphore if its resource tracker is killed with it, as Ray does."""
         while True:
             held = await asyncio.to_thread(shared_memory_held)
             self._held = held | {path for path in self._held if path.exists()}
@@ -362,7 +362,8 @@ class LocalMesh:
 
 
 def _learner_grace_s(redis: Redis, run_id: str) -> float:
-    """A large model's step may take a minute, and losing those since the last checkpoint more; Ctrl-C again ends at once."""
+    """Return the time for a learner to stop. A large model's step may take a minute, and losing the steps since the last
+    checkpoint more; a second Ctrl-C kills at once."""
     raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
     metrics = json.loads(raw) if raw else {}
     return LEARNER_GRACE_S + 2 * sum(

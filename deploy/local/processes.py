@@ -72,13 +72,12 @@ def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
 
 
 def shared_memory_held() -> set[Path]:
-    """Return files in shared memory that Python's multiprocessing has made for our descendants."""
+    """Return the files in shared memory that multiprocessing created for our descendants."""
     return _made_by_multiprocessing(descendants())[0]
 
 
 def shared_memory_of_nobody() -> set[Path]:
-    """Return files in shared memory that Python's multiprocessing has made, and that no process of this machine has any
-    more."""
+    """Return the files in shared memory that multiprocessing created and no process of this machine uses."""
     return _made_by_multiprocessing(psutil.process_iter())[1]
 
 

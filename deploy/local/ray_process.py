@@ -52,7 +52,7 @@ class LocalControlArgs:
 
 
 def to_line(message: RaySettings | LocalControlArgs) -> bytes:
-    """Return a message to this process."""
+    """Encode a request."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 

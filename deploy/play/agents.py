@@ -24,7 +24,7 @@ class GoneError(Exception):
 
 
 def chat_of(folder: Path | None) -> ChatFormat:
-    """Return the chat format of a model's folder; without one, ChatML over bytes, which loses no character of any text."""
+    """Return the chat format of a model's folder; without one, byte-level ChatML."""
     return _byte_chat() if folder is None else load_playing_format(folder)
 
 
@@ -47,7 +47,7 @@ def random_speaker(env: TextEnv, seed: int) -> Callable[[], str]:
 
 
 def human_speaker() -> Callable[[], str]:
-    """Reads a line from the keyboard."""
+    """Return a function that reads an answer from the keyboard."""
 
     def say() -> str:
         try:
@@ -94,7 +94,7 @@ def _byte_chat() -> ChatFormat:
 
 
 def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[ChatMessageDict]:
-    """Return functions, calls and results as Qwen's and Hermes' chat templates write them."""
+    """Return the messages with functions, calls and results as text, in the format of Qwen's and Hermes' templates."""
     told: list[ChatMessageDict] = []
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -114,7 +114,7 @@ def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[
 
 
 def _written(content: Any) -> str:
-    """Return a message's words; of one in parts, with a token for each picture."""
+    """Return a message's text, with a token for each image."""
     if isinstance(content, str):
         return content
     return "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)

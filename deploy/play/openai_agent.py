@@ -94,7 +94,7 @@ def conversation_of(
 
 
 def _parts(words: str, pngs: Sequence[bytes], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return words, then each picture with the text behind it; texts of space alone are left out."""
+    """Return the text, then each image with the text after it; blank texts are left out."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
     for png, text in zip(pngs, texts, strict=True):
         url = f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -35,7 +35,7 @@ def policy_folder(path: Path) -> Path:
 
 
 def version_of(folder: Path) -> int:
-    """Return the version that a checkpoint's folder is named by; 0 for any other model."""
+    """Return the version in a checkpoint folder's name; 0 for any other model."""
     found = re.fullmatch(r"step-(\d+)", folder.name)
     return int(found[1]) if found else 0
 
@@ -113,7 +113,7 @@ class TransformersPolicy:
 def completion_of(
     tokens: Sequence[int], logprobs: Sequence[float], stop_ids: Sequence[int], version: int
 ) -> Completion:
-    """Return sampled tokens up to the first that ends an answer."""
+    """Return the tokens up to the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
     length = end or len(tokens)
     return Completion(

@@ -31,7 +31,7 @@ class PlayTarget:
     max_new_tokens: int = LONGEST
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
-        """Return the same with other settings of the env."""
+        """Return the target with changed settings of the env."""
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
 
 

@@ -104,7 +104,7 @@ class VisionPolicy:
 
 
 def _drawing(chance: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Logits [B, V] -> tokens [B] and their log-probabilities [B], in the distribution that they are drawn from."""
+    """Return a function that maps logits [B, V] to sampled tokens [B] and their log-probabilities [B]."""
     warpers = LogitsProcessorList()
     if chance.temperature > 0:
         warpers.append(TemperatureLogitsWarper(chance.temperature))

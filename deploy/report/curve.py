@@ -60,7 +60,7 @@ def draw_learning_curve(
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """Return centred running mean; narrower at both ends."""
+    """Return the centred running mean; narrower at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     half = width // 2
     out: list[float] = []

@@ -84,7 +84,7 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
 
 
 def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.TextEnv:
-    """Return the env, drawing pictures if it can. Raises ValueError where it can't be made."""
+    """Create the env, with rendered images if it supports them. Raises ValueError if it can't be created."""
     with_pictures = {**settings, "render_mode": "rgb_array"}
     drawable = not registry.check_env_config(env_type, with_pictures)
     return registry.make(env_type, with_pictures if drawable else settings)
@@ -129,7 +129,7 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
 
 
 def _titled(title: str, picture: Picture) -> Picture:
-    """`picture` under a line of text."""
+    """Return `picture` below a line of text."""
     from PIL import Image, ImageDraw
 
     line = Image.new("RGB", (picture.shape[1], TITLE_HEIGHT), "white")
@@ -138,7 +138,7 @@ def _titled(title: str, picture: Picture) -> Picture:
 
 
 def _mosaic(episodes: Sequence[PlayedEpisode], at: int, columns: int) -> Picture:
-    """[height, width, 3]: frame number `at` of every episode; one that has ended shows its end and its frame."""
+    """Return frame number `at` of all episodes, [height, width, 3]; ended ones show their last frame in a border."""
     height, width = (
         max(picture.shape[axis] for episode in episodes for picture in episode.pictures) + 2 * BORDER for axis in (0, 1)
     )

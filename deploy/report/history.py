@@ -54,7 +54,7 @@ class Steps:
             column.append(step.value(name))
 
     def newest(self, count: int | None = None) -> list[Step]:
-        """Return the newest `count`, or all, the oldest of them first."""
+        """Return the newest `count` steps, or all, oldest first."""
         first = 0 if count is None else max(len(self._numbers) - count, 0)
         return [self._step(row) for row in range(first, len(self._numbers))]
 
@@ -163,7 +163,7 @@ class RunHistory:
         self.evaluations[found.kind, found.sampling, found.step] = found
 
     def seconds(self, time: float) -> float:
-        """Return seconds of running from the first start to the Unix time `time`; pauses between attempts do not count."""
+        """Return the running time from the first start to the Unix time `time`, s, without pauses between attempts."""
         return sum(min(max(time - began, 0.0), last - began) for began, last in self.attempts[:-1]) + sum(
             max(time - began, 0.0) for began, _ in self.attempts[-1:]
         )
@@ -174,7 +174,7 @@ class RunHistory:
         return max(found, key=lambda each: (each.step, each.time), default=None)
 
     def curve(self) -> list[EvaluationResult]:
-        """Return sampled evaluations by step: before, during and after."""
+        """Return the sampled evaluations by step: before, during and after training."""
         found = [each for each in self.evaluations.values() if each.sampling == "sampled"]
         return sorted(found, key=lambda each: (each.step, each.time))
 

@@ -60,7 +60,7 @@ def complain(error: ControlRefusedError, token: str | None) -> int:
 
 
 def describe(error: ErrorBody) -> str:
-    """Return an error with all its problems."""
+    """Describe an error with all its problems."""
     problems = [f"{problem.path}: {problem.message}" if problem.path else problem.message for problem in error.problems]
     return "\n  ".join([error.message, *problems])
 
@@ -101,8 +101,7 @@ def start_run(
 
 
 def _rooted(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with paths that exist here, or will, made absolute: the service has another current
-    folder."""
+    """Return the configuration with existing local paths made absolute: the service has another working directory."""
     rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
     for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
         rooted |= _from_here(rooted, key)

@@ -11,7 +11,7 @@ from offbeat.services.control.schemas import RunsView, RunView
 
 
 def picture_of_runs(found: RunsView) -> Table:
-    """Return a line per run."""
+    """Return a table with a row per run."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "state", "step", "success", "trajectories/s", "since"):
         table.add_column(heading, no_wrap=True)
@@ -30,7 +30,7 @@ def picture_of_runs(found: RunsView) -> Table:
 
 
 def picture_of_run(view: RunView) -> Table:
-    """Return all about one run."""
+    """Return a table of a run's details."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
