@@ -34,7 +34,7 @@ class TaskSampler(Protocol):
         ...
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:
-        """A group was trained: reward and `success` of each of its episodes."""
+        """Update with a trained group: reward and `success` of each of its episodes."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class TaskSampler(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo `state_dict`."""
+        """Restore the result of `state_dict`."""
         ...
 
 

@@ -83,7 +83,7 @@ class GymnasiumEnv(TextEnv):
         return self._shown(), float(reward), bool(terminated), bool(truncated), told
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Any action."""
+        """Return any action."""
         space = self._space
         if isinstance(space, spaces.Discrete):
             return self._names()[int(rng.integers(len(self._names())))]

@@ -98,7 +98,7 @@ class OpenEnvEnv(TextEnv):
             client.close()
 
     def _begin_anew(self, told: dict[str, Any]) -> Any:
-        """A server may end a session that was idle; one that ends a new one has no room."""
+        """Reset in a new session: a server may end an idle one."""
         try:
             return self._ask("reset", **told)
         except self._closed as error:
@@ -108,7 +108,7 @@ class OpenEnvEnv(TextEnv):
             ) from error
 
     def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
-        """One call; a session that failed is given up, so that the next reset opens another."""
+        """Make one call; after a failure, the next reset opens another session."""
         if self._client is None:
             client = self._library.GenericEnvClient(self.config.base_url, message_timeout_s=self.config.timeout_s)
             self._client = client.sync()

@@ -62,7 +62,7 @@ class OwnRandomness:
 
     @contextmanager
     def __call__(self) -> Generator[None]:
-        """Within, the global generators are this env's own."""
+        """Use the env's own global generators inside the context."""
         outside = random.getstate(), np.random.get_state()
         if self._states is not None:
             random.setstate(self._states[0])

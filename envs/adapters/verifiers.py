@@ -93,7 +93,7 @@ class VerifiersEnv(TextEnv):
         }
 
     def _index(self, seed: int | None, rng: Any) -> int:
-        """Evaluation walks through its tasks, training draws."""
+        """Return the task's index: in order for evaluation, random for training."""
         if self.config.split == "held_out" and seed is not None:
             return seed % len(self._tasks)
         return int(rng.integers(len(self._tasks)))

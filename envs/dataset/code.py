@@ -72,10 +72,10 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """(code after the program, stdin, expected stdout) of each test; words of stdout are compared.
+    """Return (code after the program, stdin, expected stdout) of each test; words of stdout are compared.
 
     Raises:
-        ValueError: it is neither form.
+        ValueError: the tests have an unknown format.
     """
     if isinstance(tests, str):
         try:

@@ -49,13 +49,13 @@ class QAEnv(QuestionEnv[QAConfig]):
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and double spaces."""
+    """Lowercase, and remove punctuation, articles and repeated spaces."""
     bare = "".join(char for char in text.lower() if char not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def f1(said: str, gold: str) -> float:
-    """Harmonic mean of precision and recall over words; 1 where both are empty."""
+    """Return the harmonic mean of precision and recall over words; 1 if both are empty."""
     a, b = normalize(said).split(), normalize(gold).split()
     if not a or not b:
         return float(a == b)

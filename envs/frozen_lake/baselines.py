@@ -26,7 +26,7 @@ class LakeBaselines(NamedTuple):
 
 
 def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> LakeBaselines:
-    """Baselines on the maps of these seeds.
+    """Return the baselines on the maps of these seeds.
 
     Raises:
         ValueError: no seeds.
@@ -42,7 +42,7 @@ def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, m
 
 
 def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -> LakeBaselines:
-    """Baselines on one map."""
+    """Return the baselines on one map."""
     moves = transitions(lake, is_slippery=is_slippery)
     start = lake.start[0] * lake.size + lake.start[1]
     uniform = np.full((lake.size**2, len(ACTIONS)), 1 / len(ACTIONS))
@@ -51,7 +51,7 @@ def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -
 
 
 def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
-    """[action, cell, next cell] probabilities; holes and the goal are never left."""
+    """Return the transition probabilities, [action, cell, next cell]; holes and the goal are absorbing."""
     cells = lake.size**2
     moves = np.zeros((len(ACTIONS), cells, cells))
     for index in range(cells):
@@ -68,7 +68,7 @@ def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
 
 
 def scripted_policy(lake: LakeMap) -> Array:
-    """[cell, action] probabilities of the scripted walker."""
+    """Return the action probabilities of the scripted walker, [cell, action]."""
     policy = np.zeros((lake.size**2, len(ACTIONS)))
     for index in range(lake.size**2):
         at: Cell = divmod(index, lake.size)

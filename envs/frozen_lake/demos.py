@@ -33,6 +33,6 @@ def careful_wandering(
 
 
 def careful_actions(env: FrozenLakeEnv) -> list[int]:
-    """Directions that lead off this cell and not into a hole; never empty on a solvable map."""
+    """Return the directions that leave this cell and avoid holes; never empty on a solvable map."""
     here = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
     return [action for action, there in here if there != env.agent and there not in env.lake.holes]

@@ -134,7 +134,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return draw_map(rng, config.size, config.p, config.start_goal, config.split).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Any direction."""
+        """Return any direction."""
         return ACTIONS[int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:

@@ -26,7 +26,8 @@ def _disc(radius: float) -> npt.NDArray[np.bool_]:
 
 
 def draw_lake(lake: LakeMap, agent: Cell) -> Picture:
-    """[size * 32, size * 32, 3] uint8: ice, holes as dark discs, the goal as a green square, the agent as an orange disc."""
+    """Draw the map, [size * 32, size * 32, 3] uint8: ice, holes as dark discs, the goal as a green square, the agent as
+    an orange disc."""
     picture = np.empty((lake.size * TILE, lake.size * TILE, 3), dtype=np.uint8)
     for row in range(lake.size):
         for column in range(lake.size):

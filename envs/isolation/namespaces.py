@@ -62,7 +62,7 @@ def enter() -> int:
 
 
 def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
-    """Switch to a root of its own: `readable` read-only, four devices, and `/sandbox`, empty and of bounded size.
+    """Switch to a new root: `readable` read-only, four devices, and `/sandbox`, empty and of bounded size.
 
     Raises:
         OSError: the kernel refuses a mount; mounts made so far are visible to this process alone.
@@ -91,7 +91,7 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
 
 
 def become(program_id: int) -> None:
-    """Leave the user that mounted for the program's own."""
+    """Switch from the user that mounted to the program's own."""
     os.setgroups([])
     os.setresgid(program_id, program_id, program_id)
     os.setresuid(program_id, program_id, program_id)
@@ -123,7 +123,7 @@ def _write(pid: int, name: str, text: str) -> None:
 
 
 def _show(path: Path, root: Path) -> None:
-    """A path read-only at its own place below `root`; a symbolic link as one."""
+    """Mount a path read-only below `root`; a symbolic link is recreated."""
     target = root / str(path).lstrip("/")
     if target.exists() or target.is_symlink():
         return

@@ -146,7 +146,7 @@ def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
 
 
 def _on_argument(number: int, tests: list[bytes]) -> list[bytes]:
-    """Tests of the first argument of one call; the call's number is loaded again behind them."""
+    """Return tests of one call's first argument; the call's number is loaded again after them."""
     inner = [_step(LOAD, FIRST_ARGUMENT), *tests, _step(LOAD, NUMBER)]
     return [_step(EQUAL, number, 0, len(inner)), *inner]
 

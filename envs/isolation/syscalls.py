@@ -18,7 +18,7 @@ class KernelError(OSError):
 
 
 def call(number: int, *arguments: object) -> int:
-    """A system call by its number; raises `KernelError`."""
+    """Make a system call by number; raises `KernelError`."""
     return _checked(_libc.syscall(ctypes.c_long(number), *(_plain(argument) for argument in arguments)))
 
 
@@ -28,12 +28,12 @@ def prctl(option: int, value: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces for new ones; raises `KernelError`."""
+    """Move to new namespaces; raises `KernelError`."""
     _checked(_libc.unshare(flags))
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2); raises `KernelError`."""
+    """Call mount(2); raises `KernelError`."""
     _checked(
         _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
     )

@@ -149,9 +149,9 @@ def lacking(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Refuse, or log once, what this machine lacks, before programs are run.
+    """Check, before programs run, that this machine offers the required isolation; log once what is missing.
 
-    layers: the layers that its kernel offers; None probes them.
+    layers: the layers of its kernel; None probes them.
 
     Raises:
         IsolationError: it lacks what `limits` require.

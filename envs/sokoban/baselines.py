@@ -30,7 +30,7 @@ class RoomBaselines(NamedTuple):
 def baselines(
     seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12
 ) -> RoomBaselines | None:
-    """Baselines in the rooms of these seeds; None where a room has more positions than can be gone through (20,000).
+    """Return the baselines in the rooms of these seeds; None if a room has more than 20,000 positions.
 
     Raises:
         ValueError: no seeds.
@@ -49,7 +49,7 @@ def baselines(
 
 
 def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
-    """Baselines in one room."""
+    """Return the baselines in one room."""
     positions = _positions(room, max_steps)
     if positions is None:
         return None
@@ -63,7 +63,7 @@ def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
 
 
 def scripted_policy(room: Room) -> Array:
-    """[action] probabilities of the scripted player."""
+    """Return the action probabilities of the scripted player, [action]."""
     wanted = _pushes(room)
     here = {action for cell, action in wanted if cell == room.player}
     chosen = here or _steps_towards(room, {cell for cell, _ in wanted}) or set(range(len(ACTIONS)))
@@ -91,7 +91,7 @@ def _nearest(room: Room, cell: Cell, targets: frozenset[Cell]) -> int:
 
 
 def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
-    """First steps of shortest ways, around boxes, from the player to a goal."""
+    """Return the first steps of shortest paths, around boxes, from the player to a goal."""
     distance, level = dict.fromkeys(goals, 0), goals
     offsets = [room.offset(action) for action in range(len(ACTIONS))]
     while level and room.player not in distance:

@@ -38,12 +38,12 @@ def clumsy_solving(
 
 
 def moves(room: Room) -> list[int]:
-    """Actions that change something; empty for a player that boxes shut in."""
+    """Return the actions that change something; empty if the player is shut in."""
     return [action for action in range(len(ACTIONS)) if room.push(action) is not room]
 
 
 def best_moves(room: Room, left: dict[tuple[Cell, frozenset[Cell]], int]) -> list[int]:
-    """Actions after which the least moves are left; empty where the room can't be solved any more."""
+    """Return the actions with the fewest moves left; empty if the room can't be solved any more."""
     after = {action: room.push(action) for action in moves(room)}
     ends = {action: left[key] for action, at in after.items() if (key := (at.player, at.boxes)) in left}
     return [action for action, distance in ends.items() if distance == min(ends.values())]

@@ -164,7 +164,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return self._make(seeding.np_random(seed)[0]).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Any direction."""
+        """Return any direction."""
         return self.config.action_lookup[1 + int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:

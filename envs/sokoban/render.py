@@ -23,7 +23,8 @@ Picture = npt.NDArray[np.uint8]
 
 
 def draw_room(room: Room) -> Picture:
-    """[height * 32, width * 32, 3] uint8: boxes are brown squares, green on a target (red ring); the player is blue."""
+    """Draw the room, [height * 32, width * 32, 3] uint8: boxes are brown squares, green on a target (red ring); the
+    player is blue."""
     picture = np.empty((room.height * TILE, room.width * TILE, 3), dtype=np.uint8)
     for cell in range(room.height * room.width):
         row, column = room.cell(cell)

@@ -47,7 +47,7 @@ class Room:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
     def code(self, cell: Cell) -> int:
-        """0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
+        """Return the cell's code: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
         if cell not in self.floor:
             return 0
         on_target = cell in self.targets
@@ -76,14 +76,14 @@ class Room:
         return replace(self, player=there, boxes=self.boxes - {there} | {beyond})
 
     def cell(self, at: Cell) -> tuple[int, int]:
-        """Row and column."""
+        """Return row and column."""
         return divmod(at, self.width)
 
 
 def pulls(
     floor: frozenset[Cell], player: Cell, boxes: tuple[Cell, ...], offset: int
 ) -> Iterator[tuple[Cell, tuple[Cell, ...]]]:
-    """Positions (player, boxes in the same order) from which a step by `offset` leads to this one."""
+    """Yield the positions (player, boxes in the same order) from which a step by `offset` leads to this one."""
     before = player - offset
     if before not in floor or before in boxes:
         return

@@ -11,10 +11,10 @@ MAX_POSITIONS = 500_000
 
 
 def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
-    """Actions (numbers in `ACTIONS`) of a shortest solution; None if there is none within `max_moves`.
+    """Return the actions (numbers in `ACTIONS`) of a shortest solution; None if there is none within `max_moves`.
 
     Raises:
-        RuntimeError: more than 500,000 positions were looked at without an answer.
+        RuntimeError: no answer after 500,000 positions.
     """
     if room.is_solved:
         return []
@@ -40,7 +40,7 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
 
 
 def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
-    """Moves that solve each position (player, boxes) of a room which can be solved: one search back from the solved ones.
+    """Return the moves that solve each solvable position (player, boxes) of a room, by one search from the solved ones.
 
     Raises:
         RuntimeError: there are more than 500,000 such positions.

@@ -133,7 +133,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         return text, reward, False, False, _counted(used=len(used), ok=ok)
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """One to the env underneath."""
+        """Return an answer for the wrapped env."""
         return random_answer(self._env, rng)
 
     def close(self) -> None:

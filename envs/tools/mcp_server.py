@@ -59,7 +59,8 @@ class McpServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _ask(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Raises ValueError for any failure; the connection is then reopened, unless the server answers a probe."""
+        """Run one call. Raises ValueError for any failure; the connection is then reopened, unless the server answers a
+        probe."""
         return asyncio.run_coroutine_threadsafe(self._limited(work), self._loop).result()
 
     async def _limited(self, work: Callable[[Any], Awaitable[T]]) -> T:
@@ -86,7 +87,7 @@ class McpServer:
             return self._client
 
     async def _let_go_of_the_dead(self) -> None:
-        """A server that still answers stays: others' calls are under way."""
+        """Close a server that does not answer; others' calls keep an answering one open."""
         try:
             async with asyncio.timeout(PROBE_S):
                 await _functions(self._client)
@@ -137,14 +138,14 @@ class SharedServers:
         self._servers: dict[McpAddress, tuple[McpServer, int]] = {}
 
     def take(self, address: McpAddress) -> McpServer:
-        """Raises ValueError where the server can't be reached."""
+        """Return a shared connection. Raises ValueError if the server can't be reached."""
         with self._lock:
             server, users = self._servers.get(address) or (McpServer(address), 0)
             self._servers[address] = (server, users + 1)
             return server
 
     def give_back(self, address: McpAddress) -> None:
-        """The last one closes it."""
+        """Release a connection; the last release closes it."""
         with self._lock:
             server, users = self._servers.pop(address)
             if users > 1:

@@ -236,7 +236,7 @@ def _failed(outcome: Any) -> ToolResult:
 
 @lru_cache(maxsize=4)
 def _index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
-    """Raises ValueError where the corpus can't be read."""
+    """Return the index and its texts. Raises ValueError if the corpus can't be read."""
     table = read_table(corpus)
     if text_key not in table.column_names:
         raise ValueError(f"text_key: {corpus} has no column {text_key!r}; it has {', '.join(table.column_names)}")

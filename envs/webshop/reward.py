@@ -42,7 +42,7 @@ class PurchaseScorer:
         self._process: Any = utils.default_process
 
     def __call__(self, goal: Goal, bought: Product, chosen: Mapping[str, str]) -> PurchaseReward:
-        """chosen: option's name -> value."""
+        """Score a purchase. chosen: option's name -> value."""
         r_type = type_reward(goal.product, bought)
         attributes = sum(self._has(bought, attribute) for attribute in goal.attributes)
         options = sum(self._is_chosen(option, chosen) for option in goal.options)

@@ -36,7 +36,7 @@ class ProductSearch:
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters and digits, lower case, a plural's `s` left out."""
+    """Split into runs of letters and digits in lower case, without a plural's `s`."""
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in re.findall(r"\w+", text.lower())]
 
 

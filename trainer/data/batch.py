@@ -278,7 +278,7 @@ def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, mul
 
 
 def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> MicroBatch:
-    """sampled: indexes into [M] arrays of each sequence's sampled tokens."""
+    """Cut a micro-batch. sampled: indexes into [M] arrays of each sequence's sampled tokens."""
     starts = batch.cu_seqlens[:-1][chosen]
     ends = batch.cu_seqlens[1:][chosen]
     borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
