@@ -1,4 +1,4 @@
-"""Objects named as `module:attribute` in a configuration."""
+"""Objects that a configuration names as `module:attribute`."""
 
 import pkgutil
 from importlib.util import find_spec
@@ -18,11 +18,11 @@ MOVED = MappingProxyType(
         "deploy.agents.walker:play": "offbeat.deploy.agents.walker:play",
     }
 )
-"""Paths of 0.1, which stored runs and older YAML files use, and their paths since 0.2."""
+"""Paths of 0.1, found in stored runs and older YAML files, and their paths since 0.2."""
 
 
 def load_object(path: str) -> Any:
-    """Import the object that `path` names; a name of 0.1 is looked up under its new name unless the user has such a module.
+    """Import the object that `path` names.
 
     Raises:
         ValueError: `path` is not of the form `module:attribute`.
@@ -36,12 +36,12 @@ def load_object(path: str) -> Any:
 
 
 def current_path(path: str) -> str:
-    """Return `path`, or its new name if it is one of 0.1 and the user has no module of that name."""
+    """Return the path since 0.2 of a path of 0.1, unless the user has a module of that name; any other path unchanged."""
     return MOVED[path] if path in MOVED and not _is_foreign(path.partition(":")[0]) else path
 
 
 def _is_foreign(module: str) -> bool:
-    """Return True if `module` exists outside of this package's own folders."""
+    """Return True if `module` is found outside of this package."""
     try:
         spec = find_spec(module)
     except ModuleNotFoundError:

@@ -1,10 +1,10 @@
-"""Base class of all configuration: strict, frozen, documented at the field."""
+"""Base class of the configuration."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """A validated part of a run's configuration; an unknown key or a wrong type is refused."""
+    """Validated settings; unknown keys and wrong types are rejected."""
 
     model_config = ConfigDict(
         extra="forbid",

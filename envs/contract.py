@@ -1,7 +1,4 @@
-"""The contract of an env, checked by running it: used by `offbeat env check` and by the tests of all envs.
-
-A finding names what is wrong, what was observed, and what would be right. The quality of a task is not judged.
-"""
+"""Contract of an env, checked by running episodes; used by `offbeat env check` and the tests of all envs."""
 
 import math
 import random
@@ -20,21 +17,21 @@ from offbeat.envs import registry
 from offbeat.envs.registry import TextEnv
 
 NONSENSE = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
-"""Answers that a policy may give; an env must handle them like any other."""
+"""Odd answers that an env must handle like any other."""
 
 MOST_BYTES = 1 << 20
-"""Memory per env above which advice is given; a worker holds one env per episode slot."""
+"""Memory per env above which the check advises to share data; a worker holds one env per episode slot."""
 
 Call = Callable[[str], None]
-"""Callback with the name of each call before it is made, so that a call that hangs can be named."""
+"""Callback with the name of each call before it is made, so that a hanging call can be named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One violation of the contract."""
+    """Violation of the contract."""
 
     severity: Literal["problem", "advice"]
-    """Training goes wrong with a problem; advice may be left."""
+    """A problem breaks training; advice may be ignored."""
     rule: str
     message: str
 
@@ -48,16 +45,16 @@ class ContractReport:
     num_turns: int = 0
     make_s: float = 0.0
     reset_s: float = 0.0
-    """Longest of all; so is `step_s`."""
+    """Longest reset."""
     step_s: float = 0.0
     mean_s: float = 0.0
-    """Mean duration of resets and steps."""
+    """Mean of resets and steps."""
     bytes_per_env: int = 0
-    """Memory of one more env in this process."""
+    """Memory of one env in this process."""
     sandbox: str = ""
     """Isolation of the programs that the env runs; empty if it runs none."""
     digest: str = ""
-    """Digest of observations and rewards: equal wherever the same seeds and answers are run."""
+    """Digest of observations and rewards; equal on every machine."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -72,7 +69,7 @@ def check_contract(
     max_turns: int = 20,
     on_call: Call = lambda _: None,
 ) -> ContractReport:
-    """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report every violation of the contract."""
+    """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report every violation."""
     report = ContractReport()
     if wrong := registry.check_env_config(env_type, env_config):
         report.findings += [Finding("problem", "settings", message) for message in wrong]
@@ -93,8 +90,7 @@ def check_contract(
 
 
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
-    """Return an answer that the env may understand: its own `random_answer(rng)`, else one of its `words`, else a
-    sample of its action space, else a word."""
+    """Return the env's own `random_answer(rng)`, else one of its `words`, else a common short answer."""
     inner = env.unwrapped
     own = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
     if own is not None:
@@ -106,7 +102,7 @@ def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
 
 
 class _Player:
-    """Runs episodes and measures time."""
+    """Runs and times episodes."""
 
     def __init__(
         self, env_type: str, env_config: Mapping[str, JsonValue], max_turns: int, report: ContractReport, on_call: Call
@@ -142,7 +138,7 @@ class _Player:
         return result
 
     def episode(self, env: TextEnv, seed: int) -> list[object]:
-        """Return all observations and rewards of an episode; its answers are the same on every call."""
+        """Return all observations and rewards of an episode whose answers depend on `seed` alone."""
         rng = np.random.default_rng(seed)
         seen: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
@@ -153,7 +149,7 @@ class _Player:
         return seen
 
     def weigh(self) -> int:
-        """Return bytes of one more env after its first reset; not timed, because it is slower while it is watched."""
+        """Measure the memory of an env after its first reset; untimed, because tracing slows it down."""
         self._tell("make")
         tracemalloc.start(1)
         try:

@@ -1,7 +1,7 @@
-"""The contract's checks in a process of their own, which a hung env can't outlive.
+"""Contract checks in a child process, so that a hanging env can be killed.
 
-One JSON object on stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), the report as one on the last line of stdout. A
-call of the env that takes longer than `limit_s` ends the process with where it hangs on stderr.
+Reads a JSON request from stdin (`env_type`, `env_config`, `num_seeds`, `limit_s`), writes the report as JSON to the
+last line of stdout. If a call exceeds `limit_s`, the process exits with its traceback on stderr.
 """
 
 import faulthandler
@@ -27,9 +27,9 @@ def check_apart(
     num_seeds: int = 8,
     limit_s: float = 30.0,
 ) -> ContractReport:
-    """Run the checks twice, in processes whose string hashes differ, and compare what they saw.
+    """Check an env in two processes with different string hashes and compare the episodes.
 
-    limit_s: of one call of the env.
+    limit_s: timeout of each call.
     """
     order = {"env_type": env_type, "env_config": dict(env_config), "num_seeds": num_seeds, "limit_s": limit_s}
     report = _run(order, hash_seed="1")
@@ -70,7 +70,6 @@ def _death(done: subprocess.CompletedProcess[str], limit_s: str) -> Finding:
 
 
 def main() -> None:
-    """Read the request from stdin, run the check, print the report."""
     order = json.loads(sys.stdin.read())
 
     def on_call(doing: str) -> None:

@@ -5,9 +5,7 @@ from typing import Any
 
 
 def require(module: str, extra: str, how: str = "") -> Any:
-    """Return the module, or an error that names the extra which brings it.
-
-    how: the command that installs it, where no extra can.
+    """Import `module`; the error names the extra, or the command, that installs it.
 
     Raises:
         ValueError: it is not installed.

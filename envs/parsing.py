@@ -1,7 +1,6 @@
-"""Reading the action out of what the policy wrote; ROLL's semantics.
+"""Parsing of actions from the policy's text; ROLL's semantics.
 
-Invariant: a text that does not follow the pattern, or names no action, gives `action=None`, never an error: what that
-costs is the env's business.
+Invariant: a text without a valid action gives `action=None`, never an error; the env chooses the penalty.
 """
 
 import re
@@ -19,21 +18,17 @@ class ParsedAction(NamedTuple, Generic[A]):
     """Result of parsing an answer."""
 
     action: A | None
-    """The action, or None if the answer holds no valid one."""
+    """None if the answer has no valid action."""
     content: str
-    """The action's words, or the whole text where the pattern did not match."""
+    """The action's text; the whole answer if the pattern did not match."""
     think: str = ""
 
 
 class ActionParser(Generic[A]):
-    """Matches `pattern` (one group: the action; two: thought and action) and looks the action up, ignoring case."""
+    """Matches `pattern` (one group: action; two: thought and action) and looks the action up, ignoring case."""
 
     def __init__(self, pattern: str, lookup: Mapping[str, A], special_tokens: Sequence[str] = ()) -> None:
-        """Compile.
-
-        Raises:
-            ValueError: the pattern is no regular expression, or has not one or two groups.
-        """
+        """Raises ValueError if the pattern is invalid or has not one or two groups."""
         self._pattern = compile_pattern(pattern)
         self._lookup = {name.lower(): action for name, action in lookup.items()}
         self._special_tokens = tuple(special_tokens)
@@ -54,10 +49,10 @@ class ActionParser(Generic[A]):
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return an action pattern, ready to search; `.` matches line ends too.
+    """Compile an action pattern; `.` matches newlines.
 
     Raises:
-        ValueError: it is no regular expression, or has not one or two groups.
+        ValueError: it is invalid, or has not one or two groups.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)

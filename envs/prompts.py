@@ -1,16 +1,15 @@
-"""Filling a tag's `agent_template`; demonstrations and rollouts share it, so that both show the policy the same words."""
+"""Rendering of a tag's `agent_template`, shared by demonstrations and rollouts."""
 
 IMAGE = "{image}"
-"""Placeholder for the env's picture."""
+"""Placeholder for the env's image."""
 
 
 def fill_template(
     template: str, *, observation: str, step: int, actions_left: int, history: str = "", image: str = IMAGE
 ) -> str:
-    """Render the user message of a turn; other braces in the template stay, and observations are not searched.
+    """Render the user message of a turn; other braces are kept, and observations are not searched for placeholders.
 
-    step: 1 at the first turn. actions_left: remaining turns, this one included. history: earlier turns. image: text in
-    place of the picture.
+    step: from 1. actions_left: remaining turns, including this one.
     """
     if template == "{observation}":
         return observation

@@ -1,21 +1,24 @@
-"""Finding and making envs by name, and checking their settings before anything starts.
+"""Env registry: looks envs up by name and validates their settings.
 
-An env of Offbeat is a `gymnasium.Env` with these habits:
+An env of Offbeat is a `gymnasium.Env` with these conventions:
 
-- The observation is a string (`Text` space), the action is the policy's answer as it wrote it (`Text` space); the env
-  itself reads the action out of it (`offbeat.envs.parsing`).
-- `system_prompt: str` says what the task is. A tag's `agent_system_template` replaces it.
-- `reset(seed=)` is the only source of randomness: use `self.np_random`, no global generator. The same seed and settings
-  give the same task on every machine. An env is reset and played again many times.
-- Numbers and booleans in `step`'s info are metrics. `success` counts as it was after the last turn; others are
-  averaged over turns (`action_is_valid`, `action_is_effective`, `format_penalty`, ...) unless the attribute
-  `metrics_agg_mode: dict[str, str]` says `sum`, `mean`, `min`, `max`, `first` or `last`.
-- Optional: `config_class`, a pydantic model that `env_config` is validated by, whose instance is then the constructor's
-  only argument (if the model is frozen, one instance for all envs of a tag); without it `env_config` are keyword arguments.
-  Optional: a setting `split` that takes `"held_out"`, which evaluation sets, so that it never meets a training task.
-  Optional: `task_id(seed)`, equal for seeds of equal tasks, so that evaluation plays each task once. Optional:
-  `random_answer(rng)`, an answer that the env may understand, for a random agent and the contract's checks. Optional:
-  `render()`. Optional: `functions`, which the policy may call in its chat template's own form (`envs.tools.functions`).
+- Observations are strings (`Text` space); the action is the policy's raw answer (`Text` space), which the env parses
+  (`offbeat.envs.parsing`).
+- `system_prompt: str` describes the task. A tag's `agent_system_template` overrides it.
+- All randomness comes from `self.np_random`, seeded by `reset(seed=)`: equal seeds and settings give equal tasks on
+every machine.
+  Envs are reset and reused.
+- Numbers and booleans in `step`'s info are metrics. `success` is taken from the last turn; others are averaged over turns
+  (`action_is_valid`, `action_is_effective`, `format_penalty`, ...) unless `metrics_agg_mode: dict[str, str]` sets
+  `sum`, `mean`, `min`, `max`, `first` or `last`.
+- Optional `config_class`: a pydantic model that validates `env_config` and is the constructor's only argument (if
+frozen, one
+  instance for all envs of a tag). Without it, `env_config` is passed as keyword arguments.
+- Optional setting `split`: evaluation sets it to `"held_out"`, whose tasks never occur in training.
+- Optional `task_id(seed)`: equal for equal tasks, so that evaluation runs each task once.
+- Optional `random_answer(rng)`: a plausible answer, for random agents and the contract check.
+- Optional `render()`.
+- Optional `functions`: tools called in the chat template's own format (`offbeat.envs.tools.functions`).
 """
 
 import inspect
@@ -51,7 +54,7 @@ BUILT_IN = {
 }
 
 MAX_REPEATS = 2_000
-"""Seeds in a row that bring no new task, after which there is none."""
+"""Consecutive seeds without a new task after which the search ends."""
 
 TextEnv = gymnasium.Env[Any, Any]
 EnvFactory = Callable[..., object]
@@ -63,7 +66,7 @@ def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
     env_type: a built-in name, an entry point of group `offbeat.envs`, or `module:Class`.
 
     Raises:
-        ValueError: there is no such env, or its settings are wrong.
+        ValueError: unknown env or invalid settings.
     """
     problems = check_env_config(env_type, env_config)
     if problems:
@@ -77,7 +80,7 @@ def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
 
 
 def _config(model: type[BaseModel], text: str) -> BaseModel:
-    """Build the settings object, shared by all envs of a tag."""
+    """Build the settings; a frozen model is shared by all envs of a tag."""
     return _shared_config(model, text) if model.model_config.get("frozen") else model.model_validate_json(text)
 
 
@@ -87,7 +90,7 @@ def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:
-    """Return every problem of a tag's `env_type` and `env_config`, each with what would be right."""
+    """Return every problem of `env_type` and `env_config`, each with a correction."""
     try:
         factory = find(env_type)
     except ValueError as error:
@@ -99,10 +102,10 @@ def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list
 
 
 def find(env_type: str) -> EnvFactory:
-    """Return the env's class, or what else makes it.
+    """Return the callable that makes the env.
 
     Raises:
-        ValueError: there is none of that name, naming the nearest one.
+        ValueError: unknown name, or its module can't be imported.
     """
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point(env_type))
     try:
@@ -119,31 +122,32 @@ def find(env_type: str) -> EnvFactory:
 
 
 def names() -> list[str]:
-    """Return every name that `find` knows besides `module:Class`."""
+    """Return all names of built-in and installed envs."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def about(env_type: str) -> str:
-    """Return the first line of an env's docstring. Raises ValueError if there is no such env."""
+    """Return the first line of an env's docstring. Raises ValueError for an unknown env."""
     return (inspect.getdoc(find(env_type)) or "").partition("\n")[0]
 
 
 def settings_of(env_type: str) -> list[str]:
-    """Return the names of an env's settings. Raises ValueError if there is no such env."""
+    """Return the names of an env's settings. Raises ValueError for an unknown env."""
     return _settings(find(env_type))[0]
 
 
 def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the settings for evaluation: `split: held_out`, where the env has that setting and the tag does not set it."""
+    """Return the settings for evaluation: with `split: held_out`, unless the tag sets `split` or the env has no such
+    setting."""
     if "split" in env_config or "split" not in _settings(find(env_type))[0]:
         return dict(env_config)
     return {**env_config, "split": "held_out"}
 
 
 def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, JsonValue]) -> list[int]:
-    """Return the first `n` seeds from `start` with distinct tasks; an env without `task_id` is assumed to repeat none.
+    """Return the first `n` seeds from `start` with distinct tasks; all seeds are distinct for an env without `task_id`.
 
-    If the env has fewer tasks than `n`, the seeds repeat in the same order.
+    If there are fewer than `n` tasks, the seeds repeat in the same order.
     """
     env = make(env_type, env_config)
     try:
@@ -179,7 +183,7 @@ def _config_class(factory: EnvFactory) -> type[BaseModel] | None:
 
 
 def _settings(factory: EnvFactory) -> tuple[list[str], bool]:
-    """Return names of an env's settings, and whether it takes others too."""
+    """Return the names of an env's settings, and True if it accepts others, too."""
     model = _config_class(factory)
     if model is not None:
         return list(model.model_fields), model.model_config.get("extra") == "allow"

@@ -1,8 +1,7 @@
-"""Task samplers: choose the tag and seed of the next training group from the results of earlier ones.
+"""Task samplers: choose the tag and seed of the next training group from earlier results.
 
-A sampler is named by class path (`train_env_manager.task_sampler`) and constructed with the tags and its `args` on every
-worker and on the learner. The learner reports each trained group to it and keeps its state in checkpoints; workers draw by
-that state.
+`train_env_manager.task_sampler` names a class, constructed with the tags and `args` on the learner and every worker.
+The learner reports trained groups and checkpoints the state; workers draw from that state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 
 
 class TaskSampler(Protocol):
-    """Protocol of a class for `task_sampler`; it is constructed as `Class(tags, **args)`.
+    """Protocol of a task sampler, constructed as `Class(tags, **args)`.
 
     class Uniform:
         def __init__(self, tags):
@@ -30,11 +29,11 @@ class TaskSampler(Protocol):
     """
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
-        """Return a tag, and a seed below 2**31 for its env, or None for any. By `rng` and the state alone."""
+        """Return a tag, and a seed below 2**31 or None for any; depends on `rng` and the state alone."""
         ...
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:
-        """Update with a trained group: reward and `success` of each of its episodes."""
+        """Update the state with a trained group: reward and `success` of each episode."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,17 +41,16 @@ class TaskSampler(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state returned by `state_dict`."""
         ...
 
 
 class Levels:
-    """Curriculum over the tags in order: the next tag starts when the newest is mastered; earlier ones are still
-    reviewed."""
+    """Curriculum over the tags in order: mastering the newest unlocks the next; earlier ones are still sampled."""
 
     def __init__(self, tags: Sequence[str], *, at: float = 0.8, window: int = 16, review: float = 0.2) -> None:
-        """at: mean success over the newest level's last `window` groups from which the next level starts; review: share
-        of groups of earlier levels.
+        """at: mean success over the newest tag's last `window` groups that unlocks the next one. review: share of
+        groups of earlier tags.
 
         Raises:
             ValueError: a setting is out of range.

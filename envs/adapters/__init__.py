@@ -1,1 +1,1 @@
-"""Envs that others wrote, each under this project's habits; the libraries are optional extras."""
+"""Adapters for envs of other libraries, which are optional extras."""

@@ -1,4 +1,4 @@
-"""GEM's environments (arXiv:2510.01051): `gem.make`, text in and text out."""
+"""Adapter for GEM (arXiv:2510.01051)."""
 
 from typing import Any, ClassVar, cast
 
@@ -18,7 +18,7 @@ class GemConfig(Config):
     """`env_config` of a tag with `env_type: gem`."""
 
     id: str
-    """Such as `game:GuessTheNumber-v0` or `rg:letter_counting`."""
+    """Id such as `game:GuessTheNumber-v0` or `rg:letter_counting`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of `gem.make`."""
     success_reward: float = 1.0
@@ -26,12 +26,12 @@ class GemConfig(Config):
 
 
 class GemEnv(TextEnv):
-    """An env of GEM; run it inline or in a process, not in threads: many draw from global generators."""
+    """An env of GEM. Many draw from global generators: run it inline or in a process, not in threads."""
 
     config_class: ClassVar[type[GemConfig]] = GemConfig
 
     def __init__(self, config: GemConfig) -> None:
-        """Raises ValueError where there is no such env."""
+        """Raises ValueError for an unknown env."""
         super().__init__()
         self.config, library = config, require("gem", "", INSTALL)
         self._randomness = OwnRandomness()
@@ -41,7 +41,6 @@ class GemEnv(TextEnv):
             raise ValueError(f"gem.make({config.id!r}): {error}") from error
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin."""
         super().reset(seed=seed, options=options)
         number = int(self.np_random.integers(2**31))
         self._randomness.seed(number)
@@ -50,7 +49,6 @@ class GemEnv(TextEnv):
         return str(observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer."""
         with self._randomness():
             observation, reward, terminated, truncated, info = self._env.step(action)
         numbers = numbers_of(cast(dict[str, Any], info or {}))

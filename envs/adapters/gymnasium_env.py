@@ -1,4 +1,4 @@
-"""Any registered gymnasium env: what it shows as text, what it can do as words."""
+"""Adapter for registered gymnasium envs: observations as text, actions as words."""
 
 import re
 from typing import Any, ClassVar, Literal, cast
@@ -22,26 +22,26 @@ class GymnasiumConfig(Config):
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of `gymnasium.make`."""
     actions: tuple[str, ...] = ()
-    """Words for the actions of a discrete space, in its order; empty takes their numbers."""
+    """Names of a discrete space's actions, in its order; empty: their numbers."""
     observation: Literal["values", "ansi"] = "values"
-    """The observation itself, or what the env renders as text."""
+    """The observation itself, or the env's `ansi` rendering."""
     digits: int = Field(default=3, ge=0)
-    """Decimals of the numbers in observations."""
+    """Decimals of numbers in observations."""
     success_reward: float | None = None
-    """Smallest sum of rewards that counts as success; None for envs that report success themselves, or none."""
+    """Smallest return that counts as success; None if the env reports success itself, or none."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer names no action; the env is not stepped then."""
+    """Reward of a turn whose answer names no action; the env is not stepped."""
     system_prompt: str = ""
     """System prompt; empty lists the valid answers."""
 
 
 class GymnasiumEnv(TextEnv):
-    """A gymnasium env of the registry, in words."""
+    """A registered gymnasium env as a text env."""
 
     config_class: ClassVar[type[GymnasiumConfig]] = GymnasiumConfig
 
     def __init__(self, config: GymnasiumConfig) -> None:
-        """Raises ValueError where there is no such env, or its actions can't be written."""
+        """Raises ValueError for an unknown env, or actions that can't be written as text."""
         settings: dict[str, Any] = {**config.kwargs}
         if config.observation == "ansi":
             settings["render_mode"] = "ansi"
@@ -63,14 +63,12 @@ class GymnasiumEnv(TextEnv):
         super().__init__(config.system_prompt or self._told())
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin; see `gymnasium.Env.reset`."""
         super().reset(seed=seed, options=options)
         self._last, _ = self._env.reset(seed=seed, options=options)
         self._sum = 0.0
         return self._shown(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer with an action; see `gymnasium.Env.step`."""
         meant = self._meant(action)
         if meant is None:
             penalty = self.config.format_penalty
@@ -83,7 +81,7 @@ class GymnasiumEnv(TextEnv):
         return self._shown(), float(reward), bool(terminated), bool(truncated), told
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return any action."""
+        """Return a random action."""
         space = self._space
         if isinstance(space, spaces.Discrete):
             return self._names()[int(rng.integers(len(self._names())))]
@@ -93,7 +91,6 @@ class GymnasiumEnv(TextEnv):
         return " ".join(f"{value:.3g}" for value in np.ravel(rng.uniform(low, high)))
 
     def close(self) -> None:
-        """Close the wrapped env."""
         self._env.close()
 
     def _names(self) -> tuple[str, ...]:

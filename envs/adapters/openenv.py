@@ -1,4 +1,4 @@
-"""OpenEnv environments: a client of an environment server, one session for each env."""
+"""Adapter for OpenEnv servers, one session per env."""
 
 import json
 from typing import Any, ClassVar, cast
@@ -11,11 +11,11 @@ from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
 REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
-"""HTTP status codes by which a server rejects an action."""
+"""Error codes with which a server rejects an action."""
 
 
 class ActionRejectedError(ValueError):
-    """The server takes the answer for no action."""
+    """The server does not accept the answer as an action."""
 
 
 class OpenEnvConfig(Config):
@@ -26,22 +26,22 @@ class OpenEnvConfig(Config):
     reset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Arguments of the server's `reset`, besides the seed."""
     action_field: str = ""
-    """Field of the action that the answer fills; empty takes the answer for the whole action, as a JSON object."""
+    """Action field that holds the answer; empty: the answer is the whole action, a JSON object."""
     action: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """The action's other fields."""
     observation_field: str = ""
-    """Field of the observation that is shown; empty shows the whole, as JSON."""
+    """Observation field to show; empty shows all as JSON."""
     system_prompt: str = ""
     success_reward: float = 1.0
     """Smallest last reward that counts as success."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer the server rejects; the env is not stepped then."""
+    """Reward of a turn whose answer the server rejects; the env is not stepped."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Patience with the server's answers."""
+    """Timeout of a request."""
 
 
 class OpenEnvEnv(TextEnv):
-    """A session with an OpenEnv server (openenv-core's generic client, over a web socket)."""
+    """A session with an OpenEnv server, over a web socket."""
 
     config_class: ClassVar[type[OpenEnvConfig]] = OpenEnvConfig
 
@@ -54,10 +54,10 @@ class OpenEnvEnv(TextEnv):
         self._shown = ""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin an episode.
+        """Start an episode.
 
         Raises:
-            ConnectionError: no server answers there, or it ends the session.
+            ConnectionError: the server is unreachable or closes the session.
             RuntimeError: the server failed.
         """
         super().reset(seed=seed, options=options)
@@ -70,7 +70,7 @@ class OpenEnvEnv(TextEnv):
         return self._shown, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer. Raises as `reset` does."""
+        """Send the answer. Raises as `reset` does."""
         made = self._action(action)
         if made is None:
             return self._refused("the answer is no JSON object")
@@ -92,13 +92,13 @@ class OpenEnvEnv(TextEnv):
         return str(rng.integers(10))
 
     def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         if self._client is not None:
             client, self._client = self._client, None
             client.close()
 
     def _begin_anew(self, told: dict[str, Any]) -> Any:
-        """Reset in a new session: a server may end an idle one."""
+        """Retry once after an idle session was closed; a server that closes a new session is full."""
         try:
             return self._ask("reset", **told)
         except self._closed as error:
@@ -108,7 +108,7 @@ class OpenEnvEnv(TextEnv):
             ) from error
 
     def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
-        """Make one call; after a failure, the next reset opens another session."""
+        """Send one request; after an error the session is dropped and the next reset opens another."""
         if self._client is None:
             client = self._library.GenericEnvClient(self.config.base_url, message_timeout_s=self.config.timeout_s)
             self._client = client.sync()

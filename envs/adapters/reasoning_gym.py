@@ -1,4 +1,4 @@
-"""reasoning-gym's procedural questions: the seed makes the question, the data set's own rule scores the answer."""
+"""Adapter for reasoning-gym: the seed generates the question, the data set scores the answer."""
 
 import warnings
 from typing import Any, ClassVar, Literal
@@ -13,7 +13,7 @@ from offbeat.envs.optional_imports import require
 from offbeat.envs.parsing import compile_pattern
 
 HELD_OUT_FROM = 1 << 30
-"""Questions made by seeds from here on are held out."""
+"""First seed of held-out questions."""
 
 
 class ReasoningGymConfig(Config):
@@ -30,13 +30,13 @@ class ReasoningGymConfig(Config):
 
 
 class ReasoningGymEnv(TextEnv):
-    """A question, an answer, the data set's score in [0, 1]; `success` is a score of 1."""
+    """A question and its score in [0, 1]; `success` is a score of 1."""
 
     config_class: ClassVar[type[ReasoningGymConfig]] = ReasoningGymConfig
     system_prompt: str = "Think, then give the answer in <answer> </answer>."
 
     def __init__(self, config: ReasoningGymConfig) -> None:
-        """Raises ValueError where there is no such data set, or its settings are wrong."""
+        """Raises ValueError for an unknown data set or invalid settings."""
         super().__init__()
         compile_pattern(config.answer_pattern)
         with warnings.catch_warnings():
@@ -48,13 +48,11 @@ class ReasoningGymEnv(TextEnv):
         self._make(0)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Make a question."""
         super().reset(seed=seed, options=options)
         self._make(self._number(self.np_random))
         return str(self._entry["question"]), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer it."""
         said = last_group(self.config.answer_pattern, action)
         score = 0.0 if said is None else float(self._dataset.score_answer(said, self._entry))
         penalty = self.config.format_penalty if said is None else 0.0
@@ -62,7 +60,7 @@ class ReasoningGymEnv(TextEnv):
         return "", score + penalty, True, False, info
 
     def task_id(self, seed: int) -> int:
-        """Return the number that makes the question of `reset(seed=seed)`; leaves this env as it is."""
+        """Return the seed that generates the question of `reset(seed=seed)`."""
         return self._number(seeding.np_random(seed)[0])
 
     def _number(self, rng: Any) -> int:

@@ -1,4 +1,4 @@
-"""Shared parts of the adapters: text spaces, metrics, and global generators that belong to one env at a time."""
+"""Shared parts of the adapters: text spaces, metrics, private random state."""
 
 import random
 from collections.abc import Generator, Mapping
@@ -16,7 +16,7 @@ PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 
 
 class TextEnv(gymnasium.Env[str, str]):
-    """A text env of another library."""
+    """Base class of the adapters."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     system_prompt: str = ""
@@ -26,12 +26,11 @@ class TextEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Observation space; created lazily, because its character tables are larger than the env."""
+        """Created lazily: the character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
 
@@ -46,23 +45,22 @@ def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
 
 
 class OwnRandomness:
-    """Replaces the global generators of `random` and `numpy` while a library that draws from them runs.
+    """Swaps the state of the global generators of `random` and `numpy` while a library draws from them.
 
-    Threads share global generators: an env that needs this runs inline or in a process of its own.
+    Threads share global generators: an env that needs this runs inline or in its own process.
     """
 
     def __init__(self) -> None:
         self._states: tuple[Any, Any] | None = None
 
     def seed(self, seed: int) -> None:
-        """Seed both generators from `seed` alone."""
         rng = np.random.default_rng(seed)
         twister = np.random.RandomState(int(rng.integers(2**32)))
         self._states = random.Random(int(rng.integers(2**63))).getstate(), twister.get_state()
 
     @contextmanager
     def __call__(self) -> Generator[None]:
-        """Use the env's own global generators inside the context."""
+        """Activate this env's generator state within the context."""
         outside = random.getstate(), np.random.get_state()
         if self._states is not None:
             random.setstate(self._states[0])

@@ -1,4 +1,4 @@
-"""TextArena's games for one player."""
+"""Adapter for TextArena's single-player games."""
 
 from typing import Any, ClassVar, cast
 
@@ -13,23 +13,22 @@ class TextArenaConfig(Config):
     """`env_config` of a tag with `env_type: textarena`."""
 
     id: str
-    """A game for one player, such as `GuessTheNumber-v0`."""
+    """A single-player game, such as `GuessTheNumber-v0`."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of `textarena.make`."""
 
 
 class TextArenaEnv(TextEnv):
-    """A game; its reward is given at the end, and `success` is a reward of 1 or more.
+    """A game with a final reward; `success` is a reward of at least 1.
 
-    The games draw from Python's global generator, which is replaced during each call: run them inline or in a process,
-    not in threads.
+    Games draw from Python's global generator: run them inline or in a process, not in threads.
     """
 
     config_class: ClassVar[type[TextArenaConfig]] = TextArenaConfig
     system_prompt: str = "Play the game. Put your move into square brackets, such as [5]."
 
     def __init__(self, config: TextArenaConfig) -> None:
-        """Raises ValueError where there is no such game."""
+        """Raises ValueError for an unknown game."""
         super().__init__()
         self.config, self._library = config, require("textarena", "textarena")
         self._randomness = OwnRandomness()
@@ -37,7 +36,6 @@ class TextArenaEnv(TextEnv):
         self._game: Any = self._make()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin a game."""
         super().reset(seed=seed, options=options)
         number = int(self.np_random.integers(2**31))
         self._randomness.seed(number)
@@ -51,7 +49,6 @@ class TextArenaEnv(TextEnv):
             return self._news(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Make a move."""
         with self._randomness():
             done, _ = self._game.step(action)
             if not done:
@@ -68,7 +65,7 @@ class TextArenaEnv(TextEnv):
             raise ValueError(f"textarena.make({self.config.id!r}): {' '.join(str(error).split())}") from error
 
     def _news(self) -> str:
-        """Return the part of the game's log that has not been shown yet; the policy's context already holds the rest."""
+        """Return the part of the game's log that has not been shown yet."""
         _, shown = self._game.get_observation()
         if not isinstance(shown, str):
             return "\n".join(str(message[1]) for message in shown if message[0] != 0)

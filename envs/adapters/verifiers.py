@@ -1,7 +1,7 @@
-"""Tasksets of verifiers (Prime Intellect, `verifiers.v1`): a task's prompt, one answer, the task's own rewards.
+"""Adapter for tasksets of verifiers (Prime Intellect, `verifiers.v1`) with one answer per task.
 
-Tasks that need a program, tools, a container or a simulated user are run by verifiers itself through the policy's endpoint:
-`played_by: agent`, and `offbeat.deploy.agents.verifiers_env` as the tag's `agent_runner`.
+Tasks that need tools, a container or a simulated user are run by verifiers through the policy's endpoint: `played_by:
+agent` and `offbeat.deploy.agents.verifiers_env` as the tag's `agent_runner`.
 """
 
 import asyncio
@@ -26,16 +26,15 @@ class VerifiersConfig(Config):
     """`env_config` of a tag with `env_type: verifiers`."""
 
     id: str
-    """An installed package that exports a taskset, such as `gsm8k` or `primeintellect/gsm8k`."""
+    """Installed package that exports a taskset, such as `gsm8k` or `primeintellect/gsm8k`."""
     taskset: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """The taskset's own settings."""
+    """Settings of the taskset."""
     num_tasks: int | None = Field(default=None, ge=2)
-    """Number of tasks to use; required for a taskset without an end."""
+    """Number of tasks; required for an unbounded taskset."""
     split: Literal["train", "held_out", "any"] = "train"
-    """Split; one task in eight, by a digest of its key, is held out and never used in training."""
+    """Split; one task in eight, by a digest of its key, is held out."""
     played_by: Literal["policy", "agent"] = "policy"
-    """`policy`: the answer to the prompt ends the episode. `agent`: verifiers runs the episode; the env only picks the
-    task."""
+    """`policy`: one answer ends the episode. `agent`: verifiers runs the episode; the env only selects the task."""
     environment: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """With `played_by: agent`: verifiers' `[env]` block without the taskset (id, agents, harness, runtime)."""
     success_reward: float = 1.0
@@ -43,12 +42,12 @@ class VerifiersConfig(Config):
 
 
 class VerifiersEnv(TextEnv):
-    """One task, one answer; the reward is the weighted sum of the task's rewards, its metrics go into info."""
+    """One task, one answer; the reward is the weighted sum of the task's rewards, its metrics are added to info."""
 
     config_class: ClassVar[type[VerifiersConfig]] = VerifiersConfig
 
     def __init__(self, config: VerifiersConfig) -> None:
-        """Raises ValueError where there is no such taskset, or it needs more than one answer."""
+        """Raises ValueError for an unknown taskset, or one whose tasks need more than one answer."""
         self._library: Any = require("verifiers.v1", "verifiers")
         self.config = config
         self._tasks = tasks_of(
@@ -58,7 +57,6 @@ class VerifiersEnv(TextEnv):
         self._task: Any = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Ask."""
         super().reset(seed=seed, options=options)
         self._task = self._tasks[self._index(seed, self.np_random)]
         if self.config.played_by == "agent":
@@ -79,11 +77,11 @@ class VerifiersEnv(TextEnv):
         return "", reward, True, False, {**metrics, **rewards, "success": reward >= self.config.success_reward}
 
     def task_id(self, seed: int) -> str:
-        """Return the key of the task that `reset(seed=seed)` would give; leaves this env as it is."""
+        """Return the key of the task of `reset(seed=seed)`."""
         return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
 
     def _order(self) -> dict[str, JsonValue]:
-        """Return the episode description for `offbeat.deploy.agents.verifiers_env`."""
+        """Return the episode's description for `offbeat.deploy.agents.verifiers_env`."""
         taskset: dict[str, JsonValue] = {**self.config.taskset, "id": self.config.id}
         return {
             "taskset": taskset,
@@ -93,13 +91,13 @@ class VerifiersEnv(TextEnv):
         }
 
     def _index(self, seed: int | None, rng: Any) -> int:
-        """Return the task's index: in order for evaluation, random for training."""
+        """Return the task's index: enumerated in evaluation, drawn in training."""
         if self.config.split == "held_out" and seed is not None:
             return seed % len(self._tasks)
         return int(rng.integers(len(self._tasks)))
 
     def _trace(self, answer: str) -> Any:
-        """Return the conversation as verifiers' own rollouts record it."""
+        """Build the conversation as verifiers' own rollouts record it."""
         vf, task = self._library, self._task
         said = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
         if task.data.system_prompt:
@@ -139,7 +137,7 @@ def tasks_of(taskset_id: str, settings: str, num_tasks: int | None, split: str, 
 
 
 def _needs(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
-    """Return what the task needs beyond a single answer; empty if nothing."""
+    """Return the requirement that one answer can't meet; empty if there is none."""
     kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
     if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
         return "an Env of its own"

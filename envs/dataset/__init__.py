@@ -1,4 +1,4 @@
-"""Tasks out of files: one question, one answer, a rule that judges it."""
+"""Data set tasks: one question, one answer, one scoring rule."""
 
 from offbeat.envs.dataset.code import CodeConfig, CodeEnv
 from offbeat.envs.dataset.env import Judgement, QuestionEnv, QuestionsConfig

@@ -1,4 +1,4 @@
-"""Programming: the answer's program is run against tests, in the sandbox."""
+"""Programming tasks, scored by running tests in the sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,17 @@ FENCED = r"```(?:python|py)?[ \t]*\n(.*?)```"
 
 
 class CodeConfig(QuestionsConfig):
-    """`env_config` of a tag with `env_type: code`. `answer_key` is the column of tests: a list of `assert` lines (MBPP), or
-    `{"inputs": [...], "outputs": [...]}` of stdin and stdout (APPS), either also as JSON text."""
+    """`env_config` of a tag with `env_type: code`.
+
+    `answer_key` is the column of tests: a list of `assert` lines (MBPP), or `{"inputs": [...], "outputs": [...]}` of
+    stdin and stdout (APPS); either also as JSON text.
+    """
 
     answer_key: str = "tests"
     answer_pattern: str = FENCED
-    """Regular expression for the program in the text; the last match counts."""
+    """Regular expression of the program; the last match counts."""
     reward: Literal["binary", "pass_rate"] = "binary"
-    """1 where all tests pass, or the share that does."""
+    """1 if all tests pass, or the share that passes."""
     sandbox: Limits = Limits()
     """Limits of each test."""
     max_tests: int | None = Field(default=None, ge=1)
@@ -41,7 +44,7 @@ class CodeConfig(QuestionsConfig):
 
 
 class CodeEnv(QuestionEnv[CodeConfig]):
-    """A task and tests; reward 1 for a program (in a fenced block) that passes all. Each test runs in its own process."""
+    """A programming task; reward 1 for a fenced program that passes all tests. Each test runs in its own process."""
 
     config_class: ClassVar[type[CodeConfig]] = CodeConfig
     system_prompt: str = "Write a Python program that does what is asked, in a fenced block."
@@ -62,7 +65,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
 
     def _fails(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
-        """Run one test and return its error; empty if it passes."""
+        """Return a test's error; empty if it passes."""
         outcome = run_python(f"{program}\n{extra}", stdin=stdin, limits=self.config.sandbox)
         if not outcome.ok:
             return outcome.error
@@ -72,10 +75,10 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """Return (code after the program, stdin, expected stdout) of each test; words of stdout are compared.
+    """Return (code after the program, stdin, expected stdout) of each test; stdout is compared word by word.
 
     Raises:
-        ValueError: the tests have an unknown format.
+        ValueError: there are no tests.
     """
     if isinstance(tests, str):
         try:

@@ -1,7 +1,7 @@
-"""One question of a data set and one answer: base class of math, question answering and code.
+"""Base class of data set envs (math, question answering, code): one question, one answer.
 
-Invariants: training draws rows by the env's own generator, so that a seed determines the row; evaluation seeds enumerate the
-held-out rows, each once before any repeats.
+Invariants: training draws rows from the env's own generator; evaluation seeds enumerate the held-out rows, each once
+before any repeats.
 """
 
 from abc import abstractmethod
@@ -26,17 +26,17 @@ CHARSET = "".join(map(chr, (9, 10, 13, *range(32, 0xD800))))
 
 
 class QuestionsConfig(Config):
-    """The data of a tag."""
+    """Data of a tag."""
 
     dataset_name: Path
-    """A .jsonl, .json, .csv or .parquet file, or a folder that `datasets` saved."""
+    """A .jsonl, .json, .csv or .parquet file, or a folder saved by `datasets`."""
     val_dataset_name: Path | None = None
     """Data set of evaluation; None holds out one question in eight of `dataset_name`."""
     question_key: str = "question"
     answer_key: str = "answer"
-    """Columns."""
+    """Column names."""
     prompt: str = "{question}"
-    """The observation, with `{question}`."""
+    """Template of the observation, with `{question}`."""
     split: Literal["train", "held_out", "any"] = "train"
     """Split; held-out questions are never used in training."""
     format_penalty: float = Field(default=0.0, le=0)
@@ -58,7 +58,7 @@ class Judgement(NamedTuple):
     valid: bool = True
     """True if the text contains an answer."""
     feedback: str = ""
-    """The last observation."""
+    """Last observation."""
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
@@ -66,13 +66,13 @@ C = TypeVar("C", bound=QuestionsConfig)
 
 
 class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
-    """A question, an answer, the end."""
+    """Single-turn env over the rows of a data set."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
     system_prompt: str = "Answer the question."
 
     def __init__(self, config: C) -> None:
-        """Raises ValueError where the data can't be read."""
+        """Raises ValueError if the data can't be read."""
         self.config = config
         self.render_mode = "ansi"
         self._rows = _rows_of(config)
@@ -80,12 +80,11 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Observation space; created lazily, because its character tables are larger than the env."""
+        """Created lazily: the character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET[3:98])
 
     @abstractmethod
@@ -94,24 +93,22 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     @property
     def row(self) -> Row:
-        """The question with all that is known about it.
+        """Current row.
 
         Raises:
-            RuntimeError: there is none before the first reset.
+            RuntimeError: called before the first reset.
         """
         if self._row is None:
             raise RuntimeError("reset() comes before step() and render()")
         return self._row
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Ask a question."""
         super().reset(seed=seed, options=options)
         index = self._index(seed, self.np_random)
         self._row = self._rows[index]
         return self._question(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer it; returns observation, reward, terminated, truncated and info."""
         judged = self.judge(self.row, action)
         penalty = 0.0 if judged.valid else self.config.format_penalty
         info = {
@@ -123,11 +120,11 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         return judged.feedback, judged.reward + penalty, True, False, info
 
     def task_id(self, seed: int) -> str:
-        """Return the row of `reset(seed=seed)` without changing this env."""
+        """Return file and row number of `reset(seed=seed)`."""
         return self._rows.name(self._index(seed, seeding.np_random(seed)[0]))
 
     def render(self) -> str:
-        """Return the question and its right answer."""
+        """Return the question and its correct answer."""
         return f"{self._question()}\n[{self.row[self.config.answer_key]}]"
 
     def _question(self) -> str:
@@ -140,7 +137,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 
 def last_group(pattern: str, text: str) -> str | None:
-    """Return the last match of `pattern` (one group: the answer; two: thought and answer), or None."""
+    """Return the last match of `pattern` (one group: answer; two: thought and answer), or None."""
     found = list(compile_pattern(pattern).finditer(text))
     return (found[-1][found[-1].re.groups] or "").strip() if found else None
 

@@ -1,4 +1,4 @@
-"""Mathematics: the answer is compared as an expression, by math-verify."""
+"""Math problems; answers are compared as expressions by math-verify."""
 
 import logging
 from functools import lru_cache
@@ -21,7 +21,7 @@ class MathConfig(QuestionsConfig):
     """`env_config` of a tag with `env_type: math`."""
 
     answer_pattern: str | None = None
-    r"""Regular expression whose last match's group is the answer; None takes the last `\boxed{}`."""
+    r"""Regular expression of the answer, its last match counts; None takes the last `\boxed{}`."""
     correct_reward: float = Field(default=1.0, gt=0)
 
     @field_validator("answer_pattern")
@@ -33,10 +33,9 @@ class MathConfig(QuestionsConfig):
 
 
 class MathEnv(QuestionEnv[MathConfig]):
-    r"""A problem; 1 for an answer that is the same expression or number, in `\boxed{}`.
+    r"""A problem; reward for an equal expression or number in `\boxed{}`.
 
-    math-verify bounds its own time by signals, which threads have not: it is left unbounded here, and the tag's
-    `step_timeout_s` bounds it (with `execution: process` it is killed).
+    math-verify's own timeouts need signals, which threads do not have: the tag's `step_timeout_s` bounds it instead.
     """
 
     config_class: ClassVar[type[MathConfig]] = MathConfig
@@ -62,7 +61,7 @@ class MathEnv(QuestionEnv[MathConfig]):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the last `\boxed{...}` with its braces in pairs; None without one."""
+    r"""Return the last `\boxed{...}` with balanced braces, or None."""
     start = text.rfind("\\boxed{")
     depth = 0
     for end in range(max(start, 0), len(text)):

@@ -1,4 +1,4 @@
-"""Question answering: exact match or F1 of words, as SQuAD counts them (arXiv:1606.05250)."""
+"""Question answering with exact match or word F1, as in SQuAD (arXiv:1606.05250)."""
 
 import re
 import string
@@ -24,7 +24,7 @@ class QAConfig(QuestionsConfig):
     metric: Literal["exact_match", "f1"] = "exact_match"
     """Metric used as the reward."""
     answer_pattern: str = WHOLE_PATTERN
-    """Regular expression for the answer in the text, such as `<answer>(.*?)</answer>`."""
+    """Regular expression of the answer, such as `<answer>(.*?)</answer>`."""
 
     @field_validator("answer_pattern")
     @classmethod
@@ -34,7 +34,7 @@ class QAConfig(QuestionsConfig):
 
 
 class QAEnv(QuestionEnv[QAConfig]):
-    """A question; its answer column holds one text or a list, of which the best match counts."""
+    """A question; with a list of correct answers, the best match counts."""
 
     config_class: ClassVar[type[QAConfig]] = QAConfig
 
@@ -49,13 +49,13 @@ class QAEnv(QuestionEnv[QAConfig]):
 
 
 def normalize(text: str) -> str:
-    """Lowercase, and remove punctuation, articles and repeated spaces."""
+    """Return `text` in lower case, without punctuation, articles and repeated spaces."""
     bare = "".join(char for char in text.lower() if char not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def f1(said: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall over words; 1 if both are empty."""
+    """Return the harmonic mean of word precision and recall; 1 if both are empty."""
     a, b = normalize(said).split(), normalize(gold).split()
     if not a or not b:
         return float(a == b)

@@ -1,4 +1,4 @@
-"""Rows of a data set on disk, through `datasets`: a file (jsonl, json, csv, parquet) or a saved folder.
+"""Rows of a data set on disk: a jsonl, json, csv or parquet file, or a folder saved by `datasets`.
 
 Invariant: nothing is downloaded; rows are memory-mapped once per process and shared by its envs.
 """
@@ -19,10 +19,10 @@ Row = Mapping[str, Any]
 
 
 class Rows:
-    """The rows of one file that belong to one split; `rows[i]` is a mapping of columns."""
+    """Rows of one split; `rows[i]` maps columns to values."""
 
     def __init__(self, path: Path, table: Any, places: tuple[int, ...] | None = None) -> None:
-        """places: rows of `table`; None for all."""
+        """indices: rows of `table`; None for all."""
         self._path = path
         self._table = table
         self._places = places
@@ -43,10 +43,10 @@ class Rows:
 
 @lru_cache(maxsize=8)
 def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Rows:
-    """Return the rows of a split of one file: `train`, `held_out` or `any`.
+    """Load the rows of a split: `train`, `held_out` or `any`.
 
     Raises:
-        ValueError: it can't be read, has not these columns, or no row of the split.
+        ValueError: the file can't be read, lacks a column, or has no row of the split.
     """
     table = read_table(path)
     for key, column in (("question_key", question_key), ("answer_key", answer_key)):

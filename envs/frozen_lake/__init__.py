@@ -1,4 +1,4 @@
-"""FrozenLake in words: a random grid with holes, walked turn by turn."""
+"""FrozenLake as text: a random grid with holes."""
 
 from offbeat.envs.frozen_lake.env import WORDS, FrozenLakeConfig, FrozenLakeEnv
 

@@ -1,6 +1,6 @@
-"""Success of reference policies on given maps: random walker, scripted policy, optimum.
+"""Success of reference policies on given maps: random, scripted, optimal.
 
-All three are computed exactly, by dynamic programming over cells and remaining turns: no sampling, no noise.
+Exact, by dynamic programming over cells and remaining turns.
 """
 
 from collections.abc import Iterable
@@ -16,17 +16,17 @@ Array = npt.NDArray[np.float64]
 
 
 class LakeBaselines(NamedTuple):
-    """Chance of reaching the goal within the turns of an episode, mean over maps."""
+    """Probability of reaching the goal within an episode's turns, mean over maps."""
 
     random: float
     """Uniformly random directions."""
     scripted: float
-    """Towards the goal around visible holes: a nearer neighbour that is no hole, else any that is none."""
+    """A nearer neighbour that is no hole, else any that is none."""
     optimal: float
 
 
 def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, max_steps: int = 12) -> LakeBaselines:
-    """Return the baselines on the maps of these seeds.
+    """Compute the baselines on the maps of these seeds.
 
     Raises:
         ValueError: no seeds.
@@ -42,7 +42,7 @@ def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, m
 
 
 def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -> LakeBaselines:
-    """Return the baselines on one map."""
+    """Compute the baselines on one map."""
     moves = transitions(lake, is_slippery=is_slippery)
     start = lake.start[0] * lake.size + lake.start[1]
     uniform = np.full((lake.size**2, len(ACTIONS)), 1 / len(ACTIONS))
@@ -51,7 +51,7 @@ def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -
 
 
 def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
-    """Return the transition probabilities, [action, cell, next cell]; holes and the goal are absorbing."""
+    """Return [action, cell, next cell] probabilities; holes and the goal are absorbing."""
     cells = lake.size**2
     moves = np.zeros((len(ACTIONS), cells, cells))
     for index in range(cells):
@@ -68,7 +68,7 @@ def transitions(lake: LakeMap, *, is_slippery: bool) -> Array:
 
 
 def scripted_policy(lake: LakeMap) -> Array:
-    """Return the action probabilities of the scripted walker, [cell, action]."""
+    """Return [cell, action] probabilities of the scripted policy."""
     policy = np.zeros((lake.size**2, len(ACTIONS)))
     for index in range(lake.size**2):
         at: Cell = divmod(index, lake.size)
@@ -85,8 +85,7 @@ def _distance(a: Cell, b: Cell) -> int:
 
 
 def _success(lake: LakeMap, moves: Array, policy: Array | None, max_steps: int) -> Array:
-    """Return the [cell] probability of reaching the goal within `max_steps` turns under the policy; None is the optimal
-    policy."""
+    """Return [cell] probabilities of reaching the goal within `max_steps` turns; `policy` None is the optimal one."""
     chance = np.zeros(lake.size**2)
     chance[lake.goal[0] * lake.size + lake.goal[1]] = 1.0
     for _ in range(max_steps):

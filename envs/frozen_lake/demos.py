@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: a walker that avoids holes and does not know the goal."""
+"""Demonstrations for the warm start: a random walk that avoids holes and ignores the goal."""
 
 import numpy as np
 
@@ -15,10 +15,9 @@ def careful_wandering(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return one episode on a fresh map as chat messages, in the format of a rollout with the same templates.
+    """Return one episode as chat messages, in the format of a rollout with the same templates.
 
-    Each step goes at random to a neighbour that is neither wall nor hole. The last message is the last answer. Map and
-    walk depend on `rng` alone.
+    Each step goes to a random neighbour that is neither wall nor hole. Depends on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
@@ -33,6 +32,6 @@ def careful_wandering(
 
 
 def careful_actions(env: FrozenLakeEnv) -> list[int]:
-    """Return the directions that leave this cell and avoid holes; never empty on a solvable map."""
+    """Return the directions to neighbours that are not holes; never empty on a solvable map."""
     here = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
     return [action for action, there in here if there != env.agent and there not in env.lake.holes]

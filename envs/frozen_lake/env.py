@@ -1,7 +1,6 @@
-"""FrozenLake as a text env: the observation describes the position, the answer is a direction.
+"""FrozenLake as a text env: observations describe the position, answers are directions.
 
-Invariants: all randomness comes from the env's own generator, which `reset(seed=)` seeds; equal seeds and settings give
-equal maps and slips.
+Invariant: equal seeds and settings give equal maps and slips; all randomness comes from the env's own generator.
 """
 
 from functools import cached_property, lru_cache
@@ -41,19 +40,19 @@ class FrozenLakeConfig(Config):
     size: int = Field(default=4, ge=2, le=32)
     """Rows and columns."""
     p: float = Field(default=0.7, gt=0, le=1)
-    """Chance that a cell is ice rather than a hole."""
+    """Probability that a cell is ice rather than a hole."""
     is_slippery: bool = False
-    """A step goes where it should, or to either side of it, a third each."""
+    """A step goes in the given direction or to either side of it, a third each."""
     start_goal: Literal["corners", "random"] = "corners"
     """Start top left and goal bottom right, or both anywhere."""
     split: Split = "train"
     """Split; held-out maps are never used in training."""
     format_penalty: float = Field(default=-0.1, le=0)
-    """Reward of a turn whose answer names no direction; the agent stays where it is."""
+    """Reward of a turn whose answer names no direction; the agent does not move."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; one group holds the direction; of two groups, the second."""
+    """Regular expression of an answer; its last group holds the direction."""
     show_grid: Literal["first", "always"] = "first"
-    """Whether later turns show the whole grid or only the four neighbours."""
+    """First turn only, or every turn; other turns show only the four neighbours."""
     render_mode: Literal["ansi", "rgb_array"] | None = None
 
     @field_validator("action_pattern")
@@ -64,7 +63,8 @@ class FrozenLakeConfig(Config):
 
 
 class FrozenLakeEnv(gymnasium.Env[str, str]):
-    """Reward 1 at the goal, `format_penalty` for an answer without a direction, else 0; holes and the goal end it."""
+    """Reward 1 at the goal, `format_penalty` for an answer without a direction, else 0; holes and the goal end the
+    episode."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[FrozenLakeConfig]] = FrozenLakeConfig
@@ -79,20 +79,19 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Observation space; created lazily, because its character tables are larger than the env."""
+        """Created lazily: the character tables are larger than the env."""
         return Text(max_length=4 * self.config.size**2 + 64, charset=OBSERVATION_CHARS)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=ANSWER_CHARS)
 
     @property
     def lake(self) -> LakeMap:
-        """The map being walked.
+        """Current map.
 
         Raises:
-            RuntimeError: there is none before the first reset.
+            RuntimeError: called before the first reset.
         """
         if self._lake is None:
             raise RuntimeError("reset() comes before step() and render()")
@@ -104,7 +103,6 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return self._agent
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Draw a map; returns the whole grid and the neighbours of the start."""
         super().reset(seed=seed, options=options)
         config = self.config
         self._lake = draw_map(self.np_random, config.size, config.p, config.start_goal, config.split)
@@ -112,7 +110,6 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return f"{self.grid_text()}\n{self.neighbours_text()}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer with a direction; returns observation, reward, terminated, truncated and info."""
         lake, before = self.lake, self._agent
         wanted = self._parse(action).action
         if wanted is not None:
@@ -128,22 +125,21 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return self._observation(), penalty or float(success), success or self._agent in lake.holes, False, info
 
     def task_id(self, seed: int) -> str:
-        """Return the map that `reset(seed=seed)` would draw; leaves this env as it is."""
+        """Return the map of `reset(seed=seed)` without changing the env."""
         config = self.config
         rng, _ = seeding.np_random(seed)
         return draw_map(rng, config.size, config.p, config.start_goal, config.split).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return any direction."""
         return ACTIONS[int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
-        """Return the whole map with the agent on it, a line per row."""
+        """Return the map with the agent on it, one line per row."""
         lake, rows = self.lake, range(self.config.size)
         return "\n".join(" ".join(lake.cell((row, column), self._agent) for column in rows) for row in rows)
 
     def neighbours_text(self) -> str:
-        """Return `row col Left # Down _ Right O Up _`: position and the four neighbouring cells."""
+        """Return `row col Left # Down _ Right O Up _`: position and the four neighbours."""
         (row, column), lake = self._agent, self.lake
         around = (
             f"{name} {lake.cell((row + down, column + right), self._agent)}" for name, (down, right) in MOVES.items()
@@ -151,7 +147,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return f"{row} {column} {' '.join(around)}"
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """Return the map as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
+        """Return the map as text (`ansi`) or as an image, [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_lake(self.lake, self._agent)
         return self.grid_text() if self.render_mode == "ansi" else None

@@ -1,6 +1,6 @@
-"""Maps of FrozenLake: random, solvable, split into training and held-out maps.
+"""FrozenLake maps: random, solvable, split into training and held-out maps.
 
-Invariant: a map's split is a stable digest of its cells, so no seed brings a held-out map into training.
+Invariant: a map's split is a digest of its cells, so no held-out map occurs in training.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class LakeMap:
 
     @cached_property
     def task_id(self) -> str:
-        """The map's rows; equal for equal maps."""
+        """Rows of the map; equal for equal maps."""
         return "/".join("".join(self.cell((row, column)) for column in range(self.size)) for row in range(self.size))
 
     @cached_property
@@ -59,7 +59,7 @@ class LakeMap:
         return there if 0 <= there[0] < self.size and 0 <= there[1] < self.size else at
 
     def is_solvable(self) -> bool:
-        """Return True if a path without holes leads from start to goal."""
+        """Return True if a path around the holes leads from start to goal."""
         seen, frontier = {self.start}, [self.start]
         while frontier:
             at = frontier.pop()
@@ -78,10 +78,10 @@ def draw_map(
 ) -> LakeMap:
     """Return a random solvable map of the split.
 
-    p: chance that a cell is ice rather than a hole. placement: start top left and goal bottom right, or both anywhere.
+    p: probability that a cell is ice. placement: start top left and goal bottom right, or both anywhere.
 
     Raises:
-        RuntimeError: no such map in 10,000 draws (p very small on a large map, or hardly a map of the split at all).
+        RuntimeError: no such map in 10,000 draws.
     """
     for _ in range(MAX_DRAWS):
         start, goal = (0, 0), (size - 1, size - 1)

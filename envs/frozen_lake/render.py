@@ -1,4 +1,4 @@
-"""FrozenLake as a picture, in numpy alone."""
+"""Rendering of FrozenLake as an image, in numpy."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,7 @@ import numpy.typing as npt
 from offbeat.envs.frozen_lake.maps import Cell, LakeMap
 
 TILE = 32
-"""Pixels of a cell's side."""
+"""Side of a cell in pixels."""
 ICE, EDGE, HOLE, GOAL, START, AGENT, FALLEN = (
     (225, 240, 250),
     (170, 200, 220),
@@ -26,8 +26,7 @@ def _disc(radius: float) -> npt.NDArray[np.bool_]:
 
 
 def draw_lake(lake: LakeMap, agent: Cell) -> Picture:
-    """Draw the map, [size * 32, size * 32, 3] uint8: ice, holes as dark discs, the goal as a green square, the agent as
-    an orange disc."""
+    """Return [size * 32, size * 32, 3] uint8: holes are dark discs, the goal a green square, the agent an orange disc."""
     picture = np.empty((lake.size * TILE, lake.size * TILE, 3), dtype=np.uint8)
     for row in range(lake.size):
         for column in range(lake.size):

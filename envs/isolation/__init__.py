@@ -1,1 +1,1 @@
-"""Kernel isolation for programs, by ctypes and the standard library alone: every sandboxed process imports it."""
+"""Kernel isolation of programs; every sandboxed process imports it, so only ctypes and the standard library."""

@@ -7,10 +7,10 @@ PROMISES = {
     "other processes": ("namespaces", "seccomp"),
     "files that are not theirs": ("mounts", "landlock"),
 }
-"""Guarantees for a program, and the layers of which one must be active."""
+"""Guarantee -> layers of which one must be active."""
 
 
 def missing_promises(layers: Collection[str], *, one_process: bool) -> list[str]:
-    """Return the guarantees that these layers do not give. seccomp alone can confine one process, not several."""
+    """Return the guarantees that `layers` do not give; seccomp alone confines one process, not several."""
     held = set(layers) if one_process else set(layers) - {"seccomp"}
     return [what for what, holders in PROMISES.items() if not held & set(holders)]

@@ -1,7 +1,6 @@
-"""Landlock: restricts the files that this process and its children may open, TCP ports and signals.
+"""Landlock: restricts files, TCP ports and signals of this process and its children.
 
-Needs Linux 5.13 with Landlock among its security modules; later kernels restrict more
-(docs.kernel.org/userspace-api/landlock.html).
+Needs Linux 5.13; later kernels restrict more (docs.kernel.org/userspace-api/landlock.html).
 """
 
 import ctypes
@@ -16,14 +15,14 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1, 2, 4, 8, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-"""Rights that a rule for a single file may name."""
+"""Rights that apply to a single file."""
 RIGHTS_OF_ABI = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV))
 TCP_SINCE, SCOPES_SINCE = 4, 6
 BIND_AND_CONNECT, SOCKETS_AND_SIGNALS = 0b11, 0b11
 
 
 def abi() -> int:
-    """Return the kernel's version of Landlock; 0: it has none."""
+    """Return the kernel's Landlock version; 0 without Landlock."""
     try:
         return call(CREATE_RULESET, None, 0, 1)
     except KernelError:

@@ -1,6 +1,6 @@
-"""Namespaces: users, processes, network and mounts of a program.
+"""User, process, network and mount namespaces of a program.
 
-Started as root, a program runs as a user of its own; started as another user, as that user without capabilities.
+If root starts the sandbox, the program gets a user id of its own; otherwise it keeps the user's, without capabilities.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = -100, 0x8000, 1, 
 PROGRAM_ID = 1000
 """User and group id of the program inside the namespace."""
 FIRST_OUTSIDE_ID = 1 << 30
-"""Base of the user id outside, if root starts the sandbox; the supervisor's process id is added."""
+"""Base of the outside user id if root starts the sandbox; the supervisor's process id is added."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 WORK = "/sandbox"
 
@@ -34,7 +34,7 @@ WORK = "/sandbox"
 def enter() -> int:
     """Move this process into new namespaces; its children get a new process namespace, too.
 
-    Returns: the program's user and group id inside, 0 if it can't have one of its own.
+    Returns: the program's user and group id inside; 0 if it can't have its own.
 
     Raises:
         OSError: the kernel refuses namespaces.
@@ -62,10 +62,10 @@ def enter() -> int:
 
 
 def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib: int, max_files: int) -> None:
-    """Switch to a new root: `readable` read-only, four devices, and `/sandbox`, empty and of bounded size.
+    """Switch to a new root: `readable` read-only, four devices, and an empty `/sandbox` of bounded size.
 
     Raises:
-        OSError: the kernel refuses a mount; mounts made so far are visible to this process alone.
+        OSError: the kernel refuses a mount; earlier mounts are visible to this process alone.
     """
     syscalls.unshare(NEW_NS)
     syscalls.mount("none", "/", "none", RECURSIVE | PRIVATE)
@@ -91,7 +91,7 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
 
 
 def become(program_id: int) -> None:
-    """Switch from the user that mounted to the program's own."""
+    """Switch from the mounting user to the program's."""
     os.setgroups([])
     os.setresgid(program_id, program_id, program_id)
     os.setresuid(program_id, program_id, program_id)
@@ -102,9 +102,9 @@ def _others_may_read(path: str) -> bool:
 
 
 def _map_when_told(told: int, pid: int) -> None:
-    """Write `pid`'s user mappings from outside once its namespace exists; does not return.
+    """Write `pid`'s user mappings from outside once its namespace exists, then exit.
 
-    Exits with 0 if the program has a user of its own, with 1 if only root could be mapped.
+    Exit code 0: the program has its own user id. 1: only root could be mapped.
     """
     if os.read(told, 1):
         for code, more in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):
@@ -123,7 +123,7 @@ def _write(pid: int, name: str, text: str) -> None:
 
 
 def _show(path: Path, root: Path) -> None:
-    """Mount a path read-only below `root`; a symbolic link is recreated."""
+    """Bind `path` read-only at the same path below `root`; a symbolic link is copied."""
     target = root / str(path).lstrip("/")
     if target.exists() or target.is_symlink():
         return

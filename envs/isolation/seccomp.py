@@ -1,7 +1,7 @@
-"""seccomp: calls that no program needs which computes, refused by a filter in the kernel that can't be taken off again.
+"""seccomp filter that irrevocably blocks system calls which a computation does not need.
 
-Refused: sockets, looking into or signalling other processes, mounts and namespaces, memory that no limit counts
-(memfd, System V), io_uring, keys, BPF, modules, clocks; with `one_process`, new processes (threads are none).
+Blocked: sockets, inspecting or signalling other processes, mounts and namespaces, memory outside of the limits (memfd,
+System V), io_uring, keys, BPF, modules, clocks; with `one_process` also new processes (not threads).
 """
 
 import ctypes
@@ -13,13 +13,13 @@ from offbeat.envs.isolation.syscalls import KernelError, call, machine
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; of the argument, the low half."""
+"""Offsets in struct seccomp_data; for the argument, of its low half."""
 CLONE_THREAD, NEW_NAMESPACES = 0x00010000, 0x7E020080
 X32 = 0x40000000
-"""Calls of x86-64's second ABI have this bit, and would slip through a list of numbers."""
+"""Bit of x86-64's second ABI, whose calls would bypass a list of numbers."""
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
-"""Column below, the kernel's name of it, number of seccomp(2)."""
+"""Column in the tables below, AUDIT_ARCH constant, number of seccomp(2)."""
 
 # name: number on x86-64, on 64-bit ARM; None where there is no such call
 REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -101,7 +101,7 @@ ON_ITSELF: dict[str, tuple[int, int]] = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
-"""Calls whose first argument is a process: only this process is allowed."""
+"""Calls whose first argument is a process id, allowed only for this process."""
 ZERO_IS_ITSELF = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 PR_SET_PDEATHSIG = 1
 
@@ -109,10 +109,10 @@ PR_SET_PDEATHSIG = 1
 def restrict(*, one_process: bool, own_pid: int | None) -> None:
     """Make the calls above fail with EPERM in this process and its children.
 
-    own_pid: the only target of signals and limits; None if a namespace already confines them.
+    own_pid: the only allowed target of signals and limits; None if a namespace already confines them.
 
     Raises:
-        KernelError: the kernel has no seccomp filters, or the machine is neither x86-64 nor 64-bit ARM.
+        KernelError: no seccomp filters, or neither x86-64 nor 64-bit ARM.
     """
     if machine not in ARCHITECTURES:
         raise KernelError(errno.ENOSYS, f"no list of system calls for {machine}")
@@ -124,7 +124,7 @@ def restrict(*, one_process: bool, own_pid: int | None) -> None:
 
 
 def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
-    """Build the BPF program: tests on the call's number, each followed by its refusal."""
+    """Build the BPF program: a test for each call's number, followed by its refusal."""
     column, architecture, _ = ARCHITECTURES[machine]
     code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, architecture, 1, 0), _step(RETURN, KILL), _step(LOAD, NUMBER)]
     if machine == "x86_64":
@@ -146,7 +146,7 @@ def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
 
 
 def _on_argument(number: int, tests: list[bytes]) -> list[bytes]:
-    """Return tests of one call's first argument; the call's number is loaded again after them."""
+    """Build tests of a call's first argument; the call's number is reloaded after them."""
     inner = [_step(LOAD, FIRST_ARGUMENT), *tests, _step(LOAD, NUMBER)]
     return [_step(EQUAL, number, 0, len(inner)), *inner]
 

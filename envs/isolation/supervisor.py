@@ -1,7 +1,7 @@
-"""Process started by `offbeat.envs.sandbox.run`: a supervisor, and the confined program as its child.
+"""Supervisor process of a sandboxed program, which is its child.
 
-Invariants: the program starts only if the kernel gives every requested guarantee; the supervisor, which the program can't
-reach, kills it at its time limit.
+Invariants: the program starts only if the kernel gives every required guarantee; the supervisor, out of the program's reach,
+kills it at its time limit.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_THREADS = 64
 
 
 def main() -> None:
-    """Isolate, limit and run `main.py` of the folder in argv[1]; write the result to `outcome.json` there."""
+    """Isolate, limit and run `main.py` of the folder in argv[1]; write `outcome.json` there."""
     folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
     source = (folder / "main.py").read_text(encoding="utf-8", errors="surrogateescape")
     layers: list[str] = []
@@ -124,7 +124,7 @@ def _limit(wanted: dict[str, Any]) -> None:
 
 
 def _supervise(program: int, folder: Path, told: int, deadline: float) -> None:
-    """Wait for the program, or end it; what it started ends with it, as its namespace does. Does not return."""
+    """Wait for the program or kill it at the deadline, then exit; its namespace dies with it."""
     status, timed_out = None, False
     while status is None:
         done, status = os.waitpid(program, os.WNOHANG)

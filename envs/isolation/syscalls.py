@@ -1,4 +1,4 @@
-"""The C library and the numbers of the kernel's calls that Python has no names for."""
+"""System calls without a Python binding."""
 
 import ctypes
 import os
@@ -28,7 +28,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move to new namespaces; raises `KernelError`."""
+    """Move into new namespaces; raises `KernelError`."""
     _checked(_libc.unshare(flags))
 
 
@@ -40,7 +40,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def detach(target: str) -> None:
-    """Take a mount out of sight (umount2 with MNT_DETACH); raises `KernelError`."""
+    """Detach a mount (umount2 with MNT_DETACH); raises `KernelError`."""
     _checked(_libc.umount2(target.encode(), 2))
 
 

@@ -1,8 +1,8 @@
-"""Runs a program in a process of its own: limits on time, CPU, memory, files and output, no network, an empty folder.
+"""Runs untrusted programs with limits on time, CPU, memory, files and output, without network, in an empty folder.
 
 Invariants: no process of the program survives `run_python`; its environment holds none of our variables; with `isolation:
 require` it runs only if the kernel confines it from the network, from other processes and from foreign files
-(`offbeat.envs.isolation`). `check_isolation` reports what this machine lacks.
+(`offbeat.envs.isolation`).
 """
 
 import functools
@@ -45,7 +45,7 @@ NEEDS = {
 
 
 class IsolationError(ValueError):
-    """The machine lacks what `isolation: require` asks for; nothing was run."""
+    """The machine lacks what `isolation: require` needs; nothing was run."""
 
 
 class Limits(Config):
@@ -54,20 +54,20 @@ class Limits(Config):
     timeout_s: float = Field(default=5.0, gt=0)
     cpu_s: int = Field(default=5, ge=1)
     memory_mib: int = Field(default=512, ge=64)
-    """Address space of all its processes together: each of `max_processes` gets its share."""
+    """Address space, divided equally among `max_processes`."""
     file_mib: int = Field(default=8, ge=1)
-    """Largest file that it may write; of its output too."""
+    """Largest file, stdout and stderr included."""
     disk_mib: int = Field(default=64, ge=1)
-    """Total size of its files, which are kept in memory; needs mounts."""
+    """Total size of its files, kept in memory; needs mounts."""
     max_files: int = Field(default=1000, ge=10)
-    """Maximum number of files and folders; needs mounts."""
+    """Number of files and folders; needs mounts."""
     max_processes: int = Field(default=1, ge=1)
-    """1: it starts no other process, and up to 64 threads; more: processes and threads together, and it needs namespaces."""
+    """1: no child processes, up to 64 threads. More: processes and threads together; needs namespaces."""
     max_output_chars: int = Field(default=10_000, ge=1)
-    """Maximum length of stdout and of stderr; longer output is cut in the middle."""
+    """Length of stdout and of stderr; longer output is cut in the middle."""
     isolation: Literal["require", "warn"] = "require"
-    """If the kernel can't confine a program: refuse to run it, or run it behind Python's audit hooks, which stop
-    ordinary code but no attacker, and warn."""
+    """Without kernel isolation: refuse to run, or warn and run behind Python's audit hooks, which stop ordinary code but no
+    attacker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class ProgramResult:
     stdout: str
     stderr: str
     exit_code: int
-    """Negative: the signal that killed it."""
+    """Negative: number of the signal that killed it."""
     timed_out: bool
     layers: tuple[Layer, ...]
-    """Layers that confined it."""
+    """Isolation layers that were active."""
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ class ProgramResult:
 
     @property
     def error(self) -> str:
-        """Return the last line of the error, empty if there was none."""
+        """Last line of the error; empty if there was none."""
         if self.timed_out:
             return "out of time"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
@@ -98,9 +98,9 @@ class ProgramResult:
 def run_python(
     code: str, *, stdin: str = "", limits: Limits | None = None, layers: tuple[Layer, ...] = LAYERS
 ) -> ProgramResult:
-    """Run a program until it exits or reaches its time limit.
+    """Run a program until it exits or times out.
 
-    layers: the requested layers; those that the kernel offers are used.
+    layers: requested layers; those that the kernel offers are used.
 
     Raises:
         IsolationError: the kernel can't confine it, and `limits.isolation` is `require`.
@@ -126,7 +126,7 @@ def run_python(
 
 
 def sandbox_in_use() -> str:
-    """Describe the isolation of programs in this process' envs; empty if no env runs programs."""
+    """Describe the isolation in this process; empty if no program was run."""
     if not platform_isolation.cache_info().currsize:
         return ""
     layers = platform_isolation()
@@ -141,7 +141,7 @@ def platform_isolation() -> tuple[Layer, ...]:
 
 
 def lacking(layers: tuple[Layer, ...]) -> list[str]:
-    """Describe the guarantees that these layers do not give; empty if none is missing."""
+    """Describe the guarantees that `layers` do not give."""
     missing = [f"{what} ({NEEDS[what]})" for what in missing_promises(layers, one_process=True)]
     return (
         missing if "mounts" in layers else [*missing, "filling the disk with many files (mounts in a user namespace)"]
@@ -149,12 +149,12 @@ def lacking(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Check, before programs run, that this machine offers the required isolation; log once what is missing.
+    """Raise, or warn once, if this machine can't isolate programs.
 
-    layers: the layers of its kernel; None probes them.
+    layers: layers that the kernel offers; None probes them.
 
     Raises:
-        IsolationError: it lacks what `limits` require.
+        IsolationError: a guarantee that `limits` require is missing.
     """
     layers = platform_isolation() if layers is None else layers
     if limits.isolation == "require" and missing_promises(layers, one_process=True):

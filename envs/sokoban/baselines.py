@@ -1,6 +1,6 @@
-"""Success of reference policies in given rooms: random player, scripted policy, optimum.
+"""Success of reference policies in given rooms: random, scripted, optimal.
 
-All three are computed exactly, by dynamic programming over reachable positions and remaining turns.
+Exact, by dynamic programming over reachable positions and remaining turns.
 """
 
 from collections.abc import Iterable
@@ -18,19 +18,19 @@ MAX_POSITIONS = 20_000
 
 
 class RoomBaselines(NamedTuple):
-    """Chance of solving the room within the turns of an episode, mean over rooms."""
+    """Probability of solving the room within an episode's turns, mean over rooms."""
 
     random: float
     """Uniformly random directions."""
     scripted: float
-    """A push towards the nearest target where one is possible, else a step towards where such a push starts."""
+    """A push towards the nearest target, else a step towards the start of one."""
     optimal: float
 
 
 def baselines(
     seeds: Iterable[int], config: SokobanConfig | None = None, *, max_steps: int = 12
 ) -> RoomBaselines | None:
-    """Return the baselines in the rooms of these seeds; None if a room has more than 20,000 positions.
+    """Compute the baselines in the rooms of these seeds; None if a room has more than 20,000 positions.
 
     Raises:
         ValueError: no seeds.
@@ -49,7 +49,7 @@ def baselines(
 
 
 def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
-    """Return the baselines in one room."""
+    """Compute the baselines in one room."""
     positions = _positions(room, max_steps)
     if positions is None:
         return None
@@ -63,7 +63,7 @@ def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
 
 
 def scripted_policy(room: Room) -> Array:
-    """Return the action probabilities of the scripted player, [action]."""
+    """Return [action] probabilities of the scripted policy."""
     wanted = _pushes(room)
     here = {action for cell, action in wanted if cell == room.player}
     chosen = here or _steps_towards(room, {cell for cell, _ in wanted}) or set(range(len(ACTIONS)))
@@ -73,7 +73,7 @@ def scripted_policy(room: Room) -> Array:
 
 
 def _pushes(room: Room) -> set[tuple[Cell, int]]:
-    """Return (cell to stand on, direction) of each push that brings a box nearer to the nearest free target."""
+    """Return (player's cell, direction) of each push that brings a box nearer to its nearest free target."""
     free = room.targets - room.boxes
     found: set[tuple[Cell, int]] = set()
     for box in room.boxes - room.targets:
@@ -91,7 +91,7 @@ def _nearest(room: Room, cell: Cell, targets: frozenset[Cell]) -> int:
 
 
 def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
-    """Return the first steps of shortest paths, around boxes, from the player to a goal."""
+    """Return the first steps of the shortest paths, around boxes, from the player to a goal."""
     distance, level = dict.fromkeys(goals, 0), goals
     offsets = [room.offset(action) for action in range(len(ACTIONS))]
     while level and room.player not in distance:
@@ -101,7 +101,7 @@ def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
 
 
 def _positions(room: Room, max_steps: int) -> list[Room] | None:
-    """Return all positions within `max_steps` moves; solved ones are ends."""
+    """Return all positions within `max_steps` moves, none beyond a solved one; None if there are too many."""
     seen, level = {room: None}, [room]
     for _ in range(max_steps):
         reached = [p.push(action) for p in level if not p.is_solved for action in range(len(ACTIONS))]
@@ -113,7 +113,7 @@ def _positions(room: Room, max_steps: int) -> list[Room] | None:
 
 
 def _success(after: npt.NDArray[np.int64], solved: npt.NDArray[np.bool_], policy: Array | None, turns: int) -> float:
-    """Return the probability of solving the first position within `turns` turns; None is the optimal policy."""
+    """Return the probability of solving the first position within `turns`; `policy` None is the optimal one."""
     chance = solved.astype(np.float64)
     for _ in range(turns):
         by_action = chance[after]

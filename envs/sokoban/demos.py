@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: a player that makes the best move in most turns and a random one otherwise."""
+"""Demonstrations for the warm start: best moves mixed with random ones."""
 
 import numpy as np
 
@@ -19,10 +19,9 @@ def clumsy_solving(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return one episode on a fresh room as chat messages, in the format of a rollout with the same templates.
+    """Return one episode as chat messages, in the format of a rollout with the same templates.
 
-    Each turn is, six times in ten, one of the moves with the fewest remaining moves, and otherwise any move that changes the
-    position. The last message is the last answer. Room and moves depend on `rng` alone.
+    Each turn is a best move with probability `SKILL`, else any move that changes the position. Depends on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     left = distances(env.room)
@@ -38,12 +37,12 @@ def clumsy_solving(
 
 
 def moves(room: Room) -> list[int]:
-    """Return the actions that change something; empty if the player is shut in."""
+    """Return the actions that change the position."""
     return [action for action in range(len(ACTIONS)) if room.push(action) is not room]
 
 
 def best_moves(room: Room, left: dict[tuple[Cell, frozenset[Cell]], int]) -> list[int]:
-    """Return the actions with the fewest moves left; empty if the room can't be solved any more."""
+    """Return the actions on a shortest solution; empty if the room can't be solved."""
     after = {action: room.push(action) for action in moves(room)}
     ends = {action: left[key] for action, at in after.items() if (key := (at.player, at.boxes)) in left}
     return [action for action, distance in ends.items() if distance == min(ends.values())]

@@ -1,7 +1,6 @@
-"""Sokoban as a text env: the policy sees the room and answers with a direction. Keys and rewards are ROLL's.
+"""Sokoban as a text env: observations show the room, answers are directions. Keys and rewards are ROLL's.
 
-Invariants: all that is random is the room, drawn from the env's own generator, which `reset(seed=)` seeds; the same seed
-and settings give the same room; every room can be solved.
+Invariants: equal seeds and settings give equal rooms, the only random part; every room is solvable.
 """
 
 from functools import cached_property
@@ -33,30 +32,30 @@ class SokobanConfig(Config):
     """`env_config` of a tag with `env_type: sokoban`."""
 
     dim_room: tuple[int, int] = (6, 6)
-    """Rows and columns, the walls around included."""
+    """Rows and columns, including the walls."""
     num_boxes: int = Field(default=1, ge=1, le=8)
     search_depth: int = Field(default=30, ge=1)
     """Maximum number of reverse moves from the solved position, and so of moves of a solution."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Turns after which the env itself cuts the episode; None leaves that to the tag's `max_steps`."""
+    """Turns after which the env truncates the episode; None leaves that to the tag's `max_steps`."""
     split: Split = "train"
     """Split; held-out rooms are never used in training."""
     grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SIGNS)))
-    """The sign of each kind of cell, by ROLL's numbers: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6
+    """Symbol of each kind of cell, by ROLL's numbers: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6
     player on target."""
     grid_vocab: dict[str, str] = Field(default_factory=dict[str, str])
-    """Names of the symbols in the system prompt; empty leaves the legend out."""
+    """Names of the symbols in the system prompt; empty omits the legend."""
     action_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(ACTIONS, 1)))
-    """The word for each direction: 1 up, 2 down, 3 left, 4 right."""
+    """Word for each direction: 1 up, 2 down, 3 left, 4 right."""
     observation_format: Literal["grid", "coord", "grid_coord", "relative"] = "grid"
-    """Format of the observation: rows of symbols, coordinates of player, boxes and targets with the player's
-    neighbours, or both; or the player's neighbours with distances to the boxes, and from these to the targets."""
+    """Rows of symbols; coordinates of player, boxes and targets with the player's neighbours; both; or the player's
+    neighbours with distances to the boxes, and from these to the targets."""
     show_grid: Literal["first", "always"] = "always"
-    """With `grid_coord`: whether later turns show the rows, too, or only the coordinates."""
+    """With `grid_coord`: rows on the first turn only, or on every turn."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; one group holds the direction; of two groups, the second."""
+    """Regular expression of an answer; its last group holds the direction."""
     format_penalty: float = Field(default=0.0, le=0)
-    """Added to the reward of a turn whose answer names no direction; the player stays where it is."""
+    """Added to the reward of a turn whose answer names no direction; the player does not move."""
     penalty_for_step: float = -0.1
     reward_box_on_target: float = 1.0
     penalty_box_off_target: float = -1.0
@@ -101,7 +100,7 @@ class SokobanConfig(Config):
 
 
 class SokobanEnv(gymnasium.Env[str, str]):
-    """gym-sokoban's rewards: -0.1 a step, +1 for a box pushed onto a target, -1 for one pushed off, +10 for the last."""
+    """gym-sokoban's rewards: -0.1 per step, +1 for a box pushed onto a target, -1 for one pushed off, +10 when solved."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[SokobanConfig]] = SokobanConfig
@@ -117,35 +116,32 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Observation space; created lazily, because its character tables are larger than the env."""
+        """Created lazily: the character tables are larger than the env."""
         shown = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
         longest = (max(map(len, shown)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
         return Text(max_length=longest, charset="".join(sorted({*"".join(shown), *"0123456789 \n"})))
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_ANSWER_CHARS, charset=PRINTABLE)
 
     @property
     def room(self) -> Room:
-        """The position.
+        """Current position.
 
         Raises:
-            RuntimeError: there is none before the first reset.
+            RuntimeError: called before the first reset.
         """
         if self._room is None:
             raise RuntimeError("reset() comes before step() and render()")
         return self._room
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Make a room."""
         super().reset(seed=seed, options=options)
         self._room, self._steps = self._make(self.np_random), 0
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer with a direction; returns observation, reward, terminated, truncated and info."""
         before, wanted = self.room, self._parse(action).action
         self._room = after = before if wanted is None else before.push(wanted)
         self._steps += 1
@@ -160,22 +156,21 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return self._observation(), self._reward(before, after) + penalty, after.is_solved, truncated, info
 
     def task_id(self, seed: int) -> str:
-        """Return the room that `reset(seed=seed)` would make; leaves this env as it is."""
+        """Return the room of `reset(seed=seed)` without changing the env."""
         return self._make(seeding.np_random(seed)[0]).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return any direction."""
         return self.config.action_lookup[1 + int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
-        """Return the room, a line per row."""
+        """Return the room, one line per row."""
         room, sign = self.room, self.config.grid_lookup
         cells = [sign[room.code(cell)] for cell in range(room.height * room.width)]
         return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
 
     def coord_text(self) -> str:
-        """Return `P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: the player's row, column and neighbours, then boxes
-        and targets, each kind from the top left."""
+        """Return `P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: row, column and neighbours of the player, then boxes
+        and targets."""
         room, sign = self.room, self.config.grid_lookup
         places = [*((4, box) for box in sorted(room.boxes)), *((2, target) for target in sorted(room.targets))]
         rest = [f"{sign[code]} {at // room.width} {at % room.width}" for code, at in places]
@@ -183,15 +178,15 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([f"{sign[5]} {row} {column}", *self._around(), *rest])
 
     def relative_text(self) -> str:
-        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: the player's neighbours, the distance
-        from the player to each box, and from the nearest box to each target; each kind from the top left."""
+        """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: neighbours of the player, its distance
+        to each box, and the distance of each target from the nearest box."""
         room, sign = self.room, self.config.grid_lookup
         boxes = [f"{sign[4]} {self._way(room.player, box)}" for box in sorted(room.boxes)]
         targets = [f"{sign[2]} {self._way(self._nearest_box(target), target)}" for target in sorted(room.targets)]
         return " ".join([*self._around(), *boxes, *targets])
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """Return the room as text (`ansi`) or as a picture, [height, width, 3] uint8 (`rgb_array`)."""
+        """Return the room as text (`ansi`) or as an image, [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_room(self.room)
         return self.grid_text() if self.render_mode == "ansi" else None

@@ -1,7 +1,6 @@
-"""Room generator: walls by a random walk, then reverse play from the solved position.
+"""Room generator: floor dug by a random walk, then reverse play from the solved position.
 
-Invariants: every room has a solution of at most `search_depth` moves, because it was reached from that solution; all
-randomness comes from the given generator.
+Invariant: every room has a solution of at most `search_depth` moves, because it was reached from that solution.
 """
 
 from typing import Literal, NamedTuple
@@ -16,7 +15,7 @@ MAX_DRAWS = 2_000
 BEAM = 64
 """Beam width of the backward search; more positions of a depth are sampled down to it."""
 TURN_CHANCE = 0.35
-"""Probability of a turn at each step of the walk that digs the floor."""
+"""Probability of a turn at each step of the walk."""
 MASKS = (
     ((0, -1), (0, 0), (0, 1)),
     ((-1, 0), (0, 0), (1, 0)),
@@ -24,7 +23,7 @@ MASKS = (
     ((0, 0), (0, 1), (1, 0), (1, 1)),
     ((0, 0), (0, 1), (-1, 0)),
 )
-"""Cells that the walk digs around each of its cells (after gym-sokoban)."""
+"""Cells dug around each cell of the walk (after gym-sokoban)."""
 
 State = tuple[Cell, tuple[Cell, ...]]
 """Player, and boxes in the order of their targets."""
@@ -40,10 +39,10 @@ def make_room(
 ) -> Room:
     """Return a random room of the split in which no box is on a target.
 
-    dim_room: rows and columns, the walls around included. search_depth: moves back from the solved position at most.
+    dim_room: rows and columns, including the walls. search_depth: maximum number of moves back from the solved position.
 
     Raises:
-        RuntimeError: no such room in 2,000 draws: it is too small for its boxes, or has hardly a room of the split at all.
+        RuntimeError: no such room in 2,000 draws.
     """
     for _ in range(MAX_DRAWS):
         floor = dig(rng, dim_room)
@@ -65,7 +64,7 @@ def make_room(
 
 
 def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
-    """Return a connected floor inside walls, dug by a walk that turns now and then."""
+    """Return a connected floor inside walls, dug by a random walk."""
     height, width = dim_room
     row, column = int(rng.integers(1, height - 1)), int(rng.integers(1, width - 1))
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
@@ -86,7 +85,7 @@ def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
 def play_backwards(
     rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
 ) -> State | None:
-    """Search breadth first from the solved position and return the farthest one; None if none has all boxes off the targets.
+    """Search breadth first from the solved position and return the farthest; None if none has all boxes off the targets.
 
     Farthest: most pulls times the boxes' distances from their targets, after gym-sokoban; ties are broken at random.
     """

@@ -1,4 +1,4 @@
-"""Sokoban as a picture, in numpy alone."""
+"""Rendering of Sokoban as an image, in numpy."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,7 @@ import numpy.typing as npt
 from offbeat.envs.sokoban.rooms import Room
 
 TILE = 32
-"""Pixels of a cell's side."""
+"""Side of a cell in pixels."""
 WALL, JOINT, FLOOR, TARGET, BOX, BOX_EDGE, DONE, DONE_EDGE, PLAYER = (
     (110, 90, 80),
     (80, 64, 56),
@@ -23,8 +23,7 @@ Picture = npt.NDArray[np.uint8]
 
 
 def draw_room(room: Room) -> Picture:
-    """Draw the room, [height * 32, width * 32, 3] uint8: boxes are brown squares, green on a target (red ring); the
-    player is blue."""
+    """Return [height * 32, width * 32, 3] uint8: boxes are brown, green on a target (red ring); the player is blue."""
     picture = np.empty((room.height * TILE, room.width * TILE, 3), dtype=np.uint8)
     for cell in range(room.height * room.width):
         row, column = room.cell(cell)

@@ -1,4 +1,4 @@
-"""Rooms of Sokoban and their moves, forwards (push) and backwards (pull).
+"""Sokoban rooms and their moves, forwards (push) and backwards (pull).
 
 A cell is a number, `row * width + column`. Invariant: `pulls` returns exactly the states from which one push or step
 leads to the given one, so whatever is reached by pulling can be solved by pushing.
@@ -21,12 +21,12 @@ Cell = int
 
 @dataclass(frozen=True)
 class Room:
-    """One position of player, boxes, targets and walls."""
+    """Position of player, boxes, targets and walls."""
 
     height: int
     width: int
     floor: frozenset[Cell]
-    """Every cell that is no wall."""
+    """Cells that are not walls."""
     targets: frozenset[Cell]
     boxes: frozenset[Cell]
     player: Cell
@@ -37,7 +37,7 @@ class Room:
 
     @cached_property
     def task_id(self) -> str:
-        """The position's rows in gym-sokoban's numbers; equal for equal positions."""
+        """Rows of the position in gym-sokoban's numbers; equal for equal positions."""
         numbers = "".join(str(self.code(cell)) for cell in range(self.height * self.width))
         return "/".join(numbers[row : row + self.width] for row in range(0, len(numbers), self.width))
 
@@ -47,7 +47,7 @@ class Room:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
     def code(self, cell: Cell) -> int:
-        """Return the cell's code: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
+        """Return 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
         if cell not in self.floor:
             return 0
         on_target = cell in self.targets
@@ -58,12 +58,12 @@ class Room:
         return 2 if on_target else 1
 
     def offset(self, action: int) -> int:
-        """Return the difference in cell number of a step. Rooms are walled all around, so no step leaves the row."""
+        """Return the difference in cell number of a step; walls keep every step within its row."""
         down, right = MOVES[ACTIONS[action]]
         return down * self.width + right
 
     def push(self, action: int) -> "Room":
-        """Return the position after a step: this one where a wall or a second box is in the way."""
+        """Return the position after a step; `self` if a wall or a second box blocks it."""
         offset = self.offset(action)
         there = self.player + offset
         if there not in self.floor:
@@ -94,11 +94,11 @@ def pulls(
 
 
 def parse_room(text: str) -> Room:
-    """Return a room of the usual signs, a line per row: `#` wall, `_` empty, `O` target, `√` box on target, `X` box,
-    `P`layer, `S` player on target.
+    """Parse a room, one line per row: `#` wall, `_` empty, `O` target, `√` box on target, `X` box, `P` player, `S` player on
+    target.
 
     Raises:
-        ValueError: rows of different lengths, another sign, or not one player.
+        ValueError: rows of different lengths, unknown symbols, or not exactly one player.
     """
     rows = [line.split() for line in text.strip().splitlines()]
     if len({len(row) for row in rows}) != 1:

@@ -1,4 +1,4 @@
-"""Shortest solution of a room, by breadth-first search over pushes and steps; independent of the generator."""
+"""Shortest solution of a room, by breadth-first search; independent of the generator."""
 
 from offbeat.envs.sokoban.rooms import (
     ACTIONS,
@@ -11,10 +11,10 @@ MAX_POSITIONS = 500_000
 
 
 def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
-    """Return the actions (numbers in `ACTIONS`) of a shortest solution; None if there is none within `max_moves`.
+    """Return the actions of a shortest solution; None if there is none within `max_moves`.
 
     Raises:
-        RuntimeError: no answer after 500,000 positions.
+        RuntimeError: no answer within 500,000 positions.
     """
     if room.is_solved:
         return []
@@ -40,7 +40,7 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
 
 
 def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
-    """Return the moves that solve each solvable position (player, boxes) of a room, by one search from the solved ones.
+    """Return the number of moves that solve each solvable position (player, boxes), by a search back from the solved ones.
 
     Raises:
         RuntimeError: there are more than 500,000 such positions.

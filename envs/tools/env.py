@@ -1,4 +1,4 @@
-"""Any env with tools in front of it: an answer that calls a tool goes to the tool, any other to the env.
+"""Tool wrapper for any env: tool calls go to the tool, other answers to the env.
 
 Invariant: the wrapped env never sees a call; its rewards and its end are unchanged.
 """
@@ -19,35 +19,35 @@ from offbeat.envs.tools.tool_calls import AnyTool, OpenTool, ToolResult
 
 
 class ToolEnvConfig(Config):
-    """`env_config` of a tag with `env_type: tools`; keys of the rewards are ROLL's."""
+    """`env_config` of a tag with `env_type: tools`; reward keys are ROLL's."""
 
     env_type: str
-    """The env underneath."""
+    """Wrapped env."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     tools: tuple[AnyTool, ...] = Field(min_length=1)
-    """Each with `tool_id: python_code | search | mcp` and its settings. Where an answer calls several, the first of this
-    list is used."""
+    """Tools, each with `tool_id: python_code | search | mcp` and its settings; if an answer calls several, the first of
+    the list is used."""
     function_calling: Literal["prompt", "template"] = "prompt"
     """How tools are described and called: by each tool's `instruction` and `pattern`, or as functions in the chat
-    template's own form, in which `instruction` and `pattern` are unused."""
+    template's own format."""
     max_tool_uses: int = Field(default=10, ge=1)
-    """Maximum number of calls per episode; later calls are refused with a message."""
+    """Calls per episode; later ones are refused with a message."""
     tool_reward: float = 0.0
     """Reward of each call."""
     tool_success_reward: float = 0.0
-    """Additional reward of each call that did not fail."""
+    """Additional reward of each successful call."""
     split: str | None = Field(default=None, pattern="^(train|held_out|any)$")
-    """Handed down to the env underneath, if it has that setting."""
+    """Passed to the wrapped env if it has that setting."""
 
 
 class ToolEnv(gymnasium.Env[str, str]):
-    """The env underneath, with tools."""
+    """An env with tools."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig
 
     def __init__(self, config: ToolEnvConfig) -> None:
-        """Raises ValueError where the env underneath can't be made."""
+        """Raises ValueError if the wrapped env or a tool can't be made."""
         self.config = config
         settings = dict(config.env_config)
         if config.split is not None and "split" in registry.settings_of(config.env_type):
@@ -76,22 +76,19 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Observation space of the wrapped env, which may create it lazily."""
         return self._env.observation_space
 
     @cached_property
     def action_space(self) -> gymnasium.Space[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Action space of the wrapped env."""
         return self._env.action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin; see `gymnasium.Env.reset`."""
         super().reset(seed=seed, options=options)
         self._uses = 0
         return self._env.reset(seed=seed, options=options)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Use a tool, or answer the env underneath."""
+        """Run the called tools, or step the wrapped env."""
         if self._by_name and (asked := read_calls(action)):
             results = [self._used(partial(self._made, call)) for call in asked]
             return self._told(write_results([result.text if result else self._no_more for result in results]), results)
@@ -113,7 +110,7 @@ class ToolEnv(gymnasium.Env[str, str]):
             raise ValueError(f"tools: two functions have one name: {names}")
 
     def _used(self, call: Callable[[], ToolResult]) -> ToolResult | None:
-        """Return the result of a call; None if the maximum is reached."""
+        """Count and make a call; None if the maximum is reached."""
         self._uses += 1
         return call() if self._uses <= self.config.max_tool_uses else None
 
@@ -133,11 +130,9 @@ class ToolEnv(gymnasium.Env[str, str]):
         return text, reward, False, False, _counted(used=len(used), ok=ok)
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return an answer for the wrapped env."""
         return random_answer(self._env, rng)
 
     def close(self) -> None:
-        """Close the wrapped env and the tools."""
         self._env.close()
         while self._tools:
             self._tools.pop().close()

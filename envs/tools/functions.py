@@ -1,8 +1,7 @@
-"""Functions that a policy may call, and how calls and their results travel as text between an episode and its env.
+"""Functions that a policy may call, and the text form of calls and results between an episode and its env.
 
-An env with the attribute `functions` (in OpenAI's form) offers them by the chat template's own means. Its `step` is given
-the words of an answer with each call as `<tool_call>`, and answers one that has calls with a `<tool_response>` for each, in
-their order.
+The attribute `functions` of an env lists them in OpenAI's format for the chat template. `step` then gets each call as
+`<tool_call>` and returns a `<tool_response>` for each, in order.
 """
 
 import json
@@ -16,7 +15,7 @@ BETWEEN = f"{CLOSING}\n{OPENING}"
 
 
 class Function(NamedTuple):
-    """One function."""
+    """Function that a policy may call."""
 
     name: str
     description: str
@@ -24,7 +23,7 @@ class Function(NamedTuple):
     """JSON schema."""
 
     def schema(self) -> dict[str, Any]:
-        """Return the schema in OpenAI's form, which chat templates read."""
+        """Return the schema in OpenAI's format."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -34,20 +33,20 @@ class Function(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a function."""
+    """Call of a function."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def write_calls(words: str, calls: Sequence[Call]) -> str:
-    """Return an answer as an env is given it."""
+    """Render an answer with calls for `env.step`."""
     written = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
     return "\n".join([*([words] if words else []), *written])
 
 
 def read_calls(answer: str) -> list[Call]:
-    """Parse the calls written by `write_calls`; [] for an answer without calls."""
+    """Parse the calls written by `write_calls`."""
     found: list[Call] = []
     for text in CALL.findall(answer):
         try:
@@ -58,7 +57,7 @@ def read_calls(answer: str) -> list[Call]:
 
 
 def read_call(text: str) -> Call:
-    """Name and arguments of a call in JSON. Raises ValueError where it is none."""
+    """Parse a call in JSON. Raises ValueError if it is malformed."""
     try:
         call = json.loads(text)
         name, arguments = cast(object, call["name"]), cast(object, call.get("arguments") or {})
@@ -75,8 +74,7 @@ def write_results(results: Sequence[str]) -> str:
 
 
 def read_results(observation: str, count: int) -> list[str]:
-    """Split an observation into the results of `count` calls; if it does not separate them, all of it is the first
-    result."""
+    """Split an observation into the results of `count` calls; without separators, all of it is the first result."""
     inner = observation.removeprefix(OPENING).removesuffix(CLOSING)
     parts = inner.split(BETWEEN) if observation.startswith(OPENING) else [observation]
     return parts if len(parts) == count else [inner, *[""] * (count - 1)]

@@ -1,7 +1,7 @@
-"""Servers of the Model Context Protocol as tools: one connection per server and process, shared by its envs.
+"""Connections to Model Context Protocol servers, one per server and process, shared by its envs.
 
-Invariants: a call returns within its time limit, whatever the server does; a server that died is restarted at the next call;
-when the last env of a process closes, the connection is closed and the server's process ended.
+Invariants: a call returns within its timeout; a dead server is restarted at the next call; when the last env of a process
+closes, the connection is closed and the server's process ended.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from offbeat.envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
 START_S = 60.0
-"""Longest time to reach a server, which may have to be started."""
+"""Timeout of the connection, server startup included."""
 CLOSE_S = 3.0
 PROBE_S = 2.0
-"""Time limit for a probe of a server whose call timed out."""
+"""Timeout of a probe after a call timed out."""
 
 
 class McpAddress(NamedTuple):
-    """Address of a server: a command to start and talk to over its pipes, or a URL."""
+    """Address of a server: a command to start, or a URL."""
 
     command: tuple[str, ...]
     url: str
@@ -29,10 +29,10 @@ class McpAddress(NamedTuple):
 
 
 class McpServer:
-    """One connection, on the loop of a thread; its methods block."""
+    """Connection with an event loop in its own thread; its methods block."""
 
     def __init__(self, address: McpAddress) -> None:
-        """Raises ValueError where the server can't be reached."""
+        """Raises ValueError if the server can't be reached."""
         self._address = address
         self._connecting = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
@@ -54,12 +54,12 @@ class McpServer:
             return str(error), False
 
     def close(self) -> None:
-        """End the connection, and the server where it was started here."""
+        """Close the connection, and the server if it was started here."""
         asyncio.run_coroutine_threadsafe(self._let_go(), self._loop).result(2 * CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _ask(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Run one call. Raises ValueError for any failure; the connection is then reopened, unless the server answers a
+        """Run a request. Raises ValueError for any failure; the connection is then reopened unless the server answers a
         probe."""
         return asyncio.run_coroutine_threadsafe(self._limited(work), self._loop).result()
 
@@ -96,7 +96,7 @@ class McpServer:
             await self._let_go()
 
     async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
-        """Keep the connection: it must be closed by the task that opened it."""
+        """Hold the connection open; it must be closed by the task that opened it."""
         mcp = require("mcp", "mcp")
         address = self._address
         command = address.command
@@ -131,7 +131,7 @@ async def _call(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str,
 
 
 class SharedServers:
-    """The servers of this process, each with the number of those that use it."""
+    """Reference-counted servers of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,13 +158,13 @@ SHARED = SharedServers()
 
 
 class McpSession:
-    """A server's functions in the hands of one env."""
+    """Functions of a server as offered to one env."""
 
     def __init__(self, address: McpAddress, offered: tuple[str, ...], instruction: str) -> None:
         """offered: names; empty offers all.
 
         Raises:
-            ValueError: the server can't be reached, or has no function of such a name.
+            ValueError: the server can't be reached, or lacks a function.
         """
         self._address = address
         self._server = SHARED.take(address)
@@ -184,7 +184,7 @@ class McpSession:
             return False
 
     def use(self, text: str) -> tuple[str, bool]:
-        """Make the call of an answer and return (output, whether it succeeded)."""
+        """Make the call in `text` and return (output, whether it succeeded)."""
         try:
             return self.make(read_call(text))
         except ValueError as error:
@@ -197,5 +197,4 @@ class McpSession:
         return self._server.call(call.name, call.arguments)
 
     def close(self) -> None:
-        """Release the server."""
         SHARED.give_back(self._address)

@@ -44,19 +44,19 @@ class ToolResult(NamedTuple):
 
 
 class OpenTool(Protocol):
-    """A tool in the hands of one env."""
+    """Tool opened for one env."""
 
     @property
     def instruction(self) -> str:
-        """Added to the system prompt."""
+        """Text added to the system prompt."""
         ...
 
     def called(self, answer: str) -> str | None:
-        """Return the call's text; None where the answer does not call this tool."""
+        """Return the call's text; None if the answer does not call this tool."""
         ...
 
     def takes(self, text: str) -> bool:
-        """Return True if the call is this tool's, for tools that share a pattern."""
+        """Return True if the call is for this tool; decides between tools that share a pattern."""
         ...
 
     def use(self, text: str) -> ToolResult:
@@ -65,7 +65,7 @@ class OpenTool(Protocol):
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """Return the tool as functions for chat templates."""
+        """The tool as functions for chat templates."""
         ...
 
     def make(self, call: Call) -> ToolResult:
@@ -78,12 +78,12 @@ class OpenTool(Protocol):
 
 
 class Tool(Config):
-    """One entry of `tools`."""
+    """Entry of `tools`."""
 
     pattern: str
     """Regular expression whose group is the call's text; the last match counts."""
     instruction: str
-    """Added to the system prompt."""
+    """Text added to the system prompt."""
 
     @field_validator("pattern")
     @classmethod
@@ -92,7 +92,6 @@ class Tool(Config):
         return pattern
 
     def called(self, answer: str) -> str | None:
-        """Return the call's text; None where the answer does not call this tool."""
         return last_group(self.pattern, answer)
 
     @abstractmethod
@@ -101,7 +100,7 @@ class Tool(Config):
 
 
 class OwnTool(Tool):
-    """A tool without resources."""
+    """Tool without resources."""
 
     def open(self) -> OpenTool:
         return self
@@ -115,7 +114,7 @@ class OwnTool(Tool):
     @property
     @abstractmethod
     def functions(self) -> tuple[Function, ...]:
-        """See `OpenTool.functions`: one, whose only argument is the call's text."""
+        """One function, whose only argument is the call's text."""
 
     def make(self, call: Call) -> ToolResult:
         (wanted,) = self.functions[0].parameters["required"]
@@ -133,7 +132,7 @@ def _takes_text(name: str, description: str, argument: str) -> tuple[Function, .
 
 
 class PythonTool(OwnTool):
-    """A program, run in the sandbox; what it prints is the result."""
+    """Python program, run in the sandbox; its output is the result."""
 
     tool_id: Literal["python_code"]
     pattern: str = FENCED
@@ -154,11 +153,11 @@ class PythonTool(OwnTool):
 
 
 class SearchTool(OwnTool):
-    """Passages of a corpus on disk, best first by BM25."""
+    """BM25 search in a corpus on disk."""
 
     tool_id: Literal["search"]
     corpus: Path
-    """A .jsonl, .json, .csv, .parquet or .txt file, or a folder that `datasets` saved; each row is a passage."""
+    """A .jsonl, .json, .csv, .parquet or .txt file, or a folder saved by `datasets`; each row is a passage."""
     text_key: str = "text"
     top_k: int = Field(default=3, ge=1)
     pattern: str = "<search>(.*?)</search>"
@@ -180,21 +179,21 @@ class SearchTool(OwnTool):
 
 
 class McpTool(Tool):
-    """Functions of a Model Context Protocol server, described and called as in Qwen's and Hermes' chat templates: the
-    schema in `<tools>`, a call in `<tool_call>`, its result in `<tool_response>`."""
+    """Functions of an MCP server in the format of Qwen's and Hermes' chat templates (`<tools>`, `<tool_call>`,
+    `<tool_response>`)."""
 
     tool_id: Literal["mcp"]
     command: tuple[str, ...] = ()
-    """Program and arguments of a server that is started here and spoken to over its pipes."""
+    """Program and arguments of a server to start and talk to over its pipes."""
     url: str = ""
-    """URL of a server that runs elsewhere (streamable HTTP)."""
+    """URL of a running server (streamable HTTP)."""
     functions: tuple[str, ...] = ()
-    """Names of those that are offered; empty offers all."""
+    """Names of the offered functions; empty offers all."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit of a call."""
+    """Timeout of a call."""
     pattern: str = r"<tool_call>\s*(.*?)\s*</tool_call>"
     instruction: str = MCP_INSTRUCTION
-    """Added to the system prompt; `{tools}` becomes the functions' schemas, a line each."""
+    """Text added to the system prompt; `{tools}` becomes the functions' schemas, one per line."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "McpTool":
@@ -208,8 +207,6 @@ class McpTool(Tool):
 
 
 class _OpenMcp:
-    """An MCP server's functions, as `OpenTool`."""
-
     def __init__(self, tool: McpTool, session: McpSession) -> None:
         self._tool, self._session = tool, session
         self.instruction = session.instruction
@@ -236,7 +233,7 @@ def _failed(outcome: Any) -> ToolResult:
 
 @lru_cache(maxsize=4)
 def _index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
-    """Return the index and its texts. Raises ValueError if the corpus can't be read."""
+    """Return index and passages. Raises ValueError if the corpus can't be read."""
     table = read_table(corpus)
     if text_key not in table.column_names:
         raise ValueError(f"text_key: {corpus} has no column {text_key!r}; it has {', '.join(table.column_names)}")

@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 NO_LIMIT = 1_000_000.0
-"""`price_upper` of a goal that names no price."""
+"""`price_upper` of a goal without a price."""
 PRICE_STEPS = tuple(10.0 * i for i in range(1, 100))
-"""Limits that a goal may name, dollars."""
+"""Price limits of goals, in dollars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product; the fields of WebShop's data."""
+    """Product, with the fields of WebShop's data."""
 
     asin: str
     title: str
     query: str
     """Search query by which the product was collected: its category."""
     product_category: str
-    """Path of categories, set apart by `›`."""
+    """Path of categories, separated by `›`."""
     price: float
     """Dollars."""
     price_tag: str
@@ -26,26 +26,26 @@ class Product:
     bullet_points: tuple[str, ...] = ()
     description: str = ""
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """Name of an option -> what can be chosen, lower case."""
+    """Option -> values, lower case."""
     rating: str = "N.A."
     reviews: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One customer's goal, and the product that meets it."""
+    """Goal of a customer, and the product that meets it."""
 
     instruction: str
     product: Product
     attributes: tuple[str, ...]
     options: tuple[str, ...]
-    """Option values to choose, whichever option they belong to."""
+    """Option values to choose."""
     price_upper: float
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """A shop. `goals[:num_held_out]` are for evaluation, those from `first_train` on for training."""
+    """Shop: `goals[:num_held_out]` are for evaluation, `goals[first_train:]` for training."""
 
     products: Sequence[Product]
     goals: Sequence[Goal]
@@ -64,5 +64,5 @@ class Catalogue:
 
 
 def price_limits(price: float) -> tuple[float, ...]:
-    """Return the limits above a price that a goal may name: the next four steps."""
+    """Return the next four price limits above a price."""
     return tuple(step for step in PRICE_STEPS if step > price)[:4]

@@ -1,9 +1,8 @@
-"""WebShop's published data files, where a user has them: `items_shuffle.json` (or `_1000`), `items_ins_v2.json`,
-`items_human_ins.json`, and optionally `reviews.json`.
+"""WebShop's published data: `items_shuffle.json` (or `_1000`), `items_ins_v2.json`, `items_human_ins.json`, and optionally
+`reviews.json`.
 
-Unlike the original, prices given as a range and price limits of goals are drawn from one seeded generator, so that all
-workers see the same shop; the order of goals is the original's (`random.seed(233)`), and so are the splits: the first 500
-for testing, from 1,500 on for training.
+Order of goals (`random.seed(233)`) and splits (first 500 for testing, from 1,500 on for training) are the original's. Unlike
+there, price ranges and limits are drawn from a seeded generator, so that all workers see the same shop.
 """
 
 import itertools
@@ -30,10 +29,10 @@ Row = dict[str, Any]
 
 
 def load_catalogue(folder: Path, num_products: int | None, *, human_goals: bool) -> Catalogue:
-    """Return the shop of a folder with WebShop's files.
+    """Load a shop from a folder with WebShop's files.
 
     Raises:
-        ValueError: a file is missing or is not what it should be.
+        ValueError: a file is missing or malformed.
     """
     items_file = "items_shuffle.json" if (folder / "items_shuffle.json").is_file() else "items_shuffle_1000.json"
     attributes: dict[str, Row] = _read(folder / "items_ins_v2.json")

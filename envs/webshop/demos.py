@@ -1,4 +1,4 @@
-"""Demonstrations for the warm start: search for the right category and buy one of the first results."""
+"""Demonstrations for the warm start: search the right category and buy one of the first results."""
 
 import numpy as np
 
@@ -23,10 +23,10 @@ def careless_shopping(
     system_prompt: str | None = None,
     agent_template: str = "{observation}",
 ) -> list[dict[str, str]]:
-    """Return one episode on a fresh goal as chat messages, in the format of a rollout with the same templates.
+    """Return one episode as chat messages, in the format of a rollout with the same templates.
 
-    A search for the category, a click on any of the results shown, for each option the goal's value three times in ten and
-    otherwise any value or none, then `Buy Now`. Goal and actions depend on `rng` alone.
+    A search for the category, a click on a random result, for each option the goal's value with probability `CARE` and
+    otherwise any or none, then `Buy Now`. Depends on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]

@@ -1,7 +1,7 @@
-"""WebShop as a text env: `search[words]`, then `click[element]`, until something is bought.
+"""WebShop as a text env: `search[words]`, then `click[element]`, until a purchase.
 
-Invariants: an episode's only randomness is its goal, drawn by the env's own generator; all envs of a process with equal
-settings share one read-only shop.
+Invariants: the goal is the only randomness of an episode; all envs of a process with equal settings share one read-only
+shop.
 """
 
 import re
@@ -56,25 +56,25 @@ class WebShopConfig(Config):
     """`env_config` of a tag with `env_type: webshop`."""
 
     data_dir: Path | None = None
-    """Folder with WebShop's own data files; None generates a shop."""
+    """Folder with WebShop's data files; None generates a shop."""
     num_products: int = Field(default=500, ge=10)
     """Number of products; with `data_dir`, the first of the file."""
     human_goals: bool = True
-    """With `data_dir`: use the human-written instructions instead of the synthetic ones."""
+    """With `data_dir`: use human-written instructions instead of synthetic ones."""
     catalogue_seed: int = Field(default=0, ge=0)
-    """Makes the shop."""
+    """Seed of the generated shop."""
     split: Literal["train", "held_out", "any"] = "train"
     """Split; held-out goals are never used in training."""
     show_instruction: Literal["first", "always"] = "always"
-    """Whether later pages repeat the instruction."""
+    """First page only, or every page."""
     show_actions: bool = False
-    """Whether a page ends with the list of clickable elements."""
+    """True appends the list of clickable elements to each page."""
     action_pattern: str = WHOLE_PATTERN
-    """Regular expression of an answer; one group holds the action; of two groups, the second."""
+    """Regular expression of an answer; its last group holds the action."""
     format_penalty: float = Field(default=0.0, le=0)
     """Reward of a turn whose answer is neither a valid search nor a click on an element of the page."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Turns after which the env itself cuts the episode; None leaves that to the tag's `max_steps`."""
+    """Turns after which the env truncates the episode; None leaves that to the tag's `max_steps`."""
     render_mode: Literal["ansi"] | None = None
 
     @field_validator("action_pattern")
@@ -92,7 +92,7 @@ class WebShopConfig(Config):
 
 
 class WebShopEnv(gymnasium.Env[str, str]):
-    """The paper's reward, in [0, 1], for what is bought; 0 for all before. `success` is a reward of 1."""
+    """The paper's reward, in [0, 1], for the purchase; 0 for earlier turns. `success` is a reward of 1."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[WebShopConfig]] = WebShopConfig
@@ -114,13 +114,12 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Observation space; created lazily, because its character tables are larger than the env."""
+        """Created lazily: the character tables are larger than the env."""
         charset = PRINTABLE if self.config.data_dir is None else "".join(map(chr, range(9, 0x2FFF)))
         return Text(max_length=MAX_CHARS, charset=charset)
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Action space; created lazily, see `observation_space`."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
     @property
@@ -136,17 +135,14 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     @property
     def page(self) -> Page:
-        """Current page."""
         return self._page
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Choose a goal; returns the search page."""
         super().reset(seed=seed, options=options)
         self._goal, self._page, self._steps = self._draw(self.np_random), SearchPage(), 0
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer `search[...]` or `click[...]`; returns observation, reward, terminated, truncated and info."""
         goal, before = self.goal, self._page
         self._steps += 1
         bought = None
@@ -162,7 +158,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return self._after(before, bought.reward if bought else 0.0, bought, valid=True)
 
     def task_id(self, seed: int) -> str:
-        """Return the instruction that `reset(seed=seed)` would give; leaves this env as it is."""
+        """Return the product and instruction of `reset(seed=seed)` without changing the env."""
         goal = self._draw(seeding.np_random(seed)[0])
         return f"{goal.product.asin} {goal.instruction}"
 
@@ -174,7 +170,6 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return f"click[ {found[int(rng.integers(len(found)))]} ]"
 
     def render(self) -> str | None:
-        """Return the page as text."""
         return self._observation() if self.render_mode == "ansi" else None
 
     def _draw(self, rng: np.random.Generator) -> Goal:

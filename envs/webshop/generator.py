@@ -1,6 +1,6 @@
-"""Generated shop: products put together from word lists, by a seed; contains no third-party data.
+"""Generated shop: products combined from word lists; contains no third-party data.
 
-Invariant: equal seed and number give an equal shop everywhere; texts use only `SHOP_WORDS`.
+Invariant: equal seed and size give an equal shop everywhere; texts use only `SHOP_WORDS`.
 """
 
 from typing import NamedTuple
@@ -75,7 +75,7 @@ SHOP_WORDS = tuple(
         for word in text.split()
     )
 )
-"""Every word of any shop that is made here."""
+"""Every word of any generated shop."""
 
 
 def make_catalogue(seed: int, num_products: int) -> Catalogue:

@@ -35,7 +35,7 @@ class ResultsPage:
 
 @dataclass(frozen=True, slots=True)
 class ItemPage:
-    """A product with the options chosen so far, or one section of its description."""
+    """Product with the options chosen so far, or one section of its description."""
 
     product: Product
     back: ResultsPage
@@ -84,7 +84,7 @@ def clickables(page: Page) -> dict[str, str]:
 
 
 def click(page: Page, text: str) -> Page:
-    """Return the page that a click leads to; `text` is one of `clickables` and not `Buy Now`."""
+    """Return the page that a click leads to; `text` is one of `clickables` except `Buy Now`."""
     if text == BACK:
         return SearchPage()
     match page:

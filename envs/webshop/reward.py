@@ -2,8 +2,8 @@
 
 reward = r_type * (attributes met + options met + price met) / (attributes + options of the goal + 1), in [0, 1].
 
-Two differences from the published code: nouns of a title are found by removing stop words instead of spaCy's large
-model; and a chosen option counts if it matches one of the goal's, never because it occurs in the title.
+Unlike the published code, nouns of a title are found by removing stop words instead of spaCy's large model, and a chosen
+option counts only if it matches one of the goal's, never because it occurs in the title.
 """
 
 import re
@@ -22,7 +22,7 @@ STOP_WORDS = frozenset(
 
 
 class PurchaseReward(NamedTuple):
-    """A reward and what it consists of."""
+    """Reward and its factors."""
 
     reward: float
     r_type: float
@@ -33,16 +33,16 @@ class PurchaseReward(NamedTuple):
 
 
 class PurchaseScorer:
-    """Compares purchases with goals."""
+    """Scores purchases against goals."""
 
     def __init__(self) -> None:
-        """Raises ValueError where rapidfuzz is not installed."""
+        """Raises ValueError if rapidfuzz is not installed."""
         fuzz, utils = require("rapidfuzz.fuzz", "webshop"), require("rapidfuzz.utils", "webshop")
         self._ratio: Any = fuzz.token_set_ratio
         self._process: Any = utils.default_process
 
     def __call__(self, goal: Goal, bought: Product, chosen: Mapping[str, str]) -> PurchaseReward:
-        """Score a purchase. chosen: option's name -> value."""
+        """chosen: option -> value."""
         r_type = type_reward(goal.product, bought)
         attributes = sum(self._has(bought, attribute) for attribute in goal.attributes)
         options = sum(self._is_chosen(option, chosen) for option in goal.options)
@@ -74,8 +74,7 @@ class PurchaseScorer:
 
 
 def type_reward(wanted: Product, bought: Product) -> float:
-    """Return 1 for the same category, .5 if only the titles are similar, .1 if they are less so, 0 for a different
-    product."""
+    """Return 1 for the same category, .5 for similar titles, .1 for less similar ones, 0 for a different product."""
     nouns = title_words(wanted.title)
     score = len(nouns & title_words(bought.title)) / len(nouns) if nouns else 0.2
     shared = _categories(wanted) & _categories(bought)
@@ -87,7 +86,7 @@ def type_reward(wanted: Product, bought: Product) -> float:
 
 
 def title_words(title: str) -> set[str]:
-    """Return words of a title that may be nouns."""
+    """Return the words of a title that may be nouns."""
     return {word for word in re.findall(r"[^\W\d_]+", title.lower()) if len(word) > 1} - STOP_WORDS
 
 

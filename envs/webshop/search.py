@@ -1,4 +1,4 @@
-"""Full-text search over a shop: BM25 over titles, attributes, descriptions, features and options, through bm25s."""
+"""BM25 search over titles, attributes, descriptions, features and options of a shop, through bm25s."""
 
 import re
 from collections.abc import Sequence
@@ -13,20 +13,16 @@ SEARCH_RETURN_N = 50
 
 
 class ProductSearch:
-    """An index of a shop's products."""
+    """Index of a shop's products."""
 
     def __init__(self, products: Sequence[Product]) -> None:
-        """Build the index.
-
-        Raises:
-            ValueError: bm25s is not installed.
-        """
+        """Raises ValueError if bm25s is not installed."""
         self._products = products
         self._index: Any = require("bm25s", "webshop").BM25()
         self._index.index([words(_text(product)) for product in products], show_progress=False)
 
     def __call__(self, query: str) -> list[Product]:
-        """Return the products that fit best, best first, 50 at most; none that shares no word with the query."""
+        """Return at most 50 matching products, best first."""
         asked = words(query)
         if not asked:
             return []
@@ -36,7 +32,7 @@ class ProductSearch:
 
 
 def words(text: str) -> list[str]:
-    """Split into runs of letters and digits in lower case, without a plural's `s`."""
+    """Return the words in lower case, without a plural's `s`."""
     return [word[:-1] if len(word) > 3 and word.endswith("s") else word for word in re.findall(r"\w+", text.lower())]
 
 
