@@ -1,11 +1,18 @@
-"""Child processes that die with their parent, and free ports. Children import it, so it needs the standard library alone."""
+"""Child processes: death with the parent, termination, JSON lines over pipes, free ports.
+
+Children import this module at startup, so it uses the standard library only.
+"""
 
 import ctypes
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, BinaryIO, cast
 
 PR_SET_PDEATHSIG = 1
 DIE_WITH_PARENT = f"""
@@ -37,6 +44,62 @@ def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SI
 def die_with_this_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
     """Return the command line that runs `command` as a child that dies with the thread that starts it."""
     return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
+
+
+def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
+    """Terminate a child by SIGTERM, or by SIGKILL after `grace_s`, and reap it; return False if it was killed."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+    return True
+
+
+def claim_stdout() -> BinaryIO:
+    """Return this process's stdout for messages to its parent, and redirect later output to stderr."""
+    messages = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return messages
+
+
+class JsonLines:
+    """Messages to and from another process: JSON objects over pipes, one per line."""
+
+    def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
+        """source: to read from. sink: to write to."""
+        self._source = source
+        self._sink = sink
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Send a message; return False if the other process has closed its end."""
+        try:
+            self._sink.write(json.dumps(message).encode() + b"\n")
+            self._sink.flush()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def receive(self) -> dict[str, Any] | None:
+        """Wait for the next message; return None once the other process has closed its end.
+
+        Raises:
+            ValueError: a line is not a JSON object.
+        """
+        line = self._source.readline()
+        if not line:
+            return None
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"not a JSON object: {line[:100]!r}")
+        return cast(dict[str, Any], message)
+
+    def close(self) -> None:
+        """Close the sink, which the other process reads as the end."""
+        with suppress(BrokenPipeError):
+            self._sink.close()
 
 
 def free_port(host: str = "127.0.0.1") -> int:

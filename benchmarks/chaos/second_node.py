@@ -5,7 +5,6 @@ Invariant: a node that ended is replaced; with `close`, all of it is gone.
 
 import os
 import secrets
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from offbeat.benchmarks.chaos.faults import RAYLET, processes_of
+from offbeat.services.process import terminate
 
 NUM_CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
@@ -72,12 +72,7 @@ class SecondNode:
         if self._process is None:
             return
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            terminate(self._process, END_S)
         for process in self.seen:
             with suppress(psutil.NoSuchProcess):
                 process.kill()  # psutil knows a process that has got the number of another

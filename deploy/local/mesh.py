@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -35,12 +36,12 @@ from offbeat.deploy.local.processes import (
     shared_memory_held,
 )
 from offbeat.deploy.local.ray_process import (
-    AGAIN,
     CONTROL,
+    RETRYING,
+    STATE,
     UP,
     LocalControlArgs,
     RaySettings,
-    to_line,
 )
 from offbeat.deploy.report.history import command_started
 from offbeat.deploy.run_folder import Endpoints, remove_endpoints, write_endpoints
@@ -56,7 +57,7 @@ from offbeat.services.control.run import DesiredState, RunState, UnknownRunError
 from offbeat.services.control.store import RunStore
 from offbeat.services.errors import MeshError
 from offbeat.services.keys import RunKeys
-from offbeat.services.process import free_port
+from offbeat.services.process import JsonLines, free_port
 from offbeat.services.redis.connection import connect, connect_async
 from offbeat.services.redis.server import EmbeddedRedis
 from offbeat.services.redis.url import place, refusal
@@ -72,7 +73,7 @@ OBJECT_STORE_BYTES = 128 * 2**20
 """Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
 SPARE_CPUS = 2.0
 """Logical CPUs beyond those of engines and workers, for Ray's own actors; they wait more than they compute."""
-RAY_START_S = 600.0
+RAY_STARTUP_TIMEOUT_S = 600.0
 RAY_SHUTDOWN_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
@@ -117,6 +118,7 @@ class LocalMesh:
         self._learner: LearnerHost | None = None
         self._ray_temp: Path | None = None
         self._ray: subprocess.Popen[bytes] | None = None
+        self._ray_pipe: JsonLines | None = None
         self._held: set[Path] = set()
         self.timings: dict[str, float] = {}
         """Seconds from the command's start until each part was up."""
@@ -139,7 +141,7 @@ class LocalMesh:
         self._start_ray(port)
         await self._start_redis()
         await self._give_the_learner_a_head_start()
-        await self._hear_of_ray(UP)
+        await self._wait_for_ray(UP)
         self._mark("ray")
         arguments = LocalControlArgs(
             redis_url=self._redis_url,
@@ -150,8 +152,8 @@ class LocalMesh:
             log_dir=str(self._folder / LOGS),
             app=CONTROL_APP,
         )
-        self._tell_ray(arguments)
-        await self._hear_of_ray(CONTROL)
+        self._send_to_ray(arguments)
+        await self._wait_for_ray(CONTROL)
         self._mark("control")
         url = f"http://{_reachable(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
@@ -221,28 +223,27 @@ class LocalMesh:
                 env={**os.environ, **RAY_ENVIRONMENT},
                 start_new_session=True,
             )
-        self._tell_ray(settings)
-
-    def _tell_ray(self, message: RaySettings | LocalControlArgs) -> None:
-        assert self._ray is not None
         assert self._ray.stdin is not None
-        with suppress(BrokenPipeError):  # what it was up to when it ended is heard by who waits for its answer
-            self._ray.stdin.write(to_line(message))
-            self._ray.stdin.flush()
-
-    async def _hear_of_ray(self, expected: str) -> None:
-        """Wait until Ray's process sends `expected`. Raises `MeshError` if it exits instead."""
-        assert self._ray is not None
         assert self._ray.stdout is not None
+        self._ray_pipe = JsonLines(self._ray.stdout, self._ray.stdin)
+        self._send_to_ray(settings)
+
+    def _send_to_ray(self, message: RaySettings | LocalControlArgs) -> None:
+        assert self._ray_pipe is not None
+        self._ray_pipe.send(asdict(message))  # if it has exited, waiting for its answer fails
+
+    async def _wait_for_ray(self, expected: str) -> None:
+        """Wait until Ray's process reports the state `expected`. Raises `MeshError` if it exits instead."""
+        assert self._ray_pipe is not None
         log = self._folder / LOGS / RAY_LOG
         try:
-            async with asyncio.timeout(RAY_START_S):
-                while (word := await asyncio.to_thread(self._ray.stdout.readline)).decode().strip() == AGAIN:
+            async with asyncio.timeout(RAY_STARTUP_TIMEOUT_S):
+                while (answer := await asyncio.to_thread(self._ray_pipe.receive)) == {STATE: RETRYING}:
                     logger.warning(SLOW_START)
                     self._say(SLOW_START)
         except TimeoutError:
-            raise MeshError(f"Ray did not start in {RAY_START_S:.0f} s\nRead {log}") from None
-        if word.decode().strip() != expected:
+            raise MeshError(f"Ray did not start in {RAY_STARTUP_TIMEOUT_S:.0f} s\nRead {log}") from None
+        if answer != {STATE: expected}:
             raise MeshError(f"Ray could not be started\nRead {log}")
 
     async def keep_redis(self) -> None:

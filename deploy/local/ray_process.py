@@ -7,21 +7,20 @@ lines on stdin and answers with lines on stdout.
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
 
-import json
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from offbeat.deploy.local.processes import end_descendants
+from offbeat.services.process import JsonLines, claim_stdout
 
-UP, AGAIN, CONTROL = "up", "again", "control"
-TOO_SLOW = "timed out during startup"
+STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
+"""Field of an answer, and its values."""
+TIMEOUT_MESSAGE = "timed out during startup"
 """Ray's message for a raylet that was not up after 30 s, a fixed timeout that is too short on a busy machine."""
-STARTS = 4
-GRACE_S = 2.0
+MAX_STARTS = 4
+CLEANUP_GRACE_S = 2.0
 """Time for a failed start to end its processes."""
 
 
@@ -51,11 +50,6 @@ class LocalControlArgs:
     app: str
 
 
-def to_line(message: RaySettings | LocalControlArgs) -> bytes:
-    """Encode a request."""
-    return json.dumps(asdict(message)).encode() + b"\n"
-
-
 def start_ray(settings: RaySettings) -> None:
     """Start Ray and Serve's HTTP proxy."""
     import ray
@@ -73,29 +67,29 @@ def start_ray(settings: RaySettings) -> None:
     serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": settings.port})
 
 
-def patiently(start: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Call `start` until Ray is up, ending leftovers of a start that timed out; sends `AGAIN` before each retry.
+def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]) -> None:
+    """Call `start` until Ray is up; after a timeout, clean up, call `on_retry` and try again.
 
     Raises:
         Exception: Ray's own, of the last start, or of one that failed for another reason than a timeout.
     """
-    for number in range(1, STARTS + 1):
+    for number in range(1, MAX_STARTS + 1):
         try:
             start()
             return
         except Exception as error:  # Ray raises no class of its own
-            if TOO_SLOW not in str(error) or number == STARTS:
+            if TIMEOUT_MESSAGE not in str(error) or number == MAX_STARTS:
                 raise
             sys.stderr.write(f"start {number} of Ray: {error}\n")
-            say(AGAIN)
-            _tidy()
+            on_retry()
+            _clean_up()
 
 
-def _tidy() -> None:
+def _clean_up() -> None:
     import ray
 
     ray.shutdown()
-    end_descendants(GRACE_S)
+    end_descendants(CLEANUP_GRACE_S)
 
 
 def start_control(arguments: LocalControlArgs) -> None:
@@ -115,30 +109,26 @@ def start_control(arguments: LocalControlArgs) -> None:
     serve.run(build(settings), name=arguments.app, route_prefix="/")
 
 
-def serve_parent(requests: TextIO, answers: TextIO) -> None:
-    """Serve requests of the parent until stdin closes."""
+def serve_parent(parent: JsonLines) -> None:
+    """Serve requests of the parent until it closes the pipe."""
     import ray
 
-    settings = RaySettings(**json.loads(requests.readline()))
-
-    def say(word: str) -> None:
-        print(word, file=answers, flush=True)
-
-    patiently(lambda: start_ray(settings), say)
-    say(UP)
-    line = requests.readline()
-    if line:
-        start_control(LocalControlArgs(**json.loads(line)))
-        say(CONTROL)
-        requests.read()
+    settings = parent.receive()
+    if settings is None:
+        return
+    start_with_retries(lambda: start_ray(RaySettings(**settings)), lambda: parent.send({STATE: RETRYING}))
+    parent.send({STATE: UP})
+    arguments = parent.receive()
+    if arguments is not None:
+        start_control(LocalControlArgs(**arguments))
+        parent.send({STATE: CONTROL})
+        parent.receive()
     ray.shutdown()
 
 
 def main() -> None:
-    """Keep stdout for answers, and send what Ray prints to stderr, which is a log file."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve_parent(sys.stdin, answers)
+    """Serve the parent; Ray's output goes to stderr, which is a log file."""
+    serve_parent(JsonLines(sys.stdin.buffer, claim_stdout()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from redis.retry import Retry
 
 from offbeat.services.buffer.config import RedisConfig
 from offbeat.services.errors import MeshError
-from offbeat.services.process import die_with_parent, free_port
+from offbeat.services.process import die_with_parent, free_port, terminate
 
 logger = logging.getLogger(__name__)
 
@@ -211,13 +211,8 @@ class EmbeddedRedis:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("redis-server %d does not end and is killed", process.pid)
-            process.kill()
-            process.wait()
+        if not terminate(process, STOP_TIMEOUT_S):
+            logger.warning("redis-server %d did not exit in %.0f s: killed", process.pid, STOP_TIMEOUT_S)
 
 
 def server_binary(configured: Path | None) -> Path:

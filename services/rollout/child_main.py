@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NoReturn, cast
 
 import msgpack
 
-from offbeat.services.process import die_with_parent
+from offbeat.services.process import claim_stdout, die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
@@ -24,8 +24,7 @@ def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
     An answer is (True, result), or (False, what went wrong): whatever a command raises is an answer.
     """
     die_with_parent()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what user code prints must not end up among the answers
+    answers = claim_stdout()
     source = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     asked: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()

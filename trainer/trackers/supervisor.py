@@ -3,7 +3,6 @@
 Invariants: no training step waits for a tracker; a failure is reported once until the tracker recovers, and counted.
 """
 
-import json
 import logging
 import re
 import subprocess
@@ -12,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from offbeat.services.process import JsonLines
 from offbeat.services.telemetry import MetricRecord, MetricsSink, Partial
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.trackers.base import Ending
 from offbeat.trainer.trackers.cursor import folder_name
 from offbeat.trainer.trackers.registry import IN_LEARNER, STOP_S
-from offbeat.trainer.trackers.worker import StartMessage
+from offbeat.trainer.trackers.worker import ENDING, StartMessage
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class TrackerProcess:
         self._first_retry_s = first_retry_s
         self._stop = threading.Event()
         self._ending: Ending = "died"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: JsonLines | None = None
         self._starting = threading.Lock()
         self._last_error = ""
         self._failures = 0
@@ -68,8 +70,8 @@ class TrackerProcess:
         with self._starting:
             self._ending = ending
             self._stop.set()
-            if self._process is not None:
-                _close_stdin(self._process, ending)
+            if self._pipe is not None:
+                _send_ending(self._pipe, ending)
 
     def wait(self, deadline: float) -> bool:
         """Wait for the process to end; True if it did before `deadline` (monotonic, s)."""
@@ -100,11 +102,13 @@ class TrackerProcess:
             if self._stop.is_set() and self._process is not None:
                 return True
             process = self._process = self._spawn()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            pipe = self._pipe = JsonLines(process.stdout, process.stdin)
+            pipe.send(asdict(self._order))
             if self._stop.is_set():
-                _close_stdin(process, self._ending)
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._handle_reply(line)
+                _send_ending(pipe, self._ending)
+        self._handle_replies(pipe)
         if process.wait() == 0:
             return True
         if not self._last_error:
@@ -112,26 +116,28 @@ class TrackerProcess:
             self._report_failure(f"its process exited with code {process.returncode}, see logs/{name}")
         return False
 
-    def _spawn(self) -> "subprocess.Popen[str]":
+    def _spawn(self) -> "subprocess.Popen[bytes]":
         log = Path(self._order.output_dir) / "logs" / _log_name(self._order.tracker)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as err:
             # A session of its own: Ctrl-C in the terminal must reach only the learner, which shuts trackers down
-            process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
+            return subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, start_new_session=True
             )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.write(self._order.encode())
-            process.stdin.flush()
-        return process
 
-    def _handle_reply(self, line: str) -> None:
-        try:
-            reply: dict[str, Any] = json.loads(line)
-        except ValueError:
-            logger.warning("%s: unexpected output: %s", self._order.tracker, line.strip())
-            return
+    def _handle_replies(self, pipe: JsonLines) -> None:
+        """Handle replies until the process exits."""
+        while True:
+            try:
+                reply = pipe.receive()
+            except ValueError as error:
+                logger.warning("%s: unexpected output: %s", self._order.tracker, error)
+                continue
+            if reply is None:
+                return
+            self._handle_reply(reply)
+
+    def _handle_reply(self, reply: Mapping[str, Any]) -> None:
         if "place" in reply:
             self._refused = reply["refused"]
             logger.info("%s is ready: %s", self._order.tracker, reply["place"])
@@ -190,12 +196,10 @@ class TrackerProcesses:
                 process.kill()
 
 
-def _close_stdin(process: "subprocess.Popen[str]", ending: Ending) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):
-        if ending != "died":
-            process.stdin.write(f"{ending}\n")
-        process.stdin.close()
+def _send_ending(pipe: JsonLines, ending: Ending) -> None:
+    if ending != "died":
+        pipe.send({ENDING: ending})
+    pipe.close()
 
 
 def _log_name(tracker: str) -> str:

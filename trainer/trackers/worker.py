@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, cast
 
+from offbeat.services.process import JsonLines, claim_stdout
 from offbeat.trainer.trackers.base import Ending, TrackedRun
 from offbeat.trainer.trackers.cursor import (
     DeliveryCursor,
@@ -43,11 +44,12 @@ SLOW_S = 60.0
 """Duration of one tracker call after which it is reported as slow."""
 WATCH_S = 5.0
 FAILED, TIMED_OUT = 1, 3
+ENDING = "ending"
 
 
 @dataclass(frozen=True, slots=True)
 class StartMessage:
-    """Start message of a tracker process, one line of JSON on stdin."""
+    """Start message of a tracker process."""
 
     tracker: str
     """Name or class path."""
@@ -60,12 +62,10 @@ class StartMessage:
     resumed_step: int
     config: dict[str, Any]
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
 
 class StdinCommands:
-    """Reads the start message and then the ending from stdin; end of file means that the learner is gone."""
+    """Reads the start message and then `{"ending": ...}` from stdin, as JSON lines; end of file means that the learner has
+    exited."""
 
     def __init__(self) -> None:
         self._descriptor = sys.stdin.fileno()
@@ -89,24 +89,19 @@ class StdinCommands:
     @property
     def ending(self) -> Ending:
         """How the learner ended; `died` if it sent nothing."""
-        endings: dict[bytes, Ending] = {b"finished\n": "finished", b"stopped\n": "stopped"}
-        return endings.get(self._read, "died")
+        return cast(Ending, json.loads(self._read)[ENDING]) if self._read.endswith(b"\n") else "died"
 
 
 class StdoutReplies:
     """Sends JSON objects to the learner while it is there, and redirects other output to stderr."""
 
     def __init__(self) -> None:
-        self._out: TextIO | None = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._lines: JsonLines | None = JsonLines(sys.stdin.buffer, claim_stdout())
 
     def send(self, **fields: Any) -> None:
         """Send one object."""
-        try:
-            if self._out is not None:
-                self._out.write(json.dumps(fields) + "\n")
-        except BrokenPipeError:
-            self._out = None
+        if self._lines is not None and not self._lines.send(fields):
+            self._lines = None
 
 
 def main() -> None:

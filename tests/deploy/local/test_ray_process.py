@@ -1,4 +1,4 @@
-"""Ray's start is tried again where time alone was short, on clean ground."""
+"""A start of Ray that timed out is cleaned up and retried."""
 
 import subprocess
 import sys
@@ -7,22 +7,21 @@ import psutil
 import pytest
 
 from offbeat.deploy.local.ray_process import (
-    AGAIN,
-    STARTS,
-    TOO_SLOW,
-    patiently,
+    MAX_STARTS,
+    TIMEOUT_MESSAGE,
+    start_with_retries,
 )
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"]
-RAYS_WORDS = f"The current node {TOO_SLOW}. This could happen because some of the raylet failed to startup"
+RAYS_WORDS = f"The current node {TIMEOUT_MESSAGE}. This could happen because some of the raylet failed to startup"
 
 
-def test_a_start_that_was_too_slow_is_tidied_up_and_tried_again():
-    """In a process of its own, as in life: it ends all that it has started."""
+def test_a_start_that_timed_out_is_cleaned_up_and_retried():
+    """Runs in a separate process: the clean-up ends all its children."""
     code = f"""
         import subprocess, psutil
-        from offbeat.deploy.local.ray_process import patiently
-        children, said = [], []
+        from offbeat.deploy.local.ray_process import start_with_retries
+        children, retries = [], []
         def start():
             assert all(child.poll() is not None for child in children), "what the last start left has been ended"
             child = subprocess.Popen({SLEEPS!r}, stdout=subprocess.PIPE)
@@ -30,35 +29,35 @@ def test_a_start_that_was_too_slow_is_tidied_up_and_tried_again():
             children.append(child)
             if len(children) < 3:
                 raise Exception({RAYS_WORDS!r})
-        patiently(start, said.append)
+        start_with_retries(start, lambda: retries.append(1))
         assert children[-1].poll() is None
-        print(len(children), said)
+        print(len(children), len(retries))
         children[-1].kill()
     """
     lines = "\n".join(line[8:] for line in code.splitlines())
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.strip() == f"3 {[AGAIN, AGAIN]}", done.stderr
-    assert done.stderr.count(TOO_SLOW) == 2
+    assert done.stdout.strip() == "3 2", done.stderr
+    assert done.stderr.count(TIMEOUT_MESSAGE) == 2
 
 
-def test_it_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offbeat.deploy.local.ray_process._tidy", lambda: None)
-    said: list[str] = []
+def test_the_number_of_starts_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offbeat.deploy.local.ray_process._clean_up", lambda: None)
+    retries: list[int] = []
 
     def start() -> None:
         raise RuntimeError(RAYS_WORDS)
 
-    with pytest.raises(RuntimeError, match=TOO_SLOW):
-        patiently(start, said.append)
-    assert said == [AGAIN] * (STARTS - 1)
+    with pytest.raises(RuntimeError, match=TIMEOUT_MESSAGE):
+        start_with_retries(start, lambda: retries.append(1))
+    assert len(retries) == MAX_STARTS - 1
 
 
-def test_what_has_another_reason_is_not_tried_again():
+def test_another_error_is_not_retried():
     before = {child.pid for child in psutil.Process().children()}
 
     def start() -> None:
         raise ValueError("no such option")
 
     with pytest.raises(ValueError, match="option"):
-        patiently(start, lambda _: pytest.fail("it is not tried again"))
+        start_with_retries(start, lambda: pytest.fail("it was retried"))
     assert {child.pid for child in psutil.Process().children()} == before

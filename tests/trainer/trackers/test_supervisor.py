@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_tracker_of_killed_learner_sends_rest_and_next_resumes_run(tmp_path: Pat
         sys.executable,
         "-m",
         "tests.trainer.trackers.stand_in",
-        json.dumps(json.loads(order(tmp_path).encode())),
+        json.dumps(asdict(order(tmp_path))),
     ]
     learner = subprocess.Popen(command, cwd=ROOT)
     wait_until_sync(lambda: notes(tmp_path, "step") == [1, 2])
