@@ -91,7 +91,7 @@ def test_json_lines_reject_what_is_no_object_and_report_a_closed_pipe():
         sink.flush()
         pipe = JsonLines(source, sink)
         for _ in range(2):
-            with pytest.raises(ValueError, match="JSON|Expecting"):
+            with pytest.raises(ValueError, match=r"JSON|Expecting"):
                 pipe.receive()
     read, write = os.pipe()
     os.close(read)
