@@ -8,7 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-MOVED = MappingProxyType(
+RENAMED_PATHS = MappingProxyType(
     {
         "envs.curricula:Levels": "offbeat.envs.task_samplers:Levels",
         "envs.frozen_lake.demos:careful_wandering": "offbeat.envs.frozen_lake.demos:careful_wandering",
@@ -37,7 +37,7 @@ def load_object(path: str) -> Any:
 
 def current_path(path: str) -> str:
     """Return the path since 0.2 of a path of 0.1, unless the user has a module of that name; any other path unchanged."""
-    return MOVED[path] if path in MOVED and not _is_foreign(path.partition(":")[0]) else path
+    return RENAMED_PATHS[path] if path in RENAMED_PATHS and not _is_foreign(path.partition(":")[0]) else path
 
 
 def _is_foreign(module: str) -> bool:

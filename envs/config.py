@@ -12,5 +12,5 @@ class Config(BaseModel):
         frozen=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        allow_inf_nan=False,  # JSON can't say them, and a run's record is JSON
+        allow_inf_nan=False,  # a run's record is JSON, which has neither
     )

@@ -1,4 +1,4 @@
-"""Contract of an env, checked by running episodes; used by `offbeat env check` and the tests of all envs."""
+"""Contract of an env, checked by running episodes: used by `offbeat env check` and the tests of all envs."""
 
 import math
 import random
@@ -16,10 +16,10 @@ from pydantic import JsonValue
 from offbeat.envs import registry
 from offbeat.envs.registry import TextEnv
 
-NONSENSE = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
+ODD_ANSWERS = ("", " ", "<answer>", "no such action", "\x00\u00e9\u4e2d\U0001f600", "a " * 2_000)
 """Odd answers that an env must handle like any other."""
 
-MOST_BYTES = 1 << 20
+MAX_ENV_BYTES = 1 << 20
 """Memory per env above which the check advises to share data; a worker holds one env per episode slot."""
 
 Call = Callable[[str], None]
@@ -71,92 +71,94 @@ def check_contract(
 ) -> ContractReport:
     """Run an env on `num_seeds` seeds, at most `max_turns` turns each, and report every violation."""
     report = ContractReport()
-    if wrong := registry.check_env_config(env_type, env_config):
-        report.findings += [Finding("problem", "settings", message) for message in wrong]
+    if problems := registry.check_env_config(env_type, env_config):
+        report.findings += [Finding("problem", "settings", message) for message in problems]
         return report
-    player = _Player(env_type, env_config, max_turns, report, on_call)
+    runner = _EpisodeRunner(env_type, env_config, max_turns, report, on_call)
     for rule, check in _CHECKS.items():
         try:
-            report.findings += [Finding(severity, rule, message) for severity, message in check(player, num_seeds)]
+            report.findings += [Finding(severity, rule, message) for severity, message in check(runner, num_seeds)]
         except Exception as error:
-            # Whatever the env raises is what is wrong with it.
-            report.findings.append(Finding("problem", rule, f"{player.doing} raised {type(error).__name__}: {error}"))
+            # Any exception of the env is a finding.
+            report.findings.append(
+                Finding("problem", rule, f"{runner.call_name} raised {type(error).__name__}: {error}")
+            )
             break
         if rule == "text" and report.problems:
             break
-    player.close()
-    report.mean_s = player.spent_s / max(1, report.num_episodes + report.num_turns)
+    runner.close()
+    report.mean_s = runner.total_s / max(1, report.num_episodes + report.num_turns)
     return report
 
 
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
     """Return the env's own `random_answer(rng)`, else one of its `words`, else a common short answer."""
     inner = env.unwrapped
-    own = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
-    if own is not None:
-        return own(rng)
+    own_answer = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
+    if own_answer is not None:
+        return own_answer(rng)
     words = cast(tuple[str, ...], getattr(inner, "words", ()))
     if words:
         return words[int(rng.integers(len(words)))]
     return ("yes", "no", "1", "2", "a", "b")[int(rng.integers(6))]
 
 
-class _Player:
+class _EpisodeRunner:
     """Runs and times episodes."""
 
     def __init__(
         self, env_type: str, env_config: Mapping[str, JsonValue], max_turns: int, report: ContractReport, on_call: Call
     ) -> None:
         self.env_type, self.env_config, self.max_turns, self.report = env_type, env_config, max_turns, report
-        self.doing = ""
-        self.spent_s = 0.0
+        self.call_name = ""
+        self.total_s = 0.0
         self._on_call = on_call
-        self._made: list[TextEnv] = []
+        self._envs: list[TextEnv] = []
 
     def make(self, **changes: JsonValue) -> TextEnv:
-        env, seconds = self._timed("make", lambda: registry.make(self.env_type, {**self.env_config, **changes}))
+        env, seconds = self._time("make", lambda: registry.make(self.env_type, {**self.env_config, **changes}))
         self.report.make_s = max(self.report.make_s, seconds)
-        self._made.append(env)
+        self._envs.append(env)
         return env
 
     def reset(self, env: TextEnv, seed: int) -> tuple[object, object]:
-        result, seconds = self._timed(f"reset(seed={seed})", lambda: env.reset(seed=seed))
+        result, seconds = self._time(f"reset(seed={seed})", lambda: env.reset(seed=seed))
         self.report.reset_s = max(self.report.reset_s, seconds)
-        self.spent_s += seconds
+        self.total_s += seconds
         self.report.num_episodes += 1
         if not isinstance(cast(object, result), tuple) or len(result) != 2:
-            raise TypeError(f"returned {_shown(result)}, not (observation, info)")
+            raise TypeError(f"returned {_shorten(result)}, not (observation, info)")
         return result
 
     def step(self, env: TextEnv, answer: str) -> tuple[object, Any, object, object, object]:
-        result, seconds = self._timed(f"step({_shown(answer)})", lambda: env.step(answer))
+        result, seconds = self._time(f"step({_shorten(answer)})", lambda: env.step(answer))
         self.report.step_s = max(self.report.step_s, seconds)
-        self.spent_s += seconds
+        self.total_s += seconds
         self.report.num_turns += 1
         if not isinstance(cast(object, result), tuple) or len(result) != 5:
-            raise TypeError(f"returned {_shown(result)}, not (observation, reward, terminated, truncated, info)")
+            raise TypeError(f"returned {_shorten(result)}, not (observation, reward, terminated, truncated, info)")
         return result
 
-    def episode(self, env: TextEnv, seed: int) -> list[object]:
+    def run_episode(self, env: TextEnv, seed: int) -> list[object]:
         """Return all observations and rewards of an episode whose answers depend on `seed` alone."""
         rng = np.random.default_rng(seed)
-        seen: list[object] = [self.reset(env, seed)[0]]
+        transcript: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
             observation, reward, terminated, truncated, _ = self.step(env, random_answer(env, rng))
-            seen += [observation, float(reward), bool(terminated), bool(truncated)]
+            transcript += [observation, float(reward), bool(terminated), bool(truncated)]
             if terminated or truncated:
                 break
-        return seen
+        return transcript
 
-    def weigh(self) -> int:
+    def measure_bytes(self) -> int:
         """Measure the memory of an env after its first reset; untimed, because tracing slows it down."""
-        self._tell("make")
+        self._announce("make")
         tracemalloc.start(1)
         try:
             before, _ = tracemalloc.get_traced_memory()
             env = registry.make(self.env_type, self.env_config)
-            self._made.append(env)
-            self._tell("reset(seed=1)")
+            self._envs.append(env)
+            self._announce("reset(seed=1)")
             env.reset(seed=1)
             after, _ = tracemalloc.get_traced_memory()
         finally:
@@ -164,39 +166,39 @@ class _Player:
         return max(0, after - before)
 
     def close(self) -> None:
-        for env in self._made:
+        for env in self._envs:
             env.close()
 
-    def _tell(self, doing: str) -> None:
-        self.doing = doing
-        self._on_call(doing)
+    def _announce(self, call_name: str) -> None:
+        self.call_name = call_name
+        self._on_call(call_name)
 
-    def _timed(self, doing: str, call: Callable[[], Any]) -> tuple[Any, float]:
-        self._tell(doing)
-        began = time.perf_counter()
-        return call(), time.perf_counter() - began
-
-
-Found = Iterator[tuple[Literal["problem", "advice"], str]]
+    def _time(self, call_name: str, call: Callable[[], Any]) -> tuple[Any, float]:
+        self._announce(call_name)
+        start = time.perf_counter()
+        return call(), time.perf_counter() - start
 
 
-def _speaks_text(player: _Player, _: int) -> Found:
-    env = player.make()
-    observation, info = player.reset(env, 0)
+Findings = Iterator[tuple[Literal["problem", "advice"], str]]
+
+
+def _check_text(runner: _EpisodeRunner, _: int) -> Findings:
+    env = runner.make()
+    observation, info = runner.reset(env, 0)
     if not isinstance(observation, str):
         yield "problem", f"reset's observation is a {type(observation).__name__}, not a str"
     if not isinstance(info, dict):
         yield "problem", f"reset's info is a {type(info).__name__}, not a dict"
-    observation, reward, terminated, truncated, info = player.step(env, random_answer(env, np.random.default_rng(0)))
+    observation, reward, terminated, truncated, info = runner.step(env, random_answer(env, np.random.default_rng(0)))
     if not isinstance(observation, str):
         yield "problem", f"step's observation is a {type(observation).__name__}, not a str"
     if isinstance(reward, bool) or not isinstance(reward, int | float | np.integer | np.floating):
-        yield "problem", f"the reward is {_shown(reward)}, not a number"
+        yield "problem", f"the reward is {_shorten(reward)}, not a number"
     elif not math.isfinite(float(cast(float, reward))):
         yield "problem", f"the reward is {reward}, which is not finite"
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(value, bool | np.bool_):
-            yield "problem", f"{name} is {_shown(value)}, not a bool"
+            yield "problem", f"{name} is {_shorten(value)}, not a bool"
     if not isinstance(info, dict):
         yield "problem", f"step's info is a {type(info).__name__}, not a dict"
     elif "success" not in info:
@@ -204,104 +206,104 @@ def _speaks_text(player: _Player, _: int) -> Found:
     if not getattr(env.unwrapped, "system_prompt", ""):
         yield (
             "advice",
-            "no `system_prompt`: the policy is not told what the task is, unless agent_system_template says so",
+            "no `system_prompt`: the policy gets no description of the task unless agent_system_template has one",
         )
 
 
-def _passes_gymnasium(player: _Player, _: int) -> Found:
+def _check_gymnasium(runner: _EpisodeRunner, _: int) -> Findings:
     from gymnasium.utils.env_checker import check_env  # noqa: PLC0415
 
-    env = player.make()
+    env = runner.make()
     if getattr(env, "observation_space", None) is None or getattr(env, "action_space", None) is None:
         yield (
             "advice",
-            "no observation_space or action_space (gymnasium.spaces.Text): gymnasium's check_env was left out",
+            "no observation_space or action_space (gymnasium.spaces.Text): gymnasium's check_env was skipped",
         )
         return
-    player.doing = "gymnasium's check_env"
-    with warnings.catch_warnings(record=True) as caught:
+    runner.call_name = "gymnasium's check_env"
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         check_env(env, skip_render_check=env.render_mode is None)
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
+    for text in dict.fromkeys(str(warning.message) for warning in recorded):
         if "spec" not in text and "render mode" not in text:
             yield "advice", f"gymnasium's check_env: {' '.join(text.split())}"
 
 
-def _is_the_same_for_the_same_seed(player: _Player, num_seeds: int) -> Found:
-    used, digest = player.make(), blake2b(digest_size=16)
-    firsts: set[object] = set()
+def _check_determinism(runner: _EpisodeRunner, num_seeds: int) -> Findings:
+    reused, digest = runner.make(), blake2b(digest_size=16)
+    first_observations: set[object] = set()
     for seed in range(num_seeds):
-        first, again = player.episode(used, seed), player.episode(player.make(), seed)
+        first, second = runner.run_episode(reused, seed), runner.run_episode(runner.make(), seed)
         digest.update(repr(first).encode())
-        firsts.add(first[0])
-        if first != again:
-            place = next((i for i, (a, b) in enumerate(zip(first, again, strict=False)) if a != b), -1)
-            shown = f"{_shown(first[place])} and {_shown(again[place])}"
-            yield "problem", f"seed {seed} played twice differs ({shown}): draw all that is random from self.np_random"
+        first_observations.add(first[0])
+        if first != second:
+            index = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), -1)
+            values = f"{_shorten(first[index])} and {_shorten(second[index])}"
+            yield "problem", f"two episodes of seed {seed} differ ({values}): draw all randomness from self.np_random"
             return
-    player.report.digest = digest.hexdigest()
-    if len(firsts) == 1 < num_seeds:
+    runner.report.digest = digest.hexdigest()
+    if len(first_observations) == 1 < num_seeds:
         yield "advice", f"the first observation of {num_seeds} seeds is the same: does reset use its seed?"
 
 
-def _leaves_global_generators_alone(player: _Player, num_seeds: int) -> Found:
-    env = player.make()
+def _check_global_generators(runner: _EpisodeRunner, num_seeds: int) -> Findings:
+    env = runner.make()
     before: dict[str, object] = _global_states()
     for seed in range(num_seeds):
-        player.episode(env, seed)
-    for name, now in _global_states().items():
-        if before[name] != now:
+        runner.run_episode(env, seed)
+    for name, after in _global_states().items():
+        if before[name] != after:
             yield "problem", f"an episode drew from the global generator of `{name}`: use self.np_random"
 
 
-def _takes_any_answer(player: _Player, _: int) -> Found:
-    env = player.make()
-    for answer in NONSENSE:
-        player.reset(env, 1)
-        reward = player.step(env, answer)[1]
+def _check_odd_answers(runner: _EpisodeRunner, _: int) -> Findings:
+    env = runner.make()
+    for answer in ODD_ANSWERS:
+        runner.reset(env, 1)
+        reward = runner.step(env, answer)[1]
         if not math.isfinite(float(reward)):
-            yield "problem", f"the reward of the answer {_shown(answer)} is {reward}"
+            yield "problem", f"the reward of the answer {_shorten(answer)} is {reward}"
 
 
-def _knows_its_tasks(player: _Player, num_seeds: int) -> Found:
-    env = player.make()
+def _check_tasks(runner: _EpisodeRunner, num_seeds: int) -> Findings:
+    env = runner.make()
     task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
     if task_id is None:
         return
-    first = player.reset(env, 0)[0]
+    first = runner.reset(env, 0)[0]
     ids = [task_id(seed) for seed in range(num_seeds)]
-    if player.make().unwrapped.task_id(0) != ids[0]:  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    if runner.make().unwrapped.task_id(0) != ids[0]:  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
         yield "problem", "task_id(0) differs between two instances"
-    player.reset(env, 0)
-    if player.reset(env, 0)[0] != first or [task_id(seed) for seed in range(num_seeds)] != ids:
-        yield "problem", "asking for a task_id changes what the env plays"
-    held_out = registry.held_out_config(player.env_type, player.env_config)
-    if held_out != dict(player.env_config):
-        other = player.make(**held_out)
+    runner.reset(env, 0)
+    if runner.reset(env, 0)[0] != first or [task_id(seed) for seed in range(num_seeds)] != ids:
+        yield "problem", "task_id() changes the env's tasks"
+    held_out = registry.held_out_config(runner.env_type, runner.env_config)
+    if held_out != dict(runner.env_config):
+        other = runner.make(**held_out)
         shared = set(ids) & {cast(Any, other.unwrapped).task_id(seed) for seed in range(num_seeds)}
         if shared:
-            yield "problem", f"{len(shared)} task(s) of `split: held_out` turn up in training too"
+            yield "problem", f"{len(shared)} task(s) of `split: held_out` also occur in training"
 
 
-def _is_small(player: _Player, _: int) -> Found:
-    player.report.bytes_per_env = player.weigh()
-    if player.report.bytes_per_env > MOST_BYTES:
-        mib = player.report.bytes_per_env / (1 << 20)
+def _check_memory(runner: _EpisodeRunner, _: int) -> Findings:
+    runner.report.bytes_per_env = runner.measure_bytes()
+    if runner.report.bytes_per_env > MAX_ENV_BYTES:
+        mib = runner.report.bytes_per_env / (1 << 20)
         yield (
             "advice",
-            f"one more env takes {mib:.1f} MiB, and a worker holds one for each episode that it plays: keep what all share "
-            "in the class or a cache",
+            f"each env takes {mib:.1f} MiB, and a worker holds one per episode slot: keep shared data in the class "
+            "or a cache",
         )
 
 
-_CHECKS: dict[str, Callable[[_Player, int], Found]] = {
-    "text": _speaks_text,
-    "gymnasium": _passes_gymnasium,
-    "determinism": _is_the_same_for_the_same_seed,
-    "own generator": _leaves_global_generators_alone,
-    "any answer": _takes_any_answer,
-    "tasks": _knows_its_tasks,
-    "memory": _is_small,
+_CHECKS: dict[str, Callable[[_EpisodeRunner, int], Findings]] = {
+    "text": _check_text,
+    "gymnasium": _check_gymnasium,
+    "determinism": _check_determinism,
+    "own generator": _check_global_generators,
+    "any answer": _check_odd_answers,
+    "tasks": _check_tasks,
+    "memory": _check_memory,
 }
 
 
@@ -310,6 +312,6 @@ def _global_states() -> dict[str, object]:
     return {"random": random.getstate(), "numpy.random": (state["key"].tobytes(), int(state["pos"]))}
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -20,7 +20,7 @@ from offbeat.envs.sandbox import sandbox_in_use
 REPORT = TypeAdapter(ContractReport)
 
 
-def check_apart(
+def check_in_processes(
     env_type: str,
     env_config: Mapping[str, JsonValue],
     *,
@@ -31,52 +31,54 @@ def check_apart(
 
     limit_s: timeout of each call.
     """
-    order = {"env_type": env_type, "env_config": dict(env_config), "num_seeds": num_seeds, "limit_s": limit_s}
-    report = _run(order, hash_seed="1")
+    request = {"env_type": env_type, "env_config": dict(env_config), "num_seeds": num_seeds, "limit_s": limit_s}
+    report = _run(request, hash_seed="1")
     if report.digest and not report.problems:
-        other = _run(order, hash_seed="2")
+        other = _run(request, hash_seed="2")
         if other.digest != report.digest:
             message = (
-                "another process shows other episodes for the same seeds: do not use hash() of a string, the order of a "
-                "set, the time or the environment"
+                "episodes of the same seeds differ between processes: do not use hash() of a string, the order of a "
+                "set, the time or environment variables"
             )
             report.findings.append(Finding("problem", "determinism", message))
     return report
 
 
-def _run(order: Mapping[str, object], *, hash_seed: str) -> ContractReport:
-    done = subprocess.run(
+def _run(request: Mapping[str, object], *, hash_seed: str) -> ContractReport:
+    process = subprocess.run(
         [sys.executable, "-m", "offbeat.envs.contract_process"],
-        input=json.dumps(order),
+        input=json.dumps(request),
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = done.stdout.splitlines()
-    if done.returncode == 0 and lines:
+    lines = process.stdout.splitlines()
+    if process.returncode == 0 and lines:
         return REPORT.validate_json(lines[-1])
-    return ContractReport([_death(done, str(order["limit_s"]))])
+    return ContractReport([_explain_exit(process, str(request["limit_s"]))])
 
 
-def _death(done: subprocess.CompletedProcess[str], limit_s: str) -> Finding:
-    doing = next((line for line in reversed(done.stdout.splitlines()) if line), "import")
-    if "Timeout (" in done.stderr:
-        frames = [line.strip() for line in done.stderr.splitlines() if line.lstrip().startswith("File ")]
-        where = f"; it was in {frames[0].removeprefix('File ')}" if frames else ""
-        return Finding("problem", "timeout", f"{doing} took longer than {limit_s} s{where}")
-    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit code {done.returncode}")
-    return Finding("problem", "process", f"{doing} ended the process: {last}")
+def _explain_exit(process: subprocess.CompletedProcess[str], limit_s: str) -> Finding:
+    call_name = next((line for line in reversed(process.stdout.splitlines()) if line), "import")
+    if "Timeout (" in process.stderr:
+        frames = [line.strip() for line in process.stderr.splitlines() if line.lstrip().startswith("File ")]
+        location = f"; it was in {frames[0].removeprefix('File ')}" if frames else ""
+        return Finding("problem", "timeout", f"{call_name} took longer than {limit_s} s{location}")
+    last = next(
+        (line for line in reversed(process.stderr.splitlines()) if line.strip()), f"exit code {process.returncode}"
+    )
+    return Finding("problem", "process", f"{call_name} ended the process: {last}")
 
 
 def main() -> None:
-    order = json.loads(sys.stdin.read())
+    request = json.loads(sys.stdin.read())
 
-    def on_call(doing: str) -> None:
-        sys.stdout.write(f"{doing}\n")
-        faulthandler.dump_traceback_later(order["limit_s"], exit=True)
+    def on_call(call_name: str) -> None:
+        sys.stdout.write(f"{call_name}\n")
+        faulthandler.dump_traceback_later(request["limit_s"], exit=True)
 
-    report = check_contract(order["env_type"], order["env_config"], num_seeds=order["num_seeds"], on_call=on_call)
+    report = check_contract(request["env_type"], request["env_config"], num_seeds=request["num_seeds"], on_call=on_call)
     faulthandler.cancel_dump_traceback_later()
     report.sandbox = sandbox_in_use()
     sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 
-def require(module: str, extra: str, how: str = "") -> Any:
+def require(module: str, extra: str, install_command: str = "") -> Any:
     """Import `module`; the error names the extra, or the command, that installs it.
 
     Raises:
@@ -14,5 +14,5 @@ def require(module: str, extra: str, how: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = getattr(error, "name", None) or module
-        told = how or f"uv pip install 'offbeat[{extra}]'"
-        raise ValueError(f"{missing} is not installed: {told}") from error
+        command = install_command or f"uv pip install 'offbeat[{extra}]'"
+        raise ValueError(f"{missing} is not installed: {command}") from error

@@ -71,7 +71,7 @@ def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
     problems = check_env_config(env_type, env_config)
     if problems:
         raise ValueError("; ".join(problems))
-    factory = find(env_type)
+    factory = find_factory(env_type)
     model = _config_class(factory)
     env = factory(**env_config) if model is None else factory(_config(model, json.dumps(env_config)))
     if not isinstance(env, gymnasium.Env):
@@ -92,7 +92,7 @@ def _shared_config(model: type[BaseModel], text: str) -> BaseModel:
 def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list[str]:
     """Return every problem of `env_type` and `env_config`, each with a correction."""
     try:
-        factory = find(env_type)
+        factory = find_factory(env_type)
     except ValueError as error:
         return [str(error)]
     model = _config_class(factory)
@@ -101,45 +101,45 @@ def check_env_config(env_type: str, env_config: Mapping[str, JsonValue]) -> list
     return _signature_problems(env_type, factory, env_config)
 
 
-def find(env_type: str) -> EnvFactory:
+def find_factory(env_type: str) -> EnvFactory:
     """Return the callable that makes the env.
 
     Raises:
         ValueError: unknown name, or its module can't be imported.
     """
-    path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point(env_type))
+    path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point_path(env_type))
     try:
-        found: object = load_object(path)
+        factory: object = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"env_type {env_type!r}: {error}") from error
-    except Exception as error:  # the module may be the user's own: a mistake in it is told
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(f"env_type {env_type!r}: {type(error).__name__}: {error}") from error
-    if not callable(found):
+    if not callable(factory):
         raise ValueError(
-            f"env_type {env_type!r} is a {type(found).__name__}, not a class or function that makes an env"
+            f"env_type {env_type!r} is a {type(factory).__name__}, not a class or function that makes an env"
         )
-    return found
+    return factory
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """Return all names of built-in and installed envs."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
-def about(env_type: str) -> str:
+def describe(env_type: str) -> str:
     """Return the first line of an env's docstring. Raises ValueError for an unknown env."""
-    return (inspect.getdoc(find(env_type)) or "").partition("\n")[0]
+    return (inspect.getdoc(find_factory(env_type)) or "").partition("\n")[0]
 
 
-def settings_of(env_type: str) -> list[str]:
+def setting_names(env_type: str) -> list[str]:
     """Return the names of an env's settings. Raises ValueError for an unknown env."""
-    return _settings(find(env_type))[0]
+    return _setting_names(find_factory(env_type))[0]
 
 
 def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the settings for evaluation: with `split: held_out`, unless the tag sets `split` or the env has no such
     setting."""
-    if "split" in env_config or "split" not in _settings(find(env_type))[0]:
+    if "split" in env_config or "split" not in _setting_names(find_factory(env_type))[0]:
         return dict(env_config)
     return {**env_config, "split": "held_out"}
 
@@ -154,35 +154,35 @@ def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, J
         task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
         if task_id is None:
             return list(range(start, start + n))
-        chosen: dict[object, int] = {}
+        seed_by_task: dict[object, int] = {}
         repeats = 0
         for seed in itertools.count(start):
-            if len(chosen) >= n or repeats >= MAX_REPEATS:
+            if len(seed_by_task) >= n or repeats >= MAX_REPEATS:
                 break
-            before = len(chosen)
-            chosen.setdefault(task_id(seed), seed)
-            repeats = 0 if len(chosen) > before else repeats + 1
+            before = len(seed_by_task)
+            seed_by_task.setdefault(task_id(seed), seed)
+            repeats = 0 if len(seed_by_task) > before else repeats + 1
     finally:
         env.close()
-    return list(itertools.islice(itertools.cycle(chosen.values()), n))
+    return list(itertools.islice(itertools.cycle(seed_by_task.values()), n))
 
 
-def _entry_point(name: str) -> str:
-    found = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
-    if name in found:
-        return found[name]
+def _entry_point_path(name: str) -> str:
+    paths = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in paths:
+        return paths[name]
     raise ValueError(
-        f"env_type: no env named {name!r}{_did_you_mean(name, names())}; there is {', '.join(names())}, or name your own as "
-        "`module:Class`"
+        f"env_type: no env named {name!r}{_did_you_mean(name, list_names())}; known envs: {', '.join(list_names())}; "
+        "or name a class of your own as `module:Class`"
     )
 
 
 def _config_class(factory: EnvFactory) -> type[BaseModel] | None:
-    found: object = getattr(factory, "config_class", None)
-    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+    model: object = getattr(factory, "config_class", None)
+    return model if isinstance(model, type) and issubclass(model, BaseModel) else None
 
 
-def _settings(factory: EnvFactory) -> tuple[list[str], bool]:
+def _setting_names(factory: EnvFactory) -> tuple[list[str], bool]:
     """Return the names of an env's settings, and True if it accepts others, too."""
     model = _config_class(factory)
     if model is not None:
@@ -201,7 +201,7 @@ def _model_problems(env_type: str, model: type[BaseModel], env_config: Mapping[s
         for details in error.errors(include_url=False):
             key = ".".join(str(part) for part in details["loc"])
             if details["type"] == "extra_forbidden":
-                problems.append(_unknown(env_type, key, list(model.model_fields)))
+                problems.append(_unknown_setting(env_type, key, list(model.model_fields)))
             else:
                 message = details["msg"].removeprefix("Value error, ")
                 problems.append(f"env_config{'.' if key else ''}{key}: {message}, got {details['input']!r}")
@@ -210,16 +210,16 @@ def _model_problems(env_type: str, model: type[BaseModel], env_config: Mapping[s
 
 
 def _signature_problems(env_type: str, factory: EnvFactory, env_config: Mapping[str, JsonValue]) -> list[str]:
-    names, takes_others = _settings(factory)
-    problems = [_unknown(env_type, key, names) for key in env_config if key not in names and not takes_others]
+    names, accepts_others = _setting_names(factory)
+    problems = [_unknown_setting(env_type, key, names) for key in env_config if key not in names and not accepts_others]
     for parameter in inspect.signature(factory).parameters.values():
-        wanted = parameter.name in names and parameter.default is inspect.Parameter.empty
-        if wanted and parameter.name not in env_config:
-            problems.append(f"env_config.{parameter.name}: {env_type} needs it")
+        is_required = parameter.name in names and parameter.default is inspect.Parameter.empty
+        if is_required and parameter.name not in env_config:
+            problems.append(f"env_config.{parameter.name}: required by {env_type}")
     return problems
 
 
-def _unknown(env_type: str, key: str, names: list[str]) -> str:
+def _unknown_setting(env_type: str, key: str, names: list[str]) -> str:
     settings = f"it has {', '.join(names)}" if names else "it has no settings"
     return f"env_config.{key}: {env_type} has no such setting{_did_you_mean(key, names, 'env_config.')}; {settings}"
 

@@ -62,22 +62,22 @@ class Levels:
         self._tags = tuple(tags)
         self._at, self._window, self._review = at, window, review
         self._level = 0
-        self._seen: list[float] = []
+        self._successes: list[float] = []
 
     def draw(self, rng: np.random.Generator) -> tuple[str, int | None]:
-        back = self._level and rng.random() < self._review
-        return self._tags[int(rng.integers(self._level)) if back else self._level], None
+        is_review = self._level and rng.random() < self._review
+        return self._tags[int(rng.integers(self._level)) if is_review else self._level], None
 
     def learn(self, tag: str, seed: int, rewards: Sequence[float], successes: Sequence[float]) -> None:  # noqa: ARG002
         if tag != self._tags[self._level] or not successes:
             return
-        self._seen = [*self._seen, sum(successes) / len(successes)][-self._window :]
-        mastered = len(self._seen) == self._window and sum(self._seen) / self._window >= self._at
+        self._successes = [*self._successes, sum(successes) / len(successes)][-self._window :]
+        mastered = len(self._successes) == self._window and sum(self._successes) / self._window >= self._at
         if mastered and self._level + 1 < len(self._tags):
-            self._level, self._seen = self._level + 1, []
+            self._level, self._successes = self._level + 1, []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"level": self._level, "seen": self._seen}
+        return {"level": self._level, "seen": self._successes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._level, self._seen = min(int(state["level"]), len(self._tags) - 1), [float(x) for x in state["seen"]]
+        self._level, self._successes = min(int(state["level"]), len(self._tags) - 1), [float(x) for x in state["seen"]]

@@ -15,7 +15,7 @@ from pydantic import JsonValue
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.recorded_episodes import FOLDER
 from offbeat.envs.contract import ContractReport, check_contract
-from offbeat.envs.contract_process import check_apart
+from offbeat.envs.contract_process import check_in_processes
 
 T = TypeVar("T")
 KINDS = ("after", "during", "before")
@@ -87,7 +87,7 @@ def check_env(
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     if name.startswith("__main__:"):
         return check_contract(name, env_config or {}, num_seeds=num_seeds)
-    return check_apart(name, dict(env_config or {}), num_seeds=num_seeds)
+    return check_in_processes(name, dict(env_config or {}), num_seeds=num_seeds)
 
 
 def play(

@@ -29,9 +29,9 @@ def list_envs() -> None:
     from offbeat.envs import registry
 
     table = Table("env_type", "settings", "what it is", box=None, pad_edge=False)
-    for name in registry.names():
+    for name in registry.list_names():
         try:
-            about, settings = registry.about(name), ", ".join(registry.settings_of(name))
+            about, settings = registry.describe(name), ", ".join(registry.setting_names(name))
         except ValueError as error:
             about, settings = str(error), "-"
         table.add_row(name, settings, about)
@@ -49,9 +49,9 @@ def check(
 
     Exits with 1 if there is a problem; advice alone exits with 0.
     """
-    from offbeat.envs.contract_process import check_apart
+    from offbeat.envs.contract_process import check_in_processes
 
-    report = check_apart(env, parse_settings(settings), num_seeds=seeds, limit_s=limit_s)
+    report = check_in_processes(env, parse_settings(settings), num_seeds=seeds, limit_s=limit_s)
     for finding in report.findings:
         colour = typer.colors.RED if finding.severity == "problem" else typer.colors.YELLOW
         typer.secho(f"{finding.severity:8}", fg=colour, nl=False)

@@ -23,7 +23,7 @@ def collect_words(config: RunConfig) -> tuple[str, ...]:
 
 def _words(config: RunConfig) -> Iterator[str]:
     for env in config.custom_envs.values():
-        factory = registry.find(env.env_type)
+        factory = registry.find_factory(env.env_type)
         module = sys.modules[factory.__module__]
         words = getattr(factory, "words", None) or getattr(module, "WORDS", None)
         if words is None:

@@ -125,7 +125,7 @@ def find_target(
         custom = CustomEnv.model_validate({**setting.env.model_dump(), **changes})
     except ValidationError as error:
         raise ConfigError([ConfigIssue("--template", error.errors()[0]["msg"])], env) from error
-    if custom.shows_pictures and "render_mode" in registry.settings_of(custom.env_type):
+    if custom.shows_pictures and "render_mode" in registry.setting_names(custom.env_type):
         custom = custom.model_copy(update={"env_config": {"render_mode": "rgb_array", **custom.env_config}})
     setting = replace(setting, env=custom)
     problems = registry.check_env_config(setting.env.env_type, setting.env.env_config)

@@ -28,7 +28,7 @@ def run_baselines(config: RunConfig) -> dict[str, float]:
 
 
 def _of_tag(env: CustomEnv, seeds: list[int]) -> lake.LakeBaselines | boxes.RoomBaselines | None:
-    settings, factory = registry.held_out_config(env.env_type, env.env_config), registry.find(env.env_type)
+    settings, factory = registry.held_out_config(env.env_type, env.env_config), registry.find_factory(env.env_type)
     if factory is frozen_lake.FrozenLakeEnv:
         lakes = frozen_lake.FrozenLakeConfig.model_validate_json(json.dumps(settings))
         return lake.baselines(seeds, lakes, max_steps=env.max_steps)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from pydantic import Field, JsonValue
 
-from offbeat.envs.adapters.text import OwnRandomness, TextEnv, numbers_of
+from offbeat.envs.adapters.text import PrivateRandomState, TextEnv, select_numbers
 from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
@@ -34,7 +34,7 @@ class GemEnv(TextEnv):
         """Raises ValueError for an unknown env."""
         super().__init__()
         self.config, library = config, require("gem", "", INSTALL)
-        self._randomness = OwnRandomness()
+        self._random_state = PrivateRandomState()
         try:
             self._env: Any = library.make(config.id, **config.kwargs)
         except (ValueError, TypeError, KeyError, AssertionError) as error:
@@ -42,24 +42,24 @@ class GemEnv(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        number = int(self.np_random.integers(2**31))
-        self._randomness.seed(number)
-        with self._randomness():
-            observation, _ = self._env.reset(seed=number)
+        env_seed = int(self.np_random.integers(2**31))
+        self._random_state.seed(env_seed)
+        with self._random_state():
+            observation, _ = self._env.reset(seed=env_seed)
         return str(observation), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        with self._randomness():
+        with self._random_state():
             observation, reward, terminated, truncated, info = self._env.step(action)
-        numbers = numbers_of(cast(dict[str, Any], info or {}))
+        numbers = select_numbers(cast(dict[str, Any], info or {}))
         success = bool(terminated) and float(reward) >= self.config.success_reward
         return str(observation), float(reward), bool(terminated), bool(truncated), {**numbers, "success": success}
 
     def random_answer(self, rng: np.random.Generator) -> str:
         """Return GEM's own random action, or a random number for envs without one."""
-        drawn = OwnRandomness()
-        drawn.seed(int(rng.integers(2**31)))
-        with drawn():
+        random_state = PrivateRandomState()
+        random_state.seed(int(rng.integers(2**31)))
+        with random_state():
             try:
                 return str(self._env.sample_random_action())
             except NotImplementedError:

@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium import spaces
 from pydantic import Field, JsonValue
 
-from offbeat.envs.adapters.text import TextEnv, numbers_of
+from offbeat.envs.adapters.text import TextEnv, select_numbers
 from offbeat.envs.config import Config
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
@@ -51,40 +51,38 @@ class GymnasiumEnv(TextEnv):
             raise ValueError(f"gymnasium.make({config.id!r}): {error}") from error
         space = self._env.action_space
         if not isinstance(space, spaces.Discrete | spaces.Box | spaces.Text):
-            raise ValueError(
-                f"{config.id} acts in a {type(space).__name__} space: Discrete, Box and Text can be written"
-            )
+            raise ValueError(f"{config.id} has a {type(space).__name__} action space; supported: Discrete, Box, Text")
         if config.actions and (not isinstance(space, spaces.Discrete) or len(config.actions) != cast(Any, space).n):
-            raise ValueError(f"{len(config.actions)} actions are named, {config.id} has {space}")
+            raise ValueError(f"{len(config.actions)} names of actions, but {config.id} has {space}")
         self.config = config
         self._space = cast("spaces.Discrete[Any] | spaces.Box[Any] | spaces.Text", space)
-        self._last: object = None
-        self._sum = 0.0
-        super().__init__(config.system_prompt or self._told())
+        self._observation: object = None
+        self._return = 0.0
+        super().__init__(config.system_prompt or self._default_prompt())
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._last, _ = self._env.reset(seed=seed, options=options)
-        self._sum = 0.0
-        return self._shown(), {}
+        self._observation, _ = self._env.reset(seed=seed, options=options)
+        self._return = 0.0
+        return self._observe(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        meant = self._meant(action)
-        if meant is None:
+        parsed_action = self._parse_action(action)
+        if parsed_action is None:
             penalty = self.config.format_penalty
-            return self._shown(), penalty, False, False, {"action_is_valid": False, "format_penalty": penalty}
-        self._last, reward, terminated, truncated, info = self._env.step(meant)
-        self._sum += float(reward)
-        told: dict[str, Any] = {**numbers_of(info), "action_is_valid": True, "format_penalty": 0.0}
+            return self._observe(), penalty, False, False, {"action_is_valid": False, "format_penalty": penalty}
+        self._observation, reward, terminated, truncated, info = self._env.step(parsed_action)
+        self._return += float(reward)
+        step_info: dict[str, Any] = {**select_numbers(info), "action_is_valid": True, "format_penalty": 0.0}
         if self.config.success_reward is not None:
-            told["success"] = self._sum >= self.config.success_reward
-        return self._shown(), float(reward), bool(terminated), bool(truncated), told
+            step_info["success"] = self._return >= self.config.success_reward
+        return self._observe(), float(reward), bool(terminated), bool(truncated), step_info
 
     def random_answer(self, rng: np.random.Generator) -> str:
         """Return a random action."""
         space = self._space
         if isinstance(space, spaces.Discrete):
-            return self._names()[int(rng.integers(len(self._names())))]
+            return self._action_names()[int(rng.integers(len(self._action_names())))]
         if isinstance(space, spaces.Text):
             return "a"
         low, high = np.nan_to_num(space.low, neginf=-1), np.nan_to_num(space.high, posinf=1)
@@ -93,47 +91,47 @@ class GymnasiumEnv(TextEnv):
     def close(self) -> None:
         self._env.close()
 
-    def _names(self) -> tuple[str, ...]:
+    def _action_names(self) -> tuple[str, ...]:
         if self.config.actions:
             return self.config.actions
         space = cast("spaces.Discrete[Any]", self._space)
         return tuple(str(int(space.start) + i) for i in range(int(space.n)))
 
-    def _told(self) -> str:
+    def _default_prompt(self) -> str:
         if isinstance(self._space, spaces.Discrete):
-            return f"Answer with one of {', '.join(self._names())}."
+            return f"Answer with one of {', '.join(self._action_names())}."
         if isinstance(self._space, spaces.Box):
             return f"Answer with {int(np.prod(self._space.shape))} numbers."
         return "Answer with text."
 
-    def _meant(self, answer: str) -> Any:
+    def _parse_action(self, answer: str) -> Any:
         space, answer = self._space, answer.strip()
         match space:
             case spaces.Discrete():
-                names = [name.lower() for name in self._names()]
+                names = [name.lower() for name in self._action_names()]
                 return int(space.start) + names.index(answer.lower()) if answer.lower() in names else None
             case spaces.Text():
                 return answer if space.contains(answer) else None
             case _:
-                found = [float(text) for text in NUMBER.findall(answer)]
-                if len(found) != int(np.prod(space.shape)):
+                numbers = [float(text) for text in NUMBER.findall(answer)]
+                if len(numbers) != int(np.prod(space.shape)):
                     return None
-                values = np.clip(np.reshape(found, space.shape), space.low, space.high)
-                return values.astype(space.dtype)  # clipped before: what no whole number can hold must not wrap around
+                values = np.clip(np.reshape(numbers, space.shape), space.low, space.high)
+                return values.astype(space.dtype)  # clipped first: integer dtypes would wrap around
 
-    def _shown(self) -> str:
+    def _observe(self) -> str:
         if self.config.observation == "ansi":
             return str(self._env.render())
-        return self._text(self._last)
+        return self._format(self._observation)
 
-    def _text(self, value: object) -> str:
+    def _format(self, value: object) -> str:
         match value:
             case dict():
-                return "\n".join(f"{key}: {self._text(part)}" for key, part in cast(dict[str, object], value).items())
+                return "\n".join(f"{key}: {self._format(part)}" for key, part in cast(dict[str, object], value).items())
             case tuple():
-                return " ".join(self._text(part) for part in cast(tuple[object, ...], value))
+                return " ".join(self._format(part) for part in cast(tuple[object, ...], value))
             case np.ndarray():
-                return " ".join(self._text(part) for part in cast(list[object], value.ravel().tolist()))
+                return " ".join(self._format(part) for part in cast(list[object], value.ravel().tolist()))
             case float() | np.floating():
                 return f"{float(value):.{self.config.digits}f}"
             case _:

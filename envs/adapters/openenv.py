@@ -10,7 +10,7 @@ from offbeat.envs.adapters.text import TextEnv
 from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
-REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
+REJECTION_CODES = ("VALIDATION_ERROR", "INVALID_JSON")
 """Error codes with which a server rejects an action."""
 
 
@@ -49,9 +49,9 @@ class OpenEnvEnv(TextEnv):
         """Raises ValueError if openenv-core is not installed; the first request is that of `reset`."""
         super().__init__(config.system_prompt)
         self.config, self._library = config, require("openenv.core", "openenv")
-        self._closed: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed
+        self._closed_error: type[Exception] = require("websockets.exceptions", "openenv").ConnectionClosed
         self._client: Any = None
-        self._shown = ""
+        self._observation = ""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start an episode.
@@ -61,31 +61,31 @@ class OpenEnvEnv(TextEnv):
             RuntimeError: the server failed.
         """
         super().reset(seed=seed, options=options)
-        told = {**self.config.reset, "seed": int(self.np_random.integers(2**31))}
+        arguments = {**self.config.reset, "seed": int(self.np_random.integers(2**31))}
         try:
-            began = self._ask("reset", **told)
-        except self._closed:
-            began = self._begin_anew(told)
-        self._shown = self._text(began.observation)
-        return self._shown, {}
+            result = self._request("reset", **arguments)
+        except self._closed_error:
+            result = self._reset_new_session(arguments)
+        self._observation = self._text(result.observation)
+        return self._observation, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Send the answer. Raises as `reset` does."""
-        made = self._action(action)
-        if made is None:
-            return self._refused("the answer is no JSON object")
+        request = self._action(action)
+        if request is None:
+            return self._reject("the answer is not a JSON object")
         try:
-            result = self._ask("step", made)
+            result = self._request("step", request)
         except ActionRejectedError as error:
-            return self._refused(str(error))
+            return self._reject(str(error))
         reward, done = float(result.reward or 0.0), bool(result.done)
-        self._shown = self._text(result.observation)
+        self._observation = self._text(result.observation)
         info = {
             "success": done and reward >= self.config.success_reward,
             "action_is_valid": True,
             "format_penalty": 0.0,
         }
-        return self._shown, reward, done, False, info
+        return self._observation, reward, done, False, info
 
     def random_answer(self, rng: np.random.Generator) -> str:
         """Return a number, as text or as the action's JSON."""
@@ -97,25 +97,24 @@ class OpenEnvEnv(TextEnv):
             client, self._client = self._client, None
             client.close()
 
-    def _begin_anew(self, told: dict[str, Any]) -> Any:
+    def _reset_new_session(self, arguments: dict[str, Any]) -> Any:
         """Retry once after an idle session was closed; a server that closes a new session is full."""
         try:
-            return self._ask("reset", **told)
-        except self._closed as error:
+            return self._request("reset", **arguments)
+        except self._closed_error as error:
             raise ConnectionError(
-                f"{self.config.base_url} ends the session before the episode begins: has it room for another one "
-                "(max_concurrent_envs)?"
+                f"{self.config.base_url} closes new sessions at once: raise its max_concurrent_envs"
             ) from error
 
-    def _ask(self, what: str, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Send one request; after an error the session is dropped and the next reset opens another."""
         if self._client is None:
             client = self._library.GenericEnvClient(self.config.base_url, message_timeout_s=self.config.timeout_s)
             self._client = client.sync()
         try:
-            return getattr(self._client, what)(*args, **kwargs)
+            return getattr(self._client, method)(*args, **kwargs)
         except Exception as error:
-            if what == "step" and any(code in str(error) for code in REFUSED):
+            if method == "step" and any(code in str(error) for code in REJECTION_CODES):
                 raise ActionRejectedError(str(error)) from error
             self.close()
             raise
@@ -124,15 +123,15 @@ class OpenEnvEnv(TextEnv):
         if self.config.action_field:
             return {**self.config.action, self.config.action_field: answer}
         try:
-            said: object = json.loads(answer)
+            value: object = json.loads(answer)
         except ValueError:
             return None
-        return {**self.config.action, **cast(dict[str, Any], said)} if isinstance(said, dict) else None
+        return {**self.config.action, **cast(dict[str, Any], value)} if isinstance(value, dict) else None
 
-    def _refused(self, why: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _reject(self, reason: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         penalty = self.config.format_penalty
-        info = {"success": False, "action_is_valid": False, "format_penalty": penalty, "refused": why}
-        return self._shown, penalty, False, False, info
+        info = {"success": False, "action_is_valid": False, "format_penalty": penalty, "refused": reason}
+        return self._observation, penalty, False, False, info
 
     def _text(self, observation: dict[str, Any]) -> str:
         name = self.config.observation_field
@@ -140,5 +139,5 @@ class OpenEnvEnv(TextEnv):
             return json.dumps(observation, ensure_ascii=False, sort_keys=True)
         if name not in observation:
             raise ValueError(f"the observation has no field {name!r}: it has {', '.join(sorted(observation))}")
-        said = observation[name]
-        return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, sort_keys=True)
+        value = observation[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)

@@ -45,32 +45,34 @@ class ReasoningGymEnv(TextEnv):
         self.config = config
         self._dataset: Any = None
         self._entry: dict[str, Any] = {}
-        self._make(0)
+        self._create_question(0)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._make(self._number(self.np_random))
+        self._create_question(self._draw_seed(self.np_random))
         return str(self._entry["question"]), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        said = last_group(self.config.answer_pattern, action)
-        score = 0.0 if said is None else float(self._dataset.score_answer(said, self._entry))
-        penalty = self.config.format_penalty if said is None else 0.0
-        info = {"success": score == 1.0, "action_is_valid": said is not None, "format_penalty": penalty}
+        answer = last_group(self.config.answer_pattern, action)
+        score = 0.0 if answer is None else float(self._dataset.score_answer(answer, self._entry))
+        penalty = self.config.format_penalty if answer is None else 0.0
+        info = {"success": score == 1.0, "action_is_valid": answer is not None, "format_penalty": penalty}
         return "", score + penalty, True, False, info
 
     def task_id(self, seed: int) -> int:
         """Return the seed that generates the question of `reset(seed=seed)`."""
-        return self._number(seeding.np_random(seed)[0])
+        return self._draw_seed(seeding.np_random(seed)[0])
 
-    def _number(self, rng: Any) -> int:
+    def _draw_seed(self, rng: Any) -> int:
         offset = HELD_OUT_FROM if self.config.split == "held_out" else 0
         return offset + int(rng.integers(HELD_OUT_FROM))
 
-    def _make(self, number: int) -> None:
+    def _create_question(self, question_seed: int) -> None:
         config = self.config
         try:
-            self._dataset = self._library.create_dataset(config.dataset, seed=number, size=1, **config.dataset_config)
+            self._dataset = self._library.create_dataset(
+                config.dataset, seed=question_seed, size=1, **config.dataset_config
+            )
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"reasoning_gym's {config.dataset!r}: {error}") from error
         self._entry = self._dataset[0]

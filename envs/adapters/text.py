@@ -34,17 +34,17 @@ class TextEnv(gymnasium.Env[str, str]):
         return Text(min_length=0, max_length=MAX_CHARS, charset=PRINTABLE)
 
 
-def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
+def select_numbers(info: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers and booleans of an info dict."""
-    told: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for key, value in info.items():
         number: object = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
         if isinstance(number, bool | int | float):
-            told[str(key)] = float(number)
-    return told
+            numbers[str(key)] = float(number)
+    return numbers
 
 
-class OwnRandomness:
+class PrivateRandomState:
     """Swaps the state of the global generators of `random` and `numpy` while a library draws from them.
 
     Threads share global generators: an env that needs this runs inline or in its own process.
@@ -61,7 +61,7 @@ class OwnRandomness:
     @contextmanager
     def __call__(self) -> Generator[None]:
         """Activate this env's generator state within the context."""
-        outside = random.getstate(), np.random.get_state()
+        saved = random.getstate(), np.random.get_state()
         if self._states is not None:
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
@@ -69,5 +69,5 @@ class OwnRandomness:
             yield
         finally:
             self._states = random.getstate(), np.random.get_state()
-            random.setstate(outside[0])
-            np.random.set_state(outside[1])
+            random.setstate(saved[0])
+            np.random.set_state(saved[1])

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field, JsonValue
 
-from offbeat.envs.adapters.text import OwnRandomness, TextEnv
+from offbeat.envs.adapters.text import PrivateRandomState, TextEnv
 from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
@@ -31,30 +31,30 @@ class TextArenaEnv(TextEnv):
         """Raises ValueError for an unknown game."""
         super().__init__()
         self.config, self._library = config, require("textarena", "textarena")
-        self._randomness = OwnRandomness()
-        self._seen = ""
+        self._random_state = PrivateRandomState()
+        self._shown_log = ""
         self._game: Any = self._make()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        number = int(self.np_random.integers(2**31))
-        self._randomness.seed(number)
-        with self._randomness():
+        game_seed = int(self.np_random.integers(2**31))
+        self._random_state.seed(game_seed)
+        with self._random_state():
             self._game = self._make()
             try:
-                self._game.reset(num_players=1, seed=number)
+                self._game.reset(num_players=1, seed=game_seed)
             except AssertionError as error:
                 raise ValueError(f"{self.config.id} is no game for one player: {error}") from error
-            self._seen = ""
-            return self._news(), {}
+            self._shown_log = ""
+            return self._new_log(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        with self._randomness():
+        with self._random_state():
             done, _ = self._game.step(action)
             if not done:
-                return self._news(), 0.0, False, False, {"success": False}
-            rewards, told = cast(tuple[dict[int, float] | None, dict[int, dict[str, Any]]], self._game.close())
-        reward, info = float((rewards or {}).get(0, 0.0)), told.get(0, {})
+                return self._new_log(), 0.0, False, False, {"success": False}
+            rewards, infos = cast(tuple[dict[int, float] | None, dict[int, dict[str, Any]]], self._game.close())
+        reward, info = float((rewards or {}).get(0, 0.0)), infos.get(0, {})
         valid = not info.get("invalid_move", False)
         return str(info.get("reason", "")), reward, True, False, {"success": reward >= 1, "action_is_valid": valid}
 
@@ -64,11 +64,11 @@ class TextArenaEnv(TextEnv):
         except (ValueError, TypeError, LookupError) as error:
             raise ValueError(f"textarena.make({self.config.id!r}): {' '.join(str(error).split())}") from error
 
-    def _news(self) -> str:
+    def _new_log(self) -> str:
         """Return the part of the game's log that has not been shown yet."""
-        _, shown = self._game.get_observation()
-        if not isinstance(shown, str):
-            return "\n".join(str(message[1]) for message in shown if message[0] != 0)
-        new = shown.removeprefix(self._seen)
-        self._seen = shown
+        _, log = self._game.get_observation()
+        if not isinstance(log, str):
+            return "\n".join(str(message[1]) for message in log if message[0] != 0)
+        new = log.removeprefix(self._shown_log)
+        self._shown_log = log
         return new.strip()

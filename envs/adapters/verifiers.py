@@ -19,7 +19,7 @@ from offbeat.envs.config import Config
 from offbeat.envs.optional_imports import require
 
 HELD_OUT_SHARE = 8
-ELSEWHERE = "play it with an agent_runner, path offbeat.deploy.agents.verifiers_env:play, and played_by: agent"
+AGENT_HINT = "set agent_runner.path: offbeat.deploy.agents.verifiers_env:play and played_by: agent"
 
 
 class VerifiersConfig(Config):
@@ -50,7 +50,7 @@ class VerifiersEnv(TextEnv):
         """Raises ValueError for an unknown taskset, or one whose tasks need more than one answer."""
         self._library: Any = require("verifiers.v1", "verifiers")
         self.config = config
-        self._tasks = tasks_of(
+        self._tasks = load_tasks(
             config.id, dumps(config.taskset, sort_keys=True), config.num_tasks, config.split, config.played_by
         )
         super().__init__(self._tasks[0].data.system_prompt or "")
@@ -60,15 +60,15 @@ class VerifiersEnv(TextEnv):
         super().reset(seed=seed, options=options)
         self._task = self._tasks[self._index(seed, self.np_random)]
         if self.config.played_by == "agent":
-            return dumps(self._order()), {}
-        told = self._task.data.system_prompt or ""
-        own = f"{told}\n\n" if told != self.system_prompt else ""
-        return own + self._task.data.prompt_text, {}
+            return dumps(self._describe_episode()), {}
+        own_prompt = self._task.data.system_prompt or ""
+        prefix = f"{own_prompt}\n\n" if own_prompt != self.system_prompt else ""
+        return prefix + self._task.data.prompt_text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Score the answer. Raises RuntimeError if verifiers runs the episode."""
         if self.config.played_by == "agent":
-            raise RuntimeError("verifiers itself plays this task: nothing is to be answered here")
+            raise RuntimeError("verifiers runs the episodes of this env: it takes no answers")
         trace = self._trace(action)
         asyncio.run(self._task.score(trace))
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
@@ -80,7 +80,7 @@ class VerifiersEnv(TextEnv):
         """Return the key of the task of `reset(seed=seed)`."""
         return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
 
-    def _order(self) -> dict[str, JsonValue]:
+    def _describe_episode(self) -> dict[str, JsonValue]:
         """Return the episode's description for `offbeat.deploy.agents.verifiers_env`."""
         taskset: dict[str, JsonValue] = {**self.config.taskset, "id": self.config.id}
         return {
@@ -99,19 +99,21 @@ class VerifiersEnv(TextEnv):
     def _trace(self, answer: str) -> Any:
         """Build the conversation as verifiers' own rollouts record it."""
         vf, task = self._library, self._task
-        said = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
+        messages = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
         if task.data.system_prompt:
-            said.insert(0, (vf.SystemMessage(content=task.data.system_prompt), False))
+            messages.insert(0, (vf.SystemMessage(content=task.data.system_prompt), False))
         nodes = [
             vf.MessageNode(parent=i - 1 if i else None, message=message, sampled=sampled)
-            for i, (message, sampled) in enumerate(said)
+            for i, (message, sampled) in enumerate(messages)
         ]
-        of = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        return vf.Trace(task=of, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True)
+        trace_task = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        return vf.Trace(
+            task=trace_task, agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes, is_completed=True, ok=True
+        )
 
 
 @lru_cache(maxsize=8)
-def tasks_of(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
+def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
     """Return the tasks of a split; they are shared by all envs of a process and must not be modified.
 
     settings: JSON.
@@ -125,18 +127,18 @@ def tasks_of(taskset_id: str, settings: str, num_tasks: int | None, split: str, 
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"verifiers' taskset {taskset_id!r}: {error}") from error
     if num_tasks is None and not taskset.bounded:
-        raise ValueError(f"verifiers' taskset {taskset_id!r} has no end: set num_tasks")
+        raise ValueError(f"verifiers' taskset {taskset_id!r} is unbounded: set num_tasks")
     tasks = list(taskset if num_tasks is None else taskset.take(num_tasks))
     for task in tasks if played_by == "policy" else ():
-        if wanted := _needs(vf, taskset_id, taskset, task):
-            raise ValueError(f"verifiers' taskset {taskset_id!r} needs {wanted}: {ELSEWHERE}")
-    chosen = tuple(task for task in tasks if split == "any" or _is_held_out(task.key) == (split == "held_out"))
-    if not chosen:
+        if requirement := _extra_requirement(vf, taskset_id, taskset, task):
+            raise ValueError(f"verifiers' taskset {taskset_id!r} needs {requirement}: {AGENT_HINT}")
+    selected = tuple(task for task in tasks if split == "any" or _is_held_out(task.key) == (split == "held_out"))
+    if not selected:
         raise ValueError(f"verifiers' taskset {taskset_id!r} has no task of split {split!r} among {len(tasks)}")
-    return chosen
+    return selected
 
 
-def _needs(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
+def _extra_requirement(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
     """Return the requirement that one answer can't meet; empty if there is none."""
     kind, loader = cast(Any, type(task)), cast(Any, type(taskset))
     if vf.environment_class(taskset_id) is not vf.SingleAgentEnv:
@@ -144,7 +146,7 @@ def _needs(vf: Any, taskset_id: str, taskset: Any, task: Any) -> str:
     if task.data.prompt is None:
         return "a user who opens the conversation"
     if any(message.role not in ("system", "user") for message in _messages(task.data.prompt)):
-        return "a conversation that goes on from others' answers"
+        return "a conversation with earlier answers"
     if kind.toolsets(task.config) or loader.toolsets(taskset.config):
         return "tools"
     if kind.NEEDS_CONTAINER or kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize:
@@ -158,8 +160,8 @@ def _messages(prompt: object) -> list[Any]:
 
 
 def _takes_runtime(hook: Any) -> bool:
-    asked = signature(hook).parameters.get("runtime")
-    return asked is not None and asked.default is Parameter.empty
+    parameter = signature(hook).parameters.get("runtime")
+    return parameter is not None and parameter.default is Parameter.empty
 
 
 def _is_held_out(key: str) -> bool:

@@ -59,12 +59,12 @@ class CodeEnv(QuestionEnv[CodeConfig]):
         if program is None:
             return Judgement(0.0, success=False, valid=False, metrics={"pass_rate": 0.0})
         tests = read_tests(row[self.config.answer_key])[: self.config.max_tests]
-        failures = [failure for test in tests if (failure := self._fails(program, *test))]
+        failures = [failure for test in tests if (failure := self._run_test(program, *test))]
         rate = 1 - len(failures) / len(tests)
         reward = rate if self.config.reward == "pass_rate" else float(not failures)
         return Judgement(reward, not failures, True, failures[0] if failures else "", {"pass_rate": rate})
 
-    def _fails(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
+    def _run_test(self, program: str, extra: str, stdin: str, expected: str | None) -> str:
         """Return a test's error; empty if it passes."""
         outcome = run_python(f"{program}\n{extra}", stdin=stdin, limits=self.config.sandbox)
         if not outcome.ok:
@@ -85,12 +85,14 @@ def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
             tests = json.loads(tests)
         except ValueError:
             tests = [tests]
-    found: list[tuple[str, str, str | None]]
+    parsed: list[tuple[str, str, str | None]]
     if isinstance(tests, Mapping):
         pairs = cast(Mapping[str, Sequence[object]], tests)
-        found = [("", str(given), str(out)) for given, out in zip(pairs["inputs"], pairs["outputs"], strict=True)]
+        parsed = [
+            ("", str(test_input), str(out)) for test_input, out in zip(pairs["inputs"], pairs["outputs"], strict=True)
+        ]
     else:
-        found = [(str(line), "", None) for line in cast(Sequence[object], tests)]
-    if not found:
-        raise ValueError("a task without tests: each row needs one at least")
-    return found
+        parsed = [(str(line), "", None) for line in cast(Sequence[object], tests)]
+    if not parsed:
+        raise ValueError("the task has no tests: each row needs at least one")
+    return parsed

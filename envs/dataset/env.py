@@ -46,7 +46,7 @@ class QuestionsConfig(Config):
     @classmethod
     def _shows_the_question(cls, prompt: str) -> str:
         if "{question}" not in prompt:
-            raise ValueError("has no {question} in it: the policy would not see what is asked")
+            raise ValueError("has no {question}: the policy would not see the question")
         return prompt
 
 
@@ -75,7 +75,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         """Raises ValueError if the data can't be read."""
         self.config = config
         self.render_mode = "ansi"
-        self._rows = _rows_of(config)
+        self._rows = _load_split(config)
         self._row: Row | None = None
 
     @cached_property
@@ -99,7 +99,7 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
             RuntimeError: called before the first reset.
         """
         if self._row is None:
-            raise RuntimeError("reset() comes before step() and render()")
+            raise RuntimeError("call reset() before step() and render()")
         return self._row
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -109,19 +109,19 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         return self._question(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        judged = self.judge(self.row, action)
-        penalty = 0.0 if judged.valid else self.config.format_penalty
+        judgement = self.judge(self.row, action)
+        penalty = 0.0 if judgement.valid else self.config.format_penalty
         info = {
-            "success": judged.success,
-            "action_is_valid": judged.valid,
+            "success": judgement.success,
+            "action_is_valid": judgement.valid,
             "format_penalty": penalty,
-            **judged.metrics,
+            **judgement.metrics,
         }
-        return judged.feedback, judged.reward + penalty, True, False, info
+        return judgement.feedback, judgement.reward + penalty, True, False, info
 
     def task_id(self, seed: int) -> str:
         """Return file and row number of `reset(seed=seed)`."""
-        return self._rows.name(self._index(seed, seeding.np_random(seed)[0]))
+        return self._rows.row_id(self._index(seed, seeding.np_random(seed)[0]))
 
     def render(self) -> str:
         """Return the question and its correct answer."""
@@ -138,11 +138,11 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
 def last_group(pattern: str, text: str) -> str | None:
     """Return the last match of `pattern` (one group: answer; two: thought and answer), or None."""
-    found = list(compile_pattern(pattern).finditer(text))
-    return (found[-1][found[-1].re.groups] or "").strip() if found else None
+    matches = list(compile_pattern(pattern).finditer(text))
+    return (matches[-1][matches[-1].re.groups] or "").strip() if matches else None
 
 
-def _rows_of(config: QuestionsConfig) -> Rows:
+def _load_split(config: QuestionsConfig) -> Rows:
     path, split = config.dataset_name, config.split
     if config.val_dataset_name is not None:
         path, split = (config.val_dataset_name if split == "held_out" else path), "any"

@@ -48,15 +48,17 @@ class MathEnv(QuestionEnv[MathConfig]):
 
     def judge(self, row: Row, answer: str) -> Judgement:
         pattern = self.config.answer_pattern
-        said = last_boxed(answer) if pattern is None else last_group(pattern, answer)
-        if said is None:
+        answer_text = last_boxed(answer) if pattern is None else last_group(pattern, answer)
+        if answer_text is None:
             return Judgement(0.0, success=False, valid=False)
-        right = self._same(str(row[self.config.answer_key]), said)
-        return Judgement(self.config.correct_reward if right else 0.0, success=right)
+        is_correct = self._matches(str(row[self.config.answer_key]), answer_text)
+        return Judgement(self.config.correct_reward if is_correct else 0.0, success=is_correct)
 
-    def _same(self, gold: str, said: str) -> bool:
+    def _matches(self, gold: str, answer_text: str) -> bool:
         parsed = _parse(self._verifier, gold if "\\boxed" in gold or "$" in gold else f"${gold}$")
-        answer = _parse(self._verifier, said if "\\boxed" in said or "$" in said else f"${said}$")
+        answer = _parse(
+            self._verifier, answer_text if "\\boxed" in answer_text or "$" in answer_text else f"${answer_text}$"
+        )
         return bool(parsed and answer and self._verifier.verify(parsed, answer, timeout_seconds=None))
 
 

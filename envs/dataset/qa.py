@@ -39,12 +39,12 @@ class QAEnv(QuestionEnv[QAConfig]):
     config_class: ClassVar[type[QAConfig]] = QAConfig
 
     def judge(self, row: Row, answer: str) -> Judgement:
-        said = last_group(self.config.answer_pattern, answer)
-        if said is None:
+        prediction = last_group(self.config.answer_pattern, answer)
+        if prediction is None:
             return Judgement(0.0, success=False, valid=False, metrics={"exact_match": 0.0, "f1": 0.0})
         golds = _texts(row[self.config.answer_key])
-        exact = float(any(normalize(said) == normalize(gold) for gold in golds))
-        metrics = {"exact_match": exact, "f1": max((f1(said, gold) for gold in golds), default=0.0)}
+        exact = float(any(normalize(prediction) == normalize(gold) for gold in golds))
+        metrics = {"exact_match": exact, "f1": max((f1(prediction, gold) for gold in golds), default=0.0)}
         return Judgement(metrics[self.config.metric], success=bool(exact), metrics=metrics)
 
 
@@ -54,9 +54,9 @@ def normalize(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
-def f1(said: str, gold: str) -> float:
+def f1(prediction: str, gold: str) -> float:
     """Return the harmonic mean of word precision and recall; 1 if both are empty."""
-    a, b = normalize(said).split(), normalize(gold).split()
+    a, b = normalize(prediction).split(), normalize(gold).split()
     if not a or not b:
         return float(a == b)
     same = sum((Counter(a) & Counter(b)).values())

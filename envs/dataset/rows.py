@@ -21,24 +21,24 @@ Row = Mapping[str, Any]
 class Rows:
     """Rows of one split; `rows[i]` maps columns to values."""
 
-    def __init__(self, path: Path, table: Any, places: tuple[int, ...] | None = None) -> None:
+    def __init__(self, path: Path, table: Any, indices: tuple[int, ...] | None = None) -> None:
         """indices: rows of `table`; None for all."""
         self._path = path
         self._table = table
-        self._places = places
+        self._indices = indices
 
     def __len__(self) -> int:
-        return len(self._table) if self._places is None else len(self._places)
+        return len(self._table) if self._indices is None else len(self._indices)
 
     def __getitem__(self, index: int) -> Row:
-        return self._table[self._place(index)]
+        return self._table[self._row(index)]
 
-    def name(self, index: int) -> str:
+    def row_id(self, index: int) -> str:
         """Return file and row number; unique across splits."""
-        return f"{self._path}:{self._place(index)}"
+        return f"{self._path}:{self._row(index)}"
 
-    def _place(self, index: int) -> int:
-        return index if self._places is None else self._places[index]
+    def _row(self, index: int) -> int:
+        return index if self._indices is None else self._indices[index]
 
 
 @lru_cache(maxsize=8)
@@ -54,11 +54,11 @@ def load_rows(path: Path, question_key: str, answer_key: str, split: str) -> Row
             raise ValueError(f"{key}: {path} has no column {column!r}; it has {', '.join(table.column_names)}")
     if split == "any":
         return Rows(path, table)
-    wanted = split == "held_out"
-    places = tuple(i for i, text in enumerate(table[question_key]) if _is_held_out(str(text)) == wanted)
-    if not places:
-        raise ValueError(f"no row of {path} is in split {split!r}: set val_dataset_name, or give more rows")
-    return Rows(path, table, places)
+    is_held_out = split == "held_out"
+    indices = tuple(i for i, text in enumerate(table[question_key]) if _is_held_out(str(text)) == is_held_out)
+    if not indices:
+        raise ValueError(f"no row of {path} is in split {split!r}: set val_dataset_name or add rows")
+    return Rows(path, table, indices)
 
 
 def read_table(path: Path) -> Any:
@@ -70,19 +70,19 @@ def read_table(path: Path) -> Any:
     datasets = require("datasets", "data")
     if path.is_dir():
         try:
-            found = datasets.load_from_disk(str(path))
+            dataset = datasets.load_from_disk(str(path))
         except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{path} is no folder that datasets saved: {error}") from error
-        if hasattr(found, "keys"):
+            raise ValueError(f"{path} is not a folder saved by datasets: {error}") from error
+        if hasattr(dataset, "keys"):
             raise ValueError(
-                f"{path} holds the splits {', '.join(found)}: name one, such as {path / next(iter(found))}"
+                f"{path} holds the splits {', '.join(dataset)}: name one, such as {path / next(iter(dataset))}"
             )
-        return found
+        return dataset
     if not path.is_file():
         raise ValueError(f"dataset_name: no such file: {path}")
     reader = READERS.get(path.suffix)
     if reader is None:
-        raise ValueError(f"dataset_name: {path.name} is none of {', '.join(READERS)}, nor a folder that datasets saved")
+        raise ValueError(f"dataset_name: {path.name} is none of {', '.join(READERS)}, nor a folder saved by datasets")
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(reader, data_files=str(path), split="train")

@@ -72,10 +72,10 @@ def scripted_policy(lake: LakeMap) -> Array:
     policy = np.zeros((lake.size**2, len(ACTIONS)))
     for index in range(lake.size**2):
         at: Cell = divmod(index, lake.size)
-        ways = {action: lake.neighbour(at, action) for action in range(len(ACTIONS))}
-        safe = {action: there for action, there in ways.items() if there != at and there not in lake.holes}
+        neighbours = {action: lake.neighbour(at, action) for action in range(len(ACTIONS))}
+        safe = {action: there for action, there in neighbours.items() if there != at and there not in lake.holes}
         nearer = [action for action, there in safe.items() if _distance(there, lake.goal) < _distance(at, lake.goal)]
-        chosen = nearer or list(safe) or list(ways)
+        chosen = nearer or list(safe) or list(neighbours)
         policy[index, chosen] = 1 / len(chosen)
     return policy
 

@@ -33,5 +33,5 @@ def careful_wandering(
 
 def careful_actions(env: FrozenLakeEnv) -> list[int]:
     """Return the directions to neighbours that are not holes; never empty on a solvable map."""
-    here = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
-    return [action for action, there in here if there != env.agent and there not in env.lake.holes]
+    neighbours = [(action, env.lake.neighbour(env.agent, action)) for action in range(len(ACTIONS))]
+    return [action for action, there in neighbours if there != env.agent and there not in env.lake.holes]

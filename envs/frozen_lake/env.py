@@ -94,7 +94,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
             RuntimeError: called before the first reset.
         """
         if self._lake is None:
-            raise RuntimeError("reset() comes before step() and render()")
+            raise RuntimeError("call reset() before step() and render()")
         return self._lake
 
     @property
@@ -111,14 +111,14 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         lake, before = self.lake, self._agent
-        wanted = self._parse(action).action
-        if wanted is not None:
-            self._agent = lake.neighbour(before, self._slip(wanted))
+        direction = self._parse(action).action
+        if direction is not None:
+            self._agent = lake.neighbour(before, self._slip(direction))
         success = self._agent == lake.goal
-        penalty = 0.0 if wanted is not None else self.config.format_penalty
+        penalty = 0.0 if direction is not None else self.config.format_penalty
         info = {
             "success": success,
-            "action_is_valid": wanted is not None,
+            "action_is_valid": direction is not None,
             "action_is_effective": self._agent != before,
             "format_penalty": penalty,
         }
@@ -141,10 +141,10 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
     def neighbours_text(self) -> str:
         """Return `row col Left # Down _ Right O Up _`: position and the four neighbours."""
         (row, column), lake = self._agent, self.lake
-        around = (
+        neighbours = (
             f"{name} {lake.cell((row + down, column + right), self._agent)}" for name, (down, right) in MOVES.items()
         )
-        return f"{row} {column} {' '.join(around)}"
+        return f"{row} {column} {' '.join(neighbours)}"
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
         """Return the map as text (`ansi`) or as an image, [height, width, 3] uint8 (`rgb_array`)."""
@@ -152,10 +152,10 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
             return draw_lake(self.lake, self._agent)
         return self.grid_text() if self.render_mode == "ansi" else None
 
-    def _slip(self, wanted: int) -> int:
+    def _slip(self, direction: int) -> int:
         if not self.config.is_slippery:
-            return wanted
-        return (wanted + int(self.np_random.integers(-1, 2))) % len(ACTIONS)
+            return direction
+        return (direction + int(self.np_random.integers(-1, 2))) % len(ACTIONS)
 
     def _observation(self) -> str:
         if self.config.show_grid == "always":

@@ -60,15 +60,15 @@ class LakeMap:
 
     def is_solvable(self) -> bool:
         """Return True if a path around the holes leads from start to goal."""
-        seen, frontier = {self.start}, [self.start]
+        visited, frontier = {self.start}, [self.start]
         while frontier:
             at = frontier.pop()
             for action in range(len(ACTIONS)):
                 there = self.neighbour(at, action)
                 if there == self.goal:
                     return True
-                if there not in seen and there not in self.holes:
-                    seen.add(there)
+                if there not in visited and there not in self.holes:
+                    visited.add(there)
                     frontier.append(there)
         return False
 
@@ -94,5 +94,5 @@ def draw_map(
         if split in ("any", "held_out" if lake.is_held_out else "train") and lake.is_solvable():
             return lake
     raise RuntimeError(
-        f"no solvable {size}x{size} map of split {split!r} with p={p:g} in {MAX_DRAWS:,} draws: take a larger p or size"
+        f"no solvable {size}x{size} map of split {split!r} with p={p:g} in {MAX_DRAWS:,} draws: use a larger p or size"
     )

@@ -17,7 +17,7 @@ ICE, EDGE, HOLE, GOAL, START, AGENT, FALLEN = (
     (170, 60, 60),
 )
 
-Picture = npt.NDArray[np.uint8]
+Image = npt.NDArray[np.uint8]
 
 
 def _disc(radius: float) -> npt.NDArray[np.bool_]:
@@ -25,13 +25,13 @@ def _disc(radius: float) -> npt.NDArray[np.bool_]:
     return np.hypot(offset[:, None], offset[None, :]) <= radius
 
 
-def draw_lake(lake: LakeMap, agent: Cell) -> Picture:
+def draw_lake(lake: LakeMap, agent: Cell) -> Image:
     """Return [size * 32, size * 32, 3] uint8: holes are dark discs, the goal a green square, the agent an orange disc."""
-    picture = np.empty((lake.size * TILE, lake.size * TILE, 3), dtype=np.uint8)
+    image = np.empty((lake.size * TILE, lake.size * TILE, 3), dtype=np.uint8)
     for row in range(lake.size):
         for column in range(lake.size):
             at = row, column
-            tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+            tile = image[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
             tile[:] = EDGE
             tile[1:-1, 1:-1] = START if at == lake.start else ICE
             if at in lake.holes:
@@ -40,4 +40,4 @@ def draw_lake(lake: LakeMap, agent: Cell) -> Picture:
                 tile[5:-5, 5:-5] = GOAL
             if at == agent:
                 tile[_disc(TILE * 0.28)] = FALLEN if at in lake.holes else AGENT
-    return picture
+    return image

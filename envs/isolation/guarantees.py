@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-PROMISES = {
+GUARANTEES = {
     "the network": ("namespaces", "seccomp"),
     "other processes": ("namespaces", "seccomp"),
     "files that are not theirs": ("mounts", "landlock"),
@@ -10,7 +10,7 @@ PROMISES = {
 """Guarantee -> layers of which one must be active."""
 
 
-def missing_promises(layers: Collection[str], *, one_process: bool) -> list[str]:
+def missing_guarantees(layers: Collection[str], *, one_process: bool) -> list[str]:
     """Return the guarantees that `layers` do not give; seccomp alone confines one process, not several."""
-    held = set(layers) if one_process else set(layers) - {"seccomp"}
-    return [what for what, holders in PROMISES.items() if not held & set(holders)]
+    active = set(layers) if one_process else set(layers) - {"seccomp"}
+    return [guarantee for guarantee, sufficient in GUARANTEES.items() if not active & set(sufficient)]

@@ -14,7 +14,7 @@ from offbeat.envs.isolation.syscalls import KernelError, call
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEV = 1, 2, 4, 8, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 """Rights that apply to a single file."""
 RIGHTS_OF_ABI = ((1, (1 << 13) - 1), (2, 1 << 13), (3, TRUNCATE), (5, IOCTL_DEV))
 TCP_SINCE, SCOPES_SINCE = 4, 6
@@ -38,8 +38,8 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
     version = abi()
     handled = sum(rights for since, rights in RIGHTS_OF_ABI if version >= since)
     fields = [handled, BIND_AND_CONNECT if version >= TCP_SINCE else 0, SOCKETS_AND_SIGNALS]
-    known = fields[: 3 if version >= SCOPES_SINCE else 2 if version >= TCP_SINCE else 1]
-    attributes = struct.pack(f"={len(known)}Q", *known)
+    supported = fields[: 3 if version >= SCOPES_SINCE else 2 if version >= TCP_SINCE else 1]
+    attributes = struct.pack(f"={len(supported)}Q", *supported)
     ruleset = call(CREATE_RULESET, ctypes.create_string_buffer(attributes, len(attributes)), len(attributes), 0)
     try:
         for rights, paths in ((READ, readable), (handled & ~IOCTL_DEV, writable)):
@@ -52,12 +52,12 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        if not stat.S_ISDIR(os.fstat(place).st_mode):
-            rights &= OF_FILES
-        call(ADD_RULE, ruleset, 1, ctypes.create_string_buffer(struct.pack("=Qi", rights, place), 12), 0)
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= FILE_RIGHTS
+        call(ADD_RULE, ruleset, 1, ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor), 12), 0)
     finally:
-        os.close(place)
+        os.close(descriptor)

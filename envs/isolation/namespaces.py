@@ -40,23 +40,23 @@ def enter() -> int:
         OSError: the kernel refuses namespaces.
     """
     uid, gid, pid = os.getuid(), os.getgid(), os.getpid()
-    if uid or not _others_may_read(os.__file__):
+    if uid or not _is_world_readable(os.__file__):
         syscalls.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
         _write(pid, "setgroups", "deny")
         _write(pid, "gid_map", f"0 {gid} 1")
         _write(pid, "uid_map", f"0 {uid} 1")
         return 0
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     mapper = os.fork()
     if not mapper:
-        os.close(tell)
-        _map_when_told(told, pid)
+        os.close(write_end)
+        _map_ids(read_end, pid)
     try:
         syscalls.unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
-        os.write(tell, b"x")
+        os.write(write_end, b"x")
     finally:
-        os.close(tell)
-        os.close(told)
+        os.close(write_end)
+        os.close(read_end)
         _, status = os.waitpid(mapper, 0)
     return PROGRAM_ID if status == 0 else 0
 
@@ -73,7 +73,7 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
     root.mkdir()
     syscalls.mount("none", str(root), "tmpfs", NOSUID | NODEV, "mode=755,size=1m,nr_inodes=1k")
     for path in readable:
-        _show(Path(path), root)
+        _bind_read_only(Path(path), root)
     for path in DEVICES:
         _bind(Path(path), root)
     work = root / WORK.lstrip("/")
@@ -83,34 +83,34 @@ def new_root(folder: Path, readable: Iterable[str], *, program_id: int, disk_mib
     for path in (root / "tmp", root / "dev/shm"):
         if not path.exists():
             path.symlink_to(WORK)
-    _read_only(str(root))
+    _make_read_only(str(root))
     os.chdir(root)
     syscalls.call(PIVOT_ROOT[syscalls.machine], b".", b".")
     syscalls.detach(".")
     os.chdir(WORK)
 
 
-def become(program_id: int) -> None:
+def switch_user(program_id: int) -> None:
     """Switch from the mounting user to the program's."""
     os.setgroups([])
     os.setresgid(program_id, program_id, program_id)
     os.setresuid(program_id, program_id, program_id)
 
 
-def _others_may_read(path: str) -> bool:
+def _is_world_readable(path: str) -> bool:
     return bool(os.stat(path).st_mode & stat.S_IROTH)
 
 
-def _map_when_told(told: int, pid: int) -> None:
+def _map_ids(read_end: int, pid: int) -> None:
     """Write `pid`'s user mappings from outside once its namespace exists, then exit.
 
     Exit code 0: the program has its own user id. 1: only root could be mapped.
     """
-    if os.read(told, 1):
-        for code, more in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):
+    if os.read(read_end, 1):
+        for code, extra_mapping in enumerate((f"\n{PROGRAM_ID} {FIRST_OUTSIDE_ID + pid} 1", "")):
             try:
                 for name in ("gid_map", "uid_map"):
-                    _write(pid, name, f"0 0 1{more}")
+                    _write(pid, name, f"0 0 1{extra_mapping}")
             except OSError:
                 continue
             os._exit(code)
@@ -122,7 +122,7 @@ def _write(pid: int, name: str, text: str) -> None:
         file.write(text)
 
 
-def _show(path: Path, root: Path) -> None:
+def _bind_read_only(path: Path, root: Path) -> None:
     """Bind `path` read-only at the same path below `root`; a symbolic link is copied."""
     target = root / str(path).lstrip("/")
     if target.exists() or target.is_symlink():
@@ -132,7 +132,7 @@ def _show(path: Path, root: Path) -> None:
         target.symlink_to(os.readlink(path))
     elif path.exists():
         _bind(path, root)
-        _read_only(str(target), recursive=True)
+        _make_read_only(str(target), recursive=True)
 
 
 def _bind(path: Path, root: Path) -> None:
@@ -145,7 +145,7 @@ def _bind(path: Path, root: Path) -> None:
     syscalls.mount(str(path), str(target), "none", BIND | RECURSIVE)
 
 
-def _read_only(path: str, *, recursive: bool = False) -> None:
+def _make_read_only(path: str, *, recursive: bool = False) -> None:
     attributes = struct.pack("=4Q", ATTR_RDONLY | (ATTR_NOSUID | ATTR_NODEV if recursive else 0), 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     syscalls.call(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, ctypes.create_string_buffer(attributes, 32), 32)

@@ -22,7 +22,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)
 """Column in the tables below, AUDIT_ARCH constant, number of seccomp(2)."""
 
 # name: number on x86-64, on 64-bit ARM; None where there is no such call
-REFUSED: dict[str, tuple[int | None, int | None]] = {
+BLOCKED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 }
 NEW_PROCESS: dict[str, tuple[int | None, int | None]] = {"fork": (57, None), "vfork": (58, None)}
 CLONE, CLONE3, PRCTL = (56, 220), (435, 435), (157, 167)
-ON_ITSELF: dict[str, tuple[int, int]] = {
+SELF_ONLY: dict[str, tuple[int, int]] = {
     "kill": (62, 129),
     "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138),
@@ -102,7 +102,7 @@ ON_ITSELF: dict[str, tuple[int, int]] = {
     "sched_setattr": (314, 274),
 }
 """Calls whose first argument is a process id, allowed only for this process."""
-ZERO_IS_ITSELF = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+ZERO_IS_SELF = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
 PR_SET_PDEATHSIG = 1
 
 
@@ -118,42 +118,47 @@ def restrict(*, one_process: bool, own_pid: int | None) -> None:
         raise KernelError(errno.ENOSYS, f"no list of system calls for {machine}")
     _, _, number = ARCHITECTURES[machine]
     code = b"".join(_program(one_process=one_process, own_pid=own_pid))
-    kept = ctypes.create_string_buffer(code, len(code))
-    described = struct.pack("@HP", len(code) // 8, ctypes.addressof(kept))
-    call(number, 1, 0, ctypes.create_string_buffer(described, len(described)))
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(instructions))
+    call(number, 1, 0, ctypes.create_string_buffer(program, len(program)))
 
 
 def _program(*, one_process: bool, own_pid: int | None) -> list[bytes]:
     """Build the BPF program: a test for each call's number, followed by its refusal."""
     column, architecture, _ = ARCHITECTURES[machine]
-    code = [_step(LOAD, ARCHITECTURE), _step(EQUAL, architecture, 1, 0), _step(RETURN, KILL), _step(LOAD, NUMBER)]
+    code = [
+        _instruction(LOAD, ARCHITECTURE),
+        _instruction(EQUAL, architecture, 1, 0),
+        _instruction(RETURN, KILL),
+        _instruction(LOAD, NUMBER),
+    ]
     if machine == "x86_64":
-        code += [_step(AT_LEAST, X32, 0, 1), _refuse(errno.ENOSYS)]
-    for numbers in (*REFUSED.values(), *(NEW_PROCESS.values() if one_process else ())):
+        code += [_instruction(AT_LEAST, X32, 0, 1), _refuse(errno.ENOSYS)]
+    for numbers in (*BLOCKED.values(), *(NEW_PROCESS.values() if one_process else ())):
         if (number := numbers[column]) is not None:
-            code += [_step(EQUAL, number, 0, 1), _refuse()]
+            code += [_instruction(EQUAL, number, 0, 1), _refuse()]
     # glibc falls back to clone, whose flags can be seen
-    code += [_step(EQUAL, CLONE3[column], 0, 1), _refuse(errno.ENOSYS)]
-    code += _on_argument(CLONE[column], [_step(ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse()])
+    code += [_instruction(EQUAL, CLONE3[column], 0, 1), _refuse(errno.ENOSYS)]
+    code += _test_argument(CLONE[column], [_instruction(ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse()])
     if one_process:
-        code += _on_argument(CLONE[column], [_step(ANY_BIT, CLONE_THREAD, 1, 0), _refuse()])
-    code += _on_argument(PRCTL[column], [_step(EQUAL, PR_SET_PDEATHSIG, 0, 1), _refuse()])
+        code += _test_argument(CLONE[column], [_instruction(ANY_BIT, CLONE_THREAD, 1, 0), _refuse()])
+    code += _test_argument(PRCTL[column], [_instruction(EQUAL, PR_SET_PDEATHSIG, 0, 1), _refuse()])
     if own_pid is not None:
-        for name, numbers in ON_ITSELF.items():
-            zero = [_step(EQUAL, 0, 2, 0)] if name in ZERO_IS_ITSELF else []
-            code += _on_argument(numbers[column], [*zero, _step(EQUAL, own_pid, 1, 0), _refuse()])
-    return [*code, _step(RETURN, ALLOW)]
+        for name, numbers in SELF_ONLY.items():
+            zero = [_instruction(EQUAL, 0, 2, 0)] if name in ZERO_IS_SELF else []
+            code += _test_argument(numbers[column], [*zero, _instruction(EQUAL, own_pid, 1, 0), _refuse()])
+    return [*code, _instruction(RETURN, ALLOW)]
 
 
-def _on_argument(number: int, tests: list[bytes]) -> list[bytes]:
+def _test_argument(number: int, tests: list[bytes]) -> list[bytes]:
     """Build tests of a call's first argument; the call's number is reloaded after them."""
-    inner = [_step(LOAD, FIRST_ARGUMENT), *tests, _step(LOAD, NUMBER)]
-    return [_step(EQUAL, number, 0, len(inner)), *inner]
+    inner = [_instruction(LOAD, FIRST_ARGUMENT), *tests, _instruction(LOAD, NUMBER)]
+    return [_instruction(EQUAL, number, 0, len(inner)), *inner]
 
 
-def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def _refuse(number: int = errno.EPERM) -> bytes:
-    return _step(RETURN, ERRNO | number)
+    return _instruction(RETURN, ERRNO | number)

@@ -20,33 +20,33 @@ from offbeat.envs.isolation import (
     seccomp,
     syscalls,
 )
-from offbeat.envs.isolation.guarantees import missing_promises
+from offbeat.envs.isolation.guarantees import missing_guarantees
 
-REFUSED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "pty.", "ctypes.")
+BLOCKED_EVENTS = ("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "pty.", "ctypes.")
 MAX_THREADS = 64
 
 
 def main() -> None:
     """Isolate, limit and run `main.py` of the folder in argv[1]; write `outcome.json` there."""
-    folder, wanted = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder, request = Path(sys.argv[1]), json.loads(sys.argv[2])
     source = (folder / "main.py").read_text(encoding="utf-8", errors="surrogateescape")
     layers: list[str] = []
-    program_id = _namespaces(wanted, layers)
+    program_id = _enter_namespaces(request, layers)
     syscalls.die_with_parent()
-    if os.getppid() != wanted["parent"]:
+    if os.getppid() != request["parent"]:
         os._exit(1)
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     program = os.fork()
     if program:
-        os.close(tell)
-        _supervise(program, folder, told, time.monotonic() + wanted["timeout_s"])
-    os.close(told)
+        os.close(write_end)
+        _supervise(program, folder, read_end, time.monotonic() + request["timeout_s"])
+    os.close(read_end)
     os.setsid()
-    _hold_in(folder, wanted, layers, program_id)
-    missing = missing_promises(layers, one_process=wanted["max_processes"] == 1)
-    started = not (wanted["required"] and missing)
-    os.write(tell, json.dumps({"layers": layers, "started": started}).encode())
-    os.close(tell)
+    _confine(folder, request, layers, program_id)
+    missing = missing_guarantees(layers, one_process=request["max_processes"] == 1)
+    started = not (request["required"] and missing)
+    os.write(write_end, json.dumps({"layers": layers, "started": started}).encode())
+    os.close(write_end)
     if not started:
         os._exit(1)
     if missing:
@@ -55,8 +55,8 @@ def main() -> None:
     _run(source)
 
 
-def _namespaces(wanted: dict[str, Any], layers: list[str]) -> int:
-    if "namespaces" not in wanted["layers"]:
+def _enter_namespaces(request: dict[str, Any], layers: list[str]) -> int:
+    if "namespaces" not in request["layers"]:
         return 0
     try:
         program_id = namespaces.enter()
@@ -66,35 +66,35 @@ def _namespaces(wanted: dict[str, Any], layers: list[str]) -> int:
     return program_id
 
 
-def _hold_in(folder: Path, wanted: dict[str, Any], layers: list[str], program_id: int) -> None:
+def _confine(folder: Path, request: dict[str, Any], layers: list[str], program_id: int) -> None:
     """Apply each requested layer that the kernel offers, outermost first."""
-    offered, work = wanted["layers"], str(folder / "work")
-    readable, one_process = _readable(), wanted["max_processes"] == 1
+    requested, work = request["layers"], str(folder / "work")
+    readable, one_process = _readable_paths(), request["max_processes"] == 1
     own_pid = None if "namespaces" in layers else os.getpid()
 
     def new_root() -> None:
-        sizes = {"disk_mib": wanted["disk_mib"], "max_files": wanted["max_files"]}
+        sizes = {"disk_mib": request["disk_mib"], "max_files": request["max_files"]}
         namespaces.new_root(folder, readable, program_id=program_id, **sizes)
 
-    if "mounts" in offered and "namespaces" in layers and _held(new_root):
+    if "mounts" in requested and "namespaces" in layers and _apply(new_root):
         layers.append("mounts")
         work = namespaces.WORK
     os.chdir(work)
     os.environ.update(HOME=work, TMPDIR=work)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     if program_id and "mounts" in layers:
-        namespaces.become(program_id)
+        namespaces.switch_user(program_id)
     syscalls.drop_capabilities()
-    _limit(wanted)
+    _set_limits(request)
     allowed = [work, *namespaces.DEVICES]
-    if "landlock" in offered and _held(lambda: landlock.restrict(readable=readable, writable=allowed)):
+    if "landlock" in requested and _apply(lambda: landlock.restrict(readable=readable, writable=allowed)):
         layers.append("landlock")
     syscalls.die_with_parent()
-    if "seccomp" in offered and _held(lambda: seccomp.restrict(one_process=one_process, own_pid=own_pid)):
+    if "seccomp" in requested and _apply(lambda: seccomp.restrict(one_process=one_process, own_pid=own_pid)):
         layers.append("seccomp")
 
 
-def _held(layer: Any) -> bool:
+def _apply(layer: Any) -> bool:
     try:
         layer()
     except OSError:
@@ -102,19 +102,19 @@ def _held(layer: Any) -> bool:
     return True
 
 
-def _readable() -> list[str]:
+def _readable_paths() -> list[str]:
     """Return the paths that Python and its libraries read, the interpreter's own folders last."""
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"]
     return [*system, *dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))]
 
 
-def _limit(wanted: dict[str, Any]) -> None:
-    mib, processes = 1 << 20, wanted["max_processes"]
-    memory = wanted["memory_mib"] * mib // processes
+def _set_limits(request: dict[str, Any]) -> None:
+    mib, processes = 1 << 20, request["max_processes"]
+    memory = request["memory_mib"] * mib // processes
     for name, soft, hard in (
-        (resource.RLIMIT_CPU, wanted["cpu_s"], wanted["cpu_s"] + 1),
+        (resource.RLIMIT_CPU, request["cpu_s"], request["cpu_s"] + 1),
         (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_FSIZE, wanted["file_mib"] * mib, wanted["file_mib"] * mib),
+        (resource.RLIMIT_FSIZE, request["file_mib"] * mib, request["file_mib"] * mib),
         (resource.RLIMIT_NOFILE, 128, 128),
         (resource.RLIMIT_NPROC, *(2 * (MAX_THREADS if processes == 1 else processes,))),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -123,7 +123,7 @@ def _limit(wanted: dict[str, Any]) -> None:
         resource.setrlimit(name, (soft, hard))
 
 
-def _supervise(program: int, folder: Path, told: int, deadline: float) -> None:
+def _supervise(program: int, folder: Path, read_end: int, deadline: float) -> None:
     """Wait for the program or kill it at the deadline, then exit; its namespace dies with it."""
     status, timed_out = None, False
     while status is None:
@@ -134,14 +134,14 @@ def _supervise(program: int, folder: Path, told: int, deadline: float) -> None:
                 timed_out = True
                 os.kill(program, signal.SIGKILL)
             time.sleep(0.002)
-    isolation = json.loads(os.read(told, 1 << 16) or b'{"layers": [], "started": true}')
+    isolation = json.loads(os.read(read_end, 1 << 16) or b'{"layers": [], "started": true}')
     outcome = {"exit_code": os.waitstatus_to_exitcode(status), "timed_out": timed_out, **isolation}
     (folder / "outcome.json").write_text(json.dumps(outcome))
     os._exit(0)
 
 
 def _refuse(event: str, _: tuple[Any, ...]) -> None:
-    if event.startswith(REFUSED_EVENTS):
+    if event.startswith(BLOCKED_EVENTS):
         raise PermissionError(f"{event} is not allowed here")
 
 
@@ -151,7 +151,7 @@ def _run(source: str) -> None:
     except SystemExit:
         raise
     except BaseException as error:
-        # Our own frame is not the program's business.
+        # Leave this function's frame out.
         below = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, below)
         sys.exit(1)

@@ -19,29 +19,29 @@ class KernelError(OSError):
 
 def call(number: int, *arguments: object) -> int:
     """Make a system call by number; raises `KernelError`."""
-    return _checked(_libc.syscall(ctypes.c_long(number), *(_plain(argument) for argument in arguments)))
+    return _check(_libc.syscall(ctypes.c_long(number), *(_as_argument(argument) for argument in arguments)))
 
 
 def prctl(option: int, value: int) -> None:
     """Set a property of this process; raises `KernelError`."""
-    _checked(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+    _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
 
 
 def unshare(flags: int) -> None:
     """Move into new namespaces; raises `KernelError`."""
-    _checked(_libc.unshare(flags))
+    _check(_libc.unshare(flags))
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """Call mount(2); raises `KernelError`."""
-    _checked(
+    _check(
         _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
     )
 
 
 def detach(target: str) -> None:
     """Detach a mount (umount2 with MNT_DETACH); raises `KernelError`."""
-    _checked(_libc.umount2(target.encode(), 2))
+    _check(_libc.umount2(target.encode(), 2))
 
 
 def die_with_parent() -> None:
@@ -52,15 +52,15 @@ def die_with_parent() -> None:
 def drop_capabilities() -> None:
     """Drop all capabilities; raises `KernelError`."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)
-    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()))
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
-def _plain(argument: object) -> object:
+def _as_argument(argument: object) -> object:
     return ctypes.c_long(argument) if isinstance(argument, int) else argument
 
 
-def _checked(answer: int) -> int:
-    if answer < 0:
+def _check(result: int) -> int:
+    if result < 0:
         number = ctypes.get_errno()
         raise KernelError(number, os.strerror(number))
-    return answer
+    return result

@@ -22,22 +22,22 @@ from pydantic import Field
 
 import offbeat
 from offbeat.envs.config import Config
-from offbeat.envs.isolation.guarantees import missing_promises
+from offbeat.envs.isolation.guarantees import missing_guarantees
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Layer = Literal["namespaces", "mounts", "landlock", "seccomp"]
 LAYERS: tuple[Layer, ...] = ("namespaces", "mounts", "landlock", "seccomp")
 ROOT = str(Path(offbeat.__file__).parent.parent)
-STARTER = (
+SUPERVISOR_CODE = (
     f"import sys; sys.path.insert(0, {ROOT!r}); "
     "from offbeat.envs.isolation.supervisor import main; del sys.path[0]; main()"
 )
-START_UP_S = 30.0
+STARTUP_TIMEOUT_S = 30.0
 """Startup timeout of the supervisor; the program's own time counts from its start."""
 
 
-NEEDS = {
+REQUIREMENTS = {
     "the network": "user namespaces or seccomp",
     "other processes": "user namespaces or seccomp",
     "files that are not theirs": "mounts in a user namespace, or Landlock",
@@ -45,7 +45,7 @@ NEEDS = {
 
 
 class IsolationError(ValueError):
-    """The machine lacks what `isolation: require` needs; nothing was run."""
+    """The machine lacks a guarantee that `isolation: require` demands; nothing was run."""
 
 
 class Limits(Config):
@@ -115,12 +115,12 @@ def run_python(
         out, err = (_read(folder / name, limits.max_output_chars) for name in ("stdout", "stderr"))
         if not (folder / "outcome.json").is_file():
             return ProgramResult(out, err, -signal.SIGKILL, True, ())
-        ended = json.loads((folder / "outcome.json").read_text())
-        if ended["started"]:
-            _warn_once(tuple(lacking(ended["layers"])))
+        outcome = json.loads((folder / "outcome.json").read_text())
+        if outcome["started"]:
+            _warn_once(tuple(describe_missing(outcome["layers"])))
         else:
-            check_isolation(limits, tuple(ended["layers"]))
-        return ProgramResult(out, err, ended["exit_code"], ended["timed_out"], tuple(ended["layers"]))
+            check_isolation(limits, tuple(outcome["layers"]))
+        return ProgramResult(out, err, outcome["exit_code"], outcome["timed_out"], tuple(outcome["layers"]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,8 +130,8 @@ def sandbox_in_use() -> str:
     if not platform_isolation.cache_info().currsize:
         return ""
     layers = platform_isolation()
-    missing = "; ".join(lacking(layers))
-    return f"held in by {', '.join(layers) or 'Python alone'}" + (f"; not kept from {missing}" if missing else "")
+    missing = "; ".join(describe_missing(layers))
+    return f"confined by {', '.join(layers) or 'Python alone'}" + (f"; not confined from {missing}" if missing else "")
 
 
 @functools.cache
@@ -140,9 +140,9 @@ def platform_isolation() -> tuple[Layer, ...]:
     return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
 
 
-def lacking(layers: tuple[Layer, ...]) -> list[str]:
+def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
     """Describe the guarantees that `layers` do not give."""
-    missing = [f"{what} ({NEEDS[what]})" for what in missing_promises(layers, one_process=True)]
+    missing = [f"{guarantee} ({REQUIREMENTS[guarantee]})" for guarantee in missing_guarantees(layers, one_process=True)]
     return (
         missing if "mounts" in layers else [*missing, "filling the disk with many files (mounts in a user namespace)"]
     )
@@ -157,38 +157,38 @@ def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> 
         IsolationError: a guarantee that `limits` require is missing.
     """
     layers = platform_isolation() if layers is None else layers
-    if limits.isolation == "require" and missing_promises(layers, one_process=True):
+    if limits.isolation == "require" and missing_guarantees(layers, one_process=True):
         raise IsolationError(
-            f"this machine can't keep programs from {'; '.join(lacking(layers))}: its kernel or container refuses what "
-            "stands in brackets. `isolation: warn` runs programs all the same"
+            f"this machine can't confine programs from {'; '.join(describe_missing(layers))}: its kernel or container lacks "
+            "the features in parentheses. Set `isolation: warn` to run programs without them"
         )
-    if limits.isolation == "require" and missing_promises(layers, one_process=limits.max_processes == 1):
+    if limits.isolation == "require" and missing_guarantees(layers, one_process=limits.max_processes == 1):
         raise IsolationError(
-            f"max_processes: {limits.max_processes} needs user namespaces, which this machine refuses; only 1 is held here"
+            f"max_processes: {limits.max_processes} needs user namespaces, which this machine lacks; set it to 1"
         )
-    _warn_once(tuple(lacking(layers)))
+    _warn_once(tuple(describe_missing(layers)))
 
 
 @functools.cache
 def _warn_once(missing: tuple[str, ...]) -> None:
     if missing:
-        log.warning("sandbox: on this machine programs are not kept from %s", "; ".join(missing))
+        logger.warning("sandbox: this machine does not confine programs from %s", "; ".join(missing))
 
 
 def _run(folder: Path, limits: Limits, layers: tuple[Layer, ...]) -> None:
-    wanted = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
-    command = [sys.executable, "-I", "-c", STARTER, str(folder), json.dumps(wanted)]
+    request = limits.model_dump() | {"layers": layers, "parent": os.getpid(), "required": limits.isolation == "require"}
+    command = [sys.executable, "-I", "-c", SUPERVISOR_CODE, str(folder), json.dumps(request)]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with (
-        (folder / "stdin").open("rb") as given,
+        (folder / "stdin").open("rb") as program_input,
         (folder / "stdout").open("wb") as out,
         (folder / "stderr").open("wb") as err,
     ):
         process = subprocess.Popen(
-            command, stdin=given, stdout=out, stderr=err, cwd=folder, env=environment, start_new_session=True
+            command, stdin=program_input, stdout=out, stderr=err, cwd=folder, env=environment, start_new_session=True
         )
         try:
-            process.wait(limits.timeout_s + START_UP_S)
+            process.wait(limits.timeout_s + STARTUP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             pass
         finally:

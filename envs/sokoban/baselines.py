@@ -39,10 +39,10 @@ def baselines(
     rows: list[RoomBaselines] = []
     for seed in seeds:
         env.reset(seed=seed)
-        found = room_baselines(env.room, max_steps)
-        if found is None:
+        result = room_baselines(env.room, max_steps)
+        if result is None:
             return None
-        rows.append(found)
+        rows.append(result)
     if not rows:
         raise ValueError("no seeds, no baselines")
     return RoomBaselines(*(float(value) for value in np.mean(np.array(rows), axis=0)))
@@ -54,19 +54,19 @@ def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
     if positions is None:
         return None
     numbers = {position: i for i, position in enumerate(positions)}
-    after = np.array([[numbers.get(p.push(a), i) for a in range(len(ACTIONS))] for i, p in enumerate(positions)])
+    successors = np.array([[numbers.get(p.push(a), i) for a in range(len(ACTIONS))] for i, p in enumerate(positions)])
     solved = np.array([position.is_solved for position in positions])
     uniform = np.full((len(positions), len(ACTIONS)), 1 / len(ACTIONS))
     scripted = np.array([scripted_policy(position) for position in positions])
-    chances = (_success(after, solved, policy, max_steps) for policy in (uniform, scripted, None))
+    chances = (_success(successors, solved, policy, max_steps) for policy in (uniform, scripted, None))
     return RoomBaselines(*(float(chance) for chance in chances))
 
 
 def scripted_policy(room: Room) -> Array:
     """Return [action] probabilities of the scripted policy."""
-    wanted = _pushes(room)
-    here = {action for cell, action in wanted if cell == room.player}
-    chosen = here or _steps_towards(room, {cell for cell, _ in wanted}) or set(range(len(ACTIONS)))
+    pushes = _pushes(room)
+    possible = {action for cell, action in pushes if cell == room.player}
+    chosen = possible or _steps_towards(room, {cell for cell, _ in pushes}) or set(range(len(ACTIONS)))
     policy = np.zeros(len(ACTIONS))
     policy[sorted(chosen)] = 1 / len(chosen)
     return policy
@@ -75,14 +75,14 @@ def scripted_policy(room: Room) -> Array:
 def _pushes(room: Room) -> set[tuple[Cell, int]]:
     """Return (player's cell, direction) of each push that brings a box nearer to its nearest free target."""
     free = room.targets - room.boxes
-    found: set[tuple[Cell, int]] = set()
+    results: set[tuple[Cell, int]] = set()
     for box in room.boxes - room.targets:
         for action in range(len(ACTIONS)):
             stand, there = box - room.offset(action), box + room.offset(action)
             passable = stand in room.floor and stand not in room.boxes and there in room.floor - room.boxes
             if passable and _nearest(room, there, free) < _nearest(room, box, free):
-                found.add((stand, action))
-    return found
+                results.add((stand, action))
+    return results
 
 
 def _nearest(room: Room, cell: Cell, targets: frozenset[Cell]) -> int:
@@ -102,21 +102,23 @@ def _steps_towards(room: Room, goals: set[Cell]) -> set[int]:
 
 def _positions(room: Room, max_steps: int) -> list[Room] | None:
     """Return all positions within `max_steps` moves, none beyond a solved one; None if there are too many."""
-    seen, level = {room: None}, [room]
+    visited, level = {room: None}, [room]
     for _ in range(max_steps):
         reached = [p.push(action) for p in level if not p.is_solved for action in range(len(ACTIONS))]
-        level = list(dict.fromkeys(position for position in reached if position not in seen))
-        seen.update(dict.fromkeys(level))
-        if len(seen) > MAX_POSITIONS:
+        level = list(dict.fromkeys(position for position in reached if position not in visited))
+        visited.update(dict.fromkeys(level))
+        if len(visited) > MAX_POSITIONS:
             return None
-    return list(seen)
+    return list(visited)
 
 
-def _success(after: npt.NDArray[np.int64], solved: npt.NDArray[np.bool_], policy: Array | None, turns: int) -> float:
+def _success(
+    successors: npt.NDArray[np.int64], solved: npt.NDArray[np.bool_], policy: Array | None, turns: int
+) -> float:
     """Return the probability of solving the first position within `turns`; `policy` None is the optimal one."""
     chance = solved.astype(np.float64)
     for _ in range(turns):
-        by_action = chance[after]
+        by_action = chance[successors]
         best = by_action.max(axis=1) if policy is None else (policy * by_action).sum(axis=1)
         chance = np.where(solved, 1.0, best)
     return float(chance[0])

@@ -24,11 +24,11 @@ def clumsy_solving(
     Each turn is a best move with probability `SKILL`, else any move that changes the position. Depends on `rng` alone.
     """
     observation, _ = env.reset(seed=int(rng.integers(2**31)))
-    left = distances(env.room)
+    remaining = distances(env.room)
     messages = [{"role": "system", "content": env.system_prompt if system_prompt is None else system_prompt}]
     for turn in range(max_turns):
         content = fill_template(agent_template, observation=observation, step=turn + 1, actions_left=max_turns - turn)
-        answer = env.config.action_lookup[_choose(env.room, left, rng) + 1]
+        answer = env.config.action_lookup[_choose(env.room, remaining, rng) + 1]
         messages += [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         observation, _, terminated, truncated, _ = env.step(answer)
         if terminated or truncated:
@@ -41,13 +41,15 @@ def moves(room: Room) -> list[int]:
     return [action for action in range(len(ACTIONS)) if room.push(action) is not room]
 
 
-def best_moves(room: Room, left: dict[tuple[Cell, frozenset[Cell]], int]) -> list[int]:
+def best_moves(room: Room, remaining: dict[tuple[Cell, frozenset[Cell]], int]) -> list[int]:
     """Return the actions on a shortest solution; empty if the room can't be solved."""
     after = {action: room.push(action) for action in moves(room)}
-    ends = {action: left[key] for action, at in after.items() if (key := (at.player, at.boxes)) in left}
-    return [action for action, distance in ends.items() if distance == min(ends.values())]
+    num_remaining = {
+        action: remaining[key] for action, at in after.items() if (key := (at.player, at.boxes)) in remaining
+    }
+    return [action for action, distance in num_remaining.items() if distance == min(num_remaining.values())]
 
 
-def _choose(room: Room, left: dict[tuple[Cell, frozenset[Cell]], int], rng: np.random.Generator) -> int:
-    best = best_moves(room, left) if rng.random() < SKILL else []
+def _choose(room: Room, remaining: dict[tuple[Cell, frozenset[Cell]], int], rng: np.random.Generator) -> int:
+    best = best_moves(room, remaining) if rng.random() < SKILL else []
     return int(rng.choice(best or moves(room) or range(len(ACTIONS))))

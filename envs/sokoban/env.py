@@ -19,9 +19,9 @@ from offbeat.envs.sokoban.generator import Split, make_room
 from offbeat.envs.sokoban.render import draw_room
 from offbeat.envs.sokoban.rooms import ACTIONS, Room
 
-SIGNS = ("#", "_", "O", "√", "X", "P", "S")
+SYMBOLS = ("#", "_", "O", "√", "X", "P", "S")
 SYSTEM_PROMPT = "Push X to O ."
-WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SIGNS, *ACTIONS, *map(str, range(32)))))
+WORDS = tuple(dict.fromkeys((*SYSTEM_PROMPT.split(), *SYMBOLS, *ACTIONS, *map(str, range(32)))))
 """Vocabulary of prompts, observations and answers with the default settings, for a word-level tokenizer."""
 
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
@@ -40,7 +40,7 @@ class SokobanConfig(Config):
     """Turns after which the env truncates the episode; None leaves that to the tag's `max_steps`."""
     split: Split = "train"
     """Split; held-out rooms are never used in training."""
-    grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SIGNS)))
+    grid_lookup: dict[int, str] = Field(default_factory=lambda: dict(enumerate(SYMBOLS)))
     """Symbol of each kind of cell, by ROLL's numbers: 0 wall, 1 empty, 2 target, 3 box on target, 4 box, 5 player, 6
     player on target."""
     grid_vocab: dict[str, str] = Field(default_factory=dict[str, str])
@@ -72,16 +72,16 @@ class SokobanConfig(Config):
     @classmethod
     def _room_has_an_inside(cls, dim_room: tuple[int, int]) -> tuple[int, int]:
         if not all(4 <= side <= 32 for side in dim_room):
-            raise ValueError("rows and columns go from 4 to 32")
+            raise ValueError("rows and columns must be from 4 to 32")
         return dim_room
 
     @field_validator("grid_lookup", "action_lookup")
     @classmethod
-    def _lookup_is_whole(cls, lookup: dict[int, str], info: Any) -> dict[int, str]:
-        wanted = list(range(7)) if info.field_name == "grid_lookup" else list(range(1, 5))
-        if sorted(lookup) != wanted:
-            raise ValueError(f"needs a text for each of {', '.join(map(str, wanted))}")
-        if len({text.lower() for text in lookup.values()}) < len(wanted) or not all(lookup.values()):
+    def _lookup_is_complete(cls, lookup: dict[int, str], info: Any) -> dict[int, str]:
+        keys = list(range(7)) if info.field_name == "grid_lookup" else list(range(1, 5))
+        if sorted(lookup) != keys:
+            raise ValueError(f"needs a text for each of {', '.join(map(str, keys))}")
+        if len({text.lower() for text in lookup.values()}) < len(keys) or not all(lookup.values()):
             raise ValueError("texts must differ (in more than case) and not be empty")
         return lookup
 
@@ -92,7 +92,7 @@ class SokobanConfig(Config):
             raise ValueError(f"{self.num_boxes} boxes, as many targets and a player need more than {inside} cells")
         if self.show_grid == "first" and self.observation_format != "grid_coord":
             raise ValueError(
-                "show_grid: first leaves later turns with the places alone: take observation_format grid_coord"
+                "show_grid: first shows coordinates alone on later turns: set observation_format: grid_coord"
             )
         if unknown := sorted(set(self.grid_vocab) - set(self.grid_lookup.values())):
             raise ValueError(f"grid_vocab explains {', '.join(unknown)}, which grid_lookup does not show")
@@ -117,9 +117,9 @@ class SokobanEnv(gymnasium.Env[str, str]):
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Created lazily: the character tables are larger than the env."""
-        shown = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
-        longest = (max(map(len, shown)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
-        return Text(max_length=longest, charset="".join(sorted({*"".join(shown), *"0123456789 \n"})))
+        texts = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
+        longest = (max(map(len, texts)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
+        return Text(max_length=longest, charset="".join(sorted({*"".join(texts), *"0123456789 \n"})))
 
     @cached_property
     def action_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -133,22 +133,22 @@ class SokobanEnv(gymnasium.Env[str, str]):
             RuntimeError: called before the first reset.
         """
         if self._room is None:
-            raise RuntimeError("reset() comes before step() and render()")
+            raise RuntimeError("call reset() before step() and render()")
         return self._room
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._room, self._steps = self._make(self.np_random), 0
+        self._room, self._steps = self._generate(self.np_random), 0
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        before, wanted = self.room, self._parse(action).action
-        self._room = after = before if wanted is None else before.push(wanted)
+        before, direction = self.room, self._parse(action).action
+        self._room = after = before if direction is None else before.push(direction)
         self._steps += 1
-        penalty = self.config.format_penalty if wanted is None else 0.0
+        penalty = self.config.format_penalty if direction is None else 0.0
         info = {
             "success": after.is_solved,
-            "action_is_valid": wanted is not None,
+            "action_is_valid": direction is not None,
             "action_is_effective": after is not before,
             "format_penalty": penalty,
         }
@@ -157,33 +157,35 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     def task_id(self, seed: int) -> str:
         """Return the room of `reset(seed=seed)` without changing the env."""
-        return self._make(seeding.np_random(seed)[0]).task_id
+        return self._generate(seeding.np_random(seed)[0]).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
         return self.config.action_lookup[1 + int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
         """Return the room, one line per row."""
-        room, sign = self.room, self.config.grid_lookup
-        cells = [sign[room.code(cell)] for cell in range(room.height * room.width)]
+        room, symbol = self.room, self.config.grid_lookup
+        cells = [symbol[room.code(cell)] for cell in range(room.height * room.width)]
         return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
 
     def coord_text(self) -> str:
         """Return `P 2 3 Up # Down _ Left X Right _ X 2 2 O 4 1`: row, column and neighbours of the player, then boxes
         and targets."""
-        room, sign = self.room, self.config.grid_lookup
+        room, symbol = self.room, self.config.grid_lookup
         places = [*((4, box) for box in sorted(room.boxes)), *((2, target) for target in sorted(room.targets))]
-        rest = [f"{sign[code]} {at // room.width} {at % room.width}" for code, at in places]
+        rest = [f"{symbol[code]} {at // room.width} {at % room.width}" for code, at in places]
         row, column = room.cell(room.player)
-        return " ".join([f"{sign[5]} {row} {column}", *self._around(), *rest])
+        return " ".join([f"{symbol[5]} {row} {column}", *self._neighbours(), *rest])
 
     def relative_text(self) -> str:
         """Return `Up # Down _ Left X Right _ X 0 Down 1 Left O 2 Down 1 Right`: neighbours of the player, its distance
         to each box, and the distance of each target from the nearest box."""
-        room, sign = self.room, self.config.grid_lookup
-        boxes = [f"{sign[4]} {self._way(room.player, box)}" for box in sorted(room.boxes)]
-        targets = [f"{sign[2]} {self._way(self._nearest_box(target), target)}" for target in sorted(room.targets)]
-        return " ".join([*self._around(), *boxes, *targets])
+        room, symbol = self.room, self.config.grid_lookup
+        boxes = [f"{symbol[4]} {self._describe_offset(room.player, box)}" for box in sorted(room.boxes)]
+        targets = [
+            f"{symbol[2]} {self._describe_offset(self._nearest_box(target), target)}" for target in sorted(room.targets)
+        ]
+        return " ".join([*self._neighbours(), *boxes, *targets])
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
         """Return the room as text (`ansi`) or as an image, [height, width, 3] uint8 (`rgb_array`)."""
@@ -191,24 +193,24 @@ class SokobanEnv(gymnasium.Env[str, str]):
             return draw_room(self.room)
         return self.grid_text() if self.render_mode == "ansi" else None
 
-    def _around(self) -> list[str]:
-        room, sign, words = self.room, self.config.grid_lookup, self.config.action_lookup
+    def _neighbours(self) -> list[str]:
+        room, symbol, words = self.room, self.config.grid_lookup, self.config.action_lookup
         cells = [room.player + room.offset(action) for action in range(len(ACTIONS))]
-        return [f"{words[action + 1]} {sign[room.code(cell)]}" for action, cell in enumerate(cells)]
+        return [f"{words[action + 1]} {symbol[room.code(cell)]}" for action, cell in enumerate(cells)]
 
     def _nearest_box(self, target: int) -> int:
         row, column = self.room.cell(target)
         places = [(self.room.cell(box), box) for box in sorted(self.room.boxes)]
         return min(places, key=lambda place: abs(place[0][0] - row) + abs(place[0][1] - column))[1]
 
-    def _way(self, start: int, end: int) -> str:
+    def _describe_offset(self, start: int, end: int) -> str:
         """Return rows and columns from one cell to another: `1 Up 0 Right`."""
         words = self.config.action_lookup
         (row, column), (to_row, to_column) = self.room.cell(start), self.room.cell(end)
         vertical, horizontal = words[1 if to_row < row else 2], words[3 if to_column < column else 4]
         return f"{abs(to_row - row)} {vertical} {abs(to_column - column)} {horizontal}"
 
-    def _make(self, rng: np.random.Generator) -> Room:
+    def _generate(self, rng: np.random.Generator) -> Room:
         config = self.config
         return make_room(rng, config.dim_room, config.num_boxes, config.search_depth, config.split)
 
@@ -235,9 +237,9 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
 def system_prompt(config: SokobanConfig) -> str:
     """Render the system prompt in the symbols and words of the settings."""
-    sign = config.grid_lookup
-    told = f"Push {sign[4]} to {sign[2]} ."
+    symbol = config.grid_lookup
+    prompt = f"Push {symbol[4]} to {symbol[2]} ."
     if config.grid_vocab:
-        legend = ", ".join(f"{sign} {meaning}" for sign, meaning in config.grid_vocab.items())
-        told += f" The room: {legend}. Answer with one of {', '.join(config.action_lookup.values())}."
-    return told
+        legend = ", ".join(f"{symbol} {meaning}" for symbol, meaning in config.grid_vocab.items())
+        prompt += f" The room: {legend}. Answer with one of {', '.join(config.action_lookup.values())}."
+    return prompt

@@ -29,7 +29,7 @@ State = tuple[Cell, tuple[Cell, ...]]
 """Player, and boxes in the order of their targets."""
 
 
-class _Reached(NamedTuple):
+class _SearchState(NamedTuple):
     state: State
     num_pulls: int
 
@@ -50,16 +50,16 @@ def make_room(
             continue
         cells = [int(cell) for cell in rng.choice(sorted(floor), size=num_boxes + 1, replace=False)]
         targets, player = tuple(cells[:-1]), cells[-1]
-        found = play_backwards(rng, floor, (player, targets), dim_room[1], search_depth)
-        if found is None:
+        position = search_backwards(rng, floor, (player, targets), dim_room[1], search_depth)
+        if position is None:
             continue
-        player, boxes = found
+        player, boxes = position
         room = Room(*dim_room, floor, frozenset(targets), frozenset(boxes), player)
         if split in ("any", "held_out" if room.is_held_out else "train"):
             return room
     raise RuntimeError(
         f"no room of {dim_room[0]}x{dim_room[1]} with {num_boxes} box(es) and search_depth {search_depth} in split "
-        f"{split!r} in {MAX_DRAWS:,} draws: take a larger dim_room or search_depth, or fewer boxes"
+        f"{split!r} in {MAX_DRAWS:,} draws: use a larger dim_room or search_depth, or fewer boxes"
     )
 
 
@@ -68,21 +68,21 @@ def dig(rng: np.random.Generator, dim_room: tuple[int, int]) -> frozenset[Cell]:
     height, width = dim_room
     row, column = int(rng.integers(1, height - 1)), int(rng.integers(1, width - 1))
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
-    way = steps[int(rng.integers(4))]
+    direction = steps[int(rng.integers(4))]
     floor: set[Cell] = set()
     for _ in range(int(1.5 * (height + width))):
         for down, right in MASKS[int(rng.integers(len(MASKS)))]:
             if 0 < row + down < height - 1 and 0 < column + right < width - 1:
                 floor.add((row + down) * width + column + right)
         if rng.random() < TURN_CHANCE:
-            way = steps[int(rng.integers(4))]
-        row = min(max(row + way[0], 1), height - 2)
-        column = min(max(column + way[1], 1), width - 2)
+            direction = steps[int(rng.integers(4))]
+        row = min(max(row + direction[0], 1), height - 2)
+        column = min(max(column + direction[1], 1), width - 2)
         floor.add(row * width + column)
     return frozenset(floor)
 
 
-def play_backwards(
+def search_backwards(
     rng: np.random.Generator, floor: frozenset[Cell], solved: State, width: int, search_depth: int
 ) -> State | None:
     """Search breadth first from the solved position and return the farthest; None if none has all boxes off the targets.
@@ -90,11 +90,11 @@ def play_backwards(
     Farthest: most pulls times the boxes' distances from their targets, after gym-sokoban; ties are broken at random.
     """
     targets = solved[1]
-    seen, level = {solved}, [_Reached(solved, 0)]
+    visited, level = {solved}, [_SearchState(solved, 0)]
     best: list[State] = []
     best_score = 0
     for _ in range(search_depth):
-        level = _one_back(floor, level, width, seen)
+        level = _expand_backwards(floor, level, width, visited)
         if not level:
             break
         for state, num_pulls in level:
@@ -108,14 +108,16 @@ def play_backwards(
     return best[int(rng.integers(len(best)))] if best else None
 
 
-def _one_back(floor: frozenset[Cell], level: list[_Reached], width: int, seen: set[State]) -> list[_Reached]:
-    reached: list[_Reached] = []
+def _expand_backwards(
+    floor: frozenset[Cell], level: list[_SearchState], width: int, visited: set[State]
+) -> list[_SearchState]:
+    reached: list[_SearchState] = []
     for (player, boxes), num_pulls in level:
         for offset in (-width, width, -1, 1):
             for state in pulls(floor, player, boxes, offset):
-                if state not in seen:
-                    seen.add(state)
-                    reached.append(_Reached(state, num_pulls + (state[1] != boxes)))
+                if state not in visited:
+                    visited.add(state)
+                    reached.append(_SearchState(state, num_pulls + (state[1] != boxes)))
     return reached
 
 

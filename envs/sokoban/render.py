@@ -19,20 +19,20 @@ WALL, JOINT, FLOOR, TARGET, BOX, BOX_EDGE, DONE, DONE_EDGE, PLAYER = (
     (50, 105, 200),
 )
 
-Picture = npt.NDArray[np.uint8]
+Image = npt.NDArray[np.uint8]
 
 
-def draw_room(room: Room) -> Picture:
+def draw_room(room: Room) -> Image:
     """Return [height * 32, width * 32, 3] uint8: boxes are brown, green on a target (red ring); the player is blue."""
-    picture = np.empty((room.height * TILE, room.width * TILE, 3), dtype=np.uint8)
+    image = np.empty((room.height * TILE, room.width * TILE, 3), dtype=np.uint8)
     for cell in range(room.height * room.width):
         row, column = room.cell(cell)
-        tile = picture[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
+        tile = image[row * TILE : (row + 1) * TILE, column * TILE : (column + 1) * TILE]
         _draw(tile, room.code(cell))
-    return picture
+    return image
 
 
-def _draw(tile: Picture, code: int) -> None:
+def _draw(tile: Image, code: int) -> None:
     if code == 0:
         tile[:] = WALL
         tile[[0, TILE // 2 - 1]] = JOINT

@@ -103,13 +103,13 @@ def parse_room(text: str) -> Room:
     rows = [line.split() for line in text.strip().splitlines()]
     if len({len(row) for row in rows}) != 1:
         raise ValueError("the room's rows differ in length")
-    codes = ["#_O√XPS".index(sign) for row in rows for sign in row]
+    codes = ["#_O√XPS".index(symbol) for row in rows for symbol in row]
     players = [cell for cell, code in enumerate(codes) if code >= 5]
     if len(players) != 1:
         raise ValueError(f"a room has one player, this one {len(players)}")
 
-    def cells(*wanted: int) -> frozenset[Cell]:
-        return frozenset(cell for cell, code in enumerate(codes) if code in wanted)
+    def cells(*kinds: int) -> frozenset[Cell]:
+        return frozenset(cell for cell, code in enumerate(codes) if code in kinds)
 
     floor = cells(1, 2, 3, 4, 5, 6)
     return Room(len(rows), len(rows[0]), floor, cells(2, 3, 6), cells(3, 4), players[0])

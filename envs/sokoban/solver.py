@@ -18,7 +18,7 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
     """
     if room.is_solved:
         return []
-    came_from: dict[tuple[int, frozenset[int]], tuple[Room, int] | None] = {(room.player, room.boxes): None}
+    predecessors: dict[tuple[int, frozenset[int]], tuple[Room, int] | None] = {(room.player, room.boxes): None}
     level, depth = [room], 0
     while level and (max_moves is None or depth < max_moves):
         depth += 1
@@ -27,14 +27,14 @@ def solve(room: Room, *, max_moves: int | None = None) -> list[int] | None:
             for action in range(len(ACTIONS)):
                 after = position.push(action)
                 key = after.player, after.boxes
-                if key in came_from:
+                if key in predecessors:
                     continue
-                came_from[key] = position, action
+                predecessors[key] = position, action
                 if after.is_solved:
-                    return _actions(came_from, after)
+                    return _actions(predecessors, after)
                 reached.append(after)
-        if len(came_from) > MAX_POSITIONS:
-            raise RuntimeError(f"no solution among the first {len(came_from):,} positions")
+        if len(predecessors) > MAX_POSITIONS:
+            raise RuntimeError(f"no solution among the first {len(predecessors):,} positions")
         level = reached
     return None
 
@@ -45,8 +45,8 @@ def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
     Raises:
         RuntimeError: there are more than 500,000 such positions.
     """
-    found = {(player, room.targets): 0 for player in room.floor - room.targets}
-    level, depth = list(found), 0
+    distance_by_state = {(player, room.targets): 0 for player in room.floor - room.targets}
+    level, depth = list(distance_by_state), 0
     while level:
         depth += 1
         reached: list[tuple[Cell, frozenset[Cell]]] = []
@@ -54,20 +54,20 @@ def distances(room: Room) -> dict[tuple[Cell, frozenset[Cell]], int]:
             for action in range(len(ACTIONS)):
                 for before, moved in pulls(room.floor, player, tuple(boxes), room.offset(action)):
                     key = before, frozenset(moved)
-                    if key not in found and key[1] != room.targets:
-                        found[key] = depth
+                    if key not in distance_by_state and key[1] != room.targets:
+                        distance_by_state[key] = depth
                         reached.append(key)
-        if len(found) > MAX_POSITIONS:
+        if len(distance_by_state) > MAX_POSITIONS:
             raise RuntimeError(f"more than {MAX_POSITIONS:,} positions from which this room can be solved")
         level = reached
-    return found
+    return distance_by_state
 
 
-def _actions(came_from: dict[tuple[int, frozenset[int]], tuple[Room, int] | None], room: Room) -> list[int]:
+def _actions(predecessors: dict[tuple[int, frozenset[int]], tuple[Room, int] | None], room: Room) -> list[int]:
     actions: list[int] = []
-    step = came_from[room.player, room.boxes]
+    step = predecessors[room.player, room.boxes]
     while step is not None:
         room, action = step
         actions.append(action)
-        step = came_from[room.player, room.boxes]
+        step = predecessors[room.player, room.boxes]
     return actions[::-1]

@@ -50,7 +50,7 @@ class ToolEnv(gymnasium.Env[str, str]):
         """Raises ValueError if the wrapped env or a tool can't be made."""
         self.config = config
         settings = dict(config.env_config)
-        if config.split is not None and "split" in registry.settings_of(config.env_type):
+        if config.split is not None and "split" in registry.setting_names(config.env_type):
             settings.setdefault("split", config.split)
         self._env = registry.make(config.env_type, settings)
         inner = cast(Any, self._env.unwrapped)
@@ -62,12 +62,12 @@ class ToolEnv(gymnasium.Env[str, str]):
                 self.close()
                 raise
         by_template = config.function_calling == "template"
-        told = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in self._tools if not by_template)]
-        self.system_prompt = "\n".join(text for text in told if text)
+        prompts = [getattr(inner, "system_prompt", ""), *(tool.instruction for tool in self._tools if not by_template)]
+        self.system_prompt = "\n".join(text for text in prompts if text)
         self._by_name: dict[str, OpenTool] = {}
         self.functions: tuple[dict[str, Any], ...] = ()
         if by_template:
-            self._offer_functions()
+            self._register_functions()
         modes = cast(dict[str, str], getattr(inner, "metrics_agg_mode", {}))
         self.metrics_agg_mode = {**modes, "tool_use_counter": "sum", "tool_success_counter": "sum"}
         if hasattr(inner, "task_id"):
@@ -89,45 +89,47 @@ class ToolEnv(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Run the called tools, or step the wrapped env."""
-        if self._by_name and (asked := read_calls(action)):
-            results = [self._used(partial(self._made, call)) for call in asked]
-            return self._told(write_results([result.text if result else self._no_more for result in results]), results)
-        calls = [(tool, text) for tool in self._tools if (text := tool.called(action)) is not None]
+        if self._by_name and (function_calls := read_calls(action)):
+            results = [self._count_use(partial(self._call_function, call)) for call in function_calls]
+            return self._respond(
+                write_results([result.text if result else self._limit_message for result in results]), results
+            )
+        calls = [(tool, text) for tool in self._tools if (text := tool.find_call(action)) is not None]
         if calls and not self._by_name:
-            tool, text = next((call for call in calls if call[0].takes(call[1])), calls[0])
-            result = self._used(partial(tool.use, text))
-            return self._told(result.text if result else self._no_more, [result])
+            tool, text = next((call for call in calls if call[0].accepts(call[1])), calls[0])
+            result = self._count_use(partial(tool.use, text))
+            return self._respond(result.text if result else self._limit_message, [result])
         observation, reward, terminated, truncated, info = self._env.step(action)
-        return observation, float(reward), terminated, truncated, {**info, **_counted(used=0, ok=0)}
+        return observation, float(reward), terminated, truncated, {**info, **_use_metrics(used=0, ok=0)}
 
-    def _offer_functions(self) -> None:
-        offered = [(function, tool) for tool in self._tools for function in tool.functions]
-        self._by_name = {function.name: tool for function, tool in offered}
-        self.functions = tuple(function.schema() for function, _ in offered)
-        if len(self._by_name) < len(offered):
+    def _register_functions(self) -> None:
+        functions = [(function, tool) for tool in self._tools for function in tool.functions]
+        self._by_name = {function.name: tool for function, tool in functions}
+        self.functions = tuple(function.schema() for function, _ in functions)
+        if len(self._by_name) < len(functions):
             self.close()
-            names = ", ".join(function.name for function, _ in offered)
-            raise ValueError(f"tools: two functions have one name: {names}")
+            names = ", ".join(function.name for function, _ in functions)
+            raise ValueError(f"tools: two functions share a name: {names}")
 
-    def _used(self, call: Callable[[], ToolResult]) -> ToolResult | None:
+    def _count_use(self, call: Callable[[], ToolResult]) -> ToolResult | None:
         """Count and make a call; None if the maximum is reached."""
         self._uses += 1
         return call() if self._uses <= self.config.max_tool_uses else None
 
-    def _made(self, call: Call) -> ToolResult:
+    def _call_function(self, call: Call) -> ToolResult:
         if tool := self._by_name.get(call.name):
-            return tool.make(call)
+            return tool.call_function(call)
         return ToolResult(f"there is no function {call.name!r}; there is {', '.join(self._by_name)}", False)
 
     @property
-    def _no_more(self) -> str:
+    def _limit_message(self) -> str:
         return f"no tool can be used any more ({self.config.max_tool_uses} uses): give the answer"
 
-    def _told(self, text: str, results: list[ToolResult | None]) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _respond(self, text: str, results: list[ToolResult | None]) -> tuple[str, float, bool, bool, dict[str, Any]]:
         used = [result for result in results if result is not None]
         ok = sum(result.ok for result in used)
         reward = self.config.tool_reward * len(used) + self.config.tool_success_reward * ok
-        return text, reward, False, False, _counted(used=len(used), ok=ok)
+        return text, reward, False, False, _use_metrics(used=len(used), ok=ok)
 
     def random_answer(self, rng: np.random.Generator) -> str:
         return random_answer(self._env, rng)
@@ -138,5 +140,5 @@ class ToolEnv(gymnasium.Env[str, str]):
             self._tools.pop().close()
 
 
-def _counted(*, used: int, ok: int) -> dict[str, Any]:
+def _use_metrics(*, used: int, ok: int) -> dict[str, Any]:
     return {"tool_use_counter": used, "tool_success_counter": ok}

@@ -27,7 +27,7 @@ class Function(NamedTuple):
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
-    def told(self) -> str:
+    def to_json(self) -> str:
         """Return the schema as one line of JSON."""
         return json.dumps(self.schema(), ensure_ascii=False)
 
@@ -39,21 +39,21 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
-def write_calls(words: str, calls: Sequence[Call]) -> str:
+def write_calls(text: str, calls: Sequence[Call]) -> str:
     """Render an answer with calls for `env.step`."""
-    written = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return "\n".join([*([words] if words else []), *written])
+    lines = [f"<tool_call>\n{json.dumps(call._asdict(), ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return "\n".join([*([text] if text else []), *lines])
 
 
 def read_calls(answer: str) -> list[Call]:
     """Parse the calls written by `write_calls`."""
-    found: list[Call] = []
-    for text in CALL.findall(answer):
+    calls: list[Call] = []
+    for match in CALL.findall(answer):
         try:
-            found.append(read_call(text))
+            calls.append(read_call(match))
         except ValueError:
-            continue  # words that look like one
-    return found
+            continue  # text that only resembles a call
+    return calls
 
 
 def read_call(text: str) -> Call:

@@ -13,10 +13,10 @@ from offbeat.envs.optional_imports import require
 from offbeat.envs.tools.functions import Call, Function, read_call
 
 T = TypeVar("T")
-START_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
 """Timeout of the connection, server startup included."""
-CLOSE_S = 3.0
-PROBE_S = 2.0
+CLOSE_TIMEOUT_S = 3.0
+PROBE_TIMEOUT_S = 2.0
 """Timeout of a probe after a call timed out."""
 
 
@@ -38,10 +38,10 @@ class McpServer:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
         self._client: Any = None
-        self._ending: asyncio.Event | None = None
-        self._holding: asyncio.Task[None] | None = None
+        self._close_requested: asyncio.Event | None = None
+        self._connection_task: asyncio.Task[None] | None = None
         try:
-            self.functions = self._ask(_functions)
+            self.functions = self._run(_list_functions)
         except ValueError:
             self.close()
             raise
@@ -49,53 +49,53 @@ class McpServer:
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return (output of the tool, whether it succeeded)."""
         try:
-            return self._ask(lambda client: _call(client, name, arguments))
+            return self._run(lambda client: _call_tool(client, name, arguments))
         except ValueError as error:
             return str(error), False
 
     def close(self) -> None:
         """Close the connection, and the server if it was started here."""
-        asyncio.run_coroutine_threadsafe(self._let_go(), self._loop).result(2 * CLOSE_S)
+        asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result(2 * CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _ask(self, work: Callable[[Any], Awaitable[T]]) -> T:
+    def _run(self, request: Callable[[Any], Awaitable[T]]) -> T:
         """Run a request. Raises ValueError for any failure; the connection is then reopened unless the server answers a
         probe."""
-        return asyncio.run_coroutine_threadsafe(self._limited(work), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._run_with_timeout(request), self._loop).result()
 
-    async def _limited(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        where, limit_s = self._address.url or " ".join(self._address.command), self._address.timeout_s
+    async def _run_with_timeout(self, request: Callable[[Any], Awaitable[T]]) -> T:
+        server, timeout_s = self._address.url or " ".join(self._address.command), self._address.timeout_s
         try:
-            async with asyncio.timeout(START_S):
-                client = await self._connected()
-            async with asyncio.timeout(limit_s):
-                return await work(client)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                client = await self._connect()
+            async with asyncio.timeout(timeout_s):
+                return await request(client)
         except TimeoutError:
-            await self._let_go_of_the_dead()
-            raise ValueError(f"the MCP server {where} gave no answer in {limit_s:g} s") from None
+            await self._disconnect_if_dead()
+            raise ValueError(f"the MCP server {server} gave no answer in {timeout_s:g} s") from None
         except Exception as error:
-            await self._let_go()
-            raise ValueError(f"the MCP server {where} failed: {error or type(error).__name__}") from error
+            await self._disconnect()
+            raise ValueError(f"the MCP server {server} failed: {error or type(error).__name__}") from error
 
-    async def _connected(self) -> Any:
+    async def _connect(self) -> Any:
         async with self._connecting:
             if self._client is None:
                 ready: asyncio.Future[Any] = self._loop.create_future()
-                self._ending = asyncio.Event()
-                self._holding = asyncio.create_task(self._hold(ready, self._ending))
+                self._close_requested = asyncio.Event()
+                self._connection_task = asyncio.create_task(self._keep_connection(ready, self._close_requested))
                 self._client = await ready
             return self._client
 
-    async def _let_go_of_the_dead(self) -> None:
+    async def _disconnect_if_dead(self) -> None:
         """Close a server that does not answer; others' calls keep an answering one open."""
         try:
-            async with asyncio.timeout(PROBE_S):
-                await _functions(self._client)
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await _list_functions(self._client)
         except Exception:
-            # whatever is wrong with it, a new connection is what helps
-            await self._let_go()
+            # any failure is resolved by a new connection
+            await self._disconnect()
 
-    async def _hold(self, ready: "asyncio.Future[Any]", ending: asyncio.Event) -> None:
+    async def _keep_connection(self, ready: "asyncio.Future[Any]", close_requested: asyncio.Event) -> None:
         """Hold the connection open; it must be closed by the task that opened it."""
         mcp = require("mcp", "mcp")
         address = self._address
@@ -104,27 +104,27 @@ class McpServer:
         try:
             async with mcp.Client(server) as client:
                 ready.set_result(client)
-                await ending.wait()
+                await close_requested.wait()
         except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
 
-    async def _let_go(self) -> None:
-        holding, self._holding, self._client = self._holding, None, None
-        if holding is None or self._ending is None:
+    async def _disconnect(self) -> None:
+        connection, self._connection_task, self._client = self._connection_task, None, None
+        if connection is None or self._close_requested is None:
             return
-        self._ending.set()
-        _, hanging = await asyncio.wait({holding}, timeout=CLOSE_S)
-        for task in hanging:
+        self._close_requested.set()
+        _, pending = await asyncio.wait({connection}, timeout=CLOSE_TIMEOUT_S)
+        for task in pending:
             task.cancel()
 
 
-async def _functions(client: Any) -> tuple[Function, ...]:
+async def _list_functions(client: Any) -> tuple[Function, ...]:
     listed = await client.list_tools()
     return tuple(Function(tool.name, tool.description or "", dict(tool.input_schema)) for tool in listed.tools)
 
 
-async def _call(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+async def _call_tool(client: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
     result = await client.call_tool(name, arguments)
     parts = [str(getattr(part, "text", f"({part.type})")) for part in result.content]
     return "\n".join(parts) or "(nothing was returned)", not result.is_error
@@ -137,14 +137,14 @@ class SharedServers:
         self._lock = threading.Lock()
         self._servers: dict[McpAddress, tuple[McpServer, int]] = {}
 
-    def take(self, address: McpAddress) -> McpServer:
+    def acquire(self, address: McpAddress) -> McpServer:
         """Return a shared connection. Raises ValueError if the server can't be reached."""
         with self._lock:
             server, users = self._servers.get(address) or (McpServer(address), 0)
             self._servers[address] = (server, users + 1)
             return server
 
-    def give_back(self, address: McpAddress) -> None:
+    def release(self, address: McpAddress) -> None:
         """Release a connection; the last release closes it."""
         with self._lock:
             server, users = self._servers.pop(address)
@@ -167,16 +167,16 @@ class McpSession:
             ValueError: the server can't be reached, or lacks a function.
         """
         self._address = address
-        self._server = SHARED.take(address)
+        self._server = SHARED.acquire(address)
         known = {function.name: function for function in self._server.functions}
         if unknown := [name for name in offered if name not in known]:
-            SHARED.give_back(address)
+            SHARED.release(address)
             raise ValueError(f"functions: the server has no {unknown[0]!r}; it has {', '.join(known) or 'none'}")
         self._functions = {name: known[name] for name in (offered or known)}
         self.functions = tuple(self._functions.values())
-        self.instruction = instruction.replace("{tools}", "\n".join(f.told() for f in self.functions))
+        self.instruction = instruction.replace("{tools}", "\n".join(f.to_json() for f in self.functions))
 
-    def takes(self, text: str) -> bool:
+    def accepts(self, text: str) -> bool:
         """Return True if the call is of one of these functions."""
         try:
             return read_call(text).name in self._functions
@@ -186,15 +186,15 @@ class McpSession:
     def use(self, text: str) -> tuple[str, bool]:
         """Make the call in `text` and return (output, whether it succeeded)."""
         try:
-            return self.make(read_call(text))
+            return self.call_function(read_call(text))
         except ValueError as error:
             return str(error), False
 
-    def make(self, call: Call) -> tuple[str, bool]:
+    def call_function(self, call: Call) -> tuple[str, bool]:
         """Make a call and return (output, whether it succeeded)."""
         if call.name not in self._functions:
             return f"there is no function {call.name!r}; there is {', '.join(self._functions)}", False
         return self._server.call(call.name, call.arguments)
 
     def close(self) -> None:
-        SHARED.give_back(self._address)
+        SHARED.release(self._address)

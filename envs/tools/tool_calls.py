@@ -51,11 +51,11 @@ class OpenTool(Protocol):
         """Text added to the system prompt."""
         ...
 
-    def called(self, answer: str) -> str | None:
+    def find_call(self, answer: str) -> str | None:
         """Return the call's text; None if the answer does not call this tool."""
         ...
 
-    def takes(self, text: str) -> bool:
+    def accepts(self, text: str) -> bool:
         """Return True if the call is for this tool; decides between tools that share a pattern."""
         ...
 
@@ -68,7 +68,7 @@ class OpenTool(Protocol):
         """The tool as functions for chat templates."""
         ...
 
-    def make(self, call: Call) -> ToolResult:
+    def call_function(self, call: Call) -> ToolResult:
         """Call one of `functions`; a failure is described in the result."""
         ...
 
@@ -91,7 +91,7 @@ class Tool(Config):
         compile_pattern(pattern)
         return pattern
 
-    def called(self, answer: str) -> str | None:
+    def find_call(self, answer: str) -> str | None:
         return last_group(self.pattern, answer)
 
     @abstractmethod
@@ -99,13 +99,13 @@ class Tool(Config):
         """Return the tool, ready for an env. Raises ValueError if it is not available."""
 
 
-class OwnTool(Tool):
+class StatelessTool(Tool):
     """Tool without resources."""
 
     def open(self) -> OpenTool:
         return self
 
-    def takes(self, text: str) -> bool:  # noqa: ARG002
+    def accepts(self, text: str) -> bool:  # noqa: ARG002
         return True
 
     @abstractmethod
@@ -116,22 +116,22 @@ class OwnTool(Tool):
     def functions(self) -> tuple[Function, ...]:
         """One function, whose only argument is the call's text."""
 
-    def make(self, call: Call) -> ToolResult:
-        (wanted,) = self.functions[0].parameters["required"]
-        text = call.arguments.get(wanted)
+    def call_function(self, call: Call) -> ToolResult:
+        (argument,) = self.functions[0].parameters["required"]
+        text = call.arguments.get(argument)
         if isinstance(text, str):
             return self.use(text)
-        return ToolResult(f"{call.name} needs the argument {wanted!r}, a text", False)
+        return ToolResult(f"{call.name} needs the argument {argument!r}, a text", False)
 
     def close(self) -> None: ...
 
 
-def _takes_text(name: str, description: str, argument: str) -> tuple[Function, ...]:
+def _text_function(name: str, description: str, argument: str) -> tuple[Function, ...]:
     schema = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
     return (Function(name, description, schema),)
 
 
-class PythonTool(OwnTool):
+class PythonTool(StatelessTool):
     """Python program, run in the sandbox; its output is the result."""
 
     tool_id: Literal["python_code"]
@@ -141,18 +141,22 @@ class PythonTool(OwnTool):
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        return _takes_text("python_code", "Run a Python program and see what it prints.", "code")
+        return _text_function("python_code", "Run a Python program and see what it prints.", "code")
 
     def open(self) -> OpenTool:
         check_isolation(self.limits)
         return self
 
     def use(self, text: str) -> ToolResult:
-        outcome = run_python(text, limits=self.limits)
-        return ToolResult(outcome.stdout.rstrip() or "(nothing was printed)", True) if outcome.ok else _failed(outcome)
+        result = run_python(text, limits=self.limits)
+        return (
+            ToolResult(result.stdout.rstrip() or "(nothing was printed)", True)
+            if result.ok
+            else _report_failure(result)
+        )
 
 
-class SearchTool(OwnTool):
+class SearchTool(StatelessTool):
     """BM25 search in a corpus on disk."""
 
     tool_id: Literal["search"]
@@ -165,17 +169,17 @@ class SearchTool(OwnTool):
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        return _takes_text("search", "Search a corpus by words and see the best passages.", "query")
+        return _text_function("search", "Search a corpus by words and see the best passages.", "query")
 
     def use(self, text: str) -> ToolResult:
-        asked = words(text)
-        index, passages = _index(self.corpus, self.text_key)
-        if not asked:
+        query = words(text)
+        index, passages = _load_index(self.corpus, self.text_key)
+        if not query:
             return ToolResult("the search is empty", False)
-        scores = np.asarray(index.get_scores(asked))
+        scores = np.asarray(index.get_scores(query))
         best = [int(i) for i in np.argsort(-scores, kind="stable")[: self.top_k] if scores[i] > 0]
-        found = "\n".join(f"[{place + 1}] {passages[i]}" for place, i in enumerate(best))
-        return ToolResult(found or "nothing was found", bool(best))
+        lines = "\n".join(f"[{rank + 1}] {passages[i]}" for rank, i in enumerate(best))
+        return ToolResult(lines or "nothing was found", bool(best))
 
 
 class McpTool(Tool):
@@ -198,7 +202,7 @@ class McpTool(Tool):
     @model_validator(mode="after")
     def _one_of_both(self) -> "McpTool":
         if bool(self.command) == bool(self.url):
-            raise ValueError("name the server by command or by url, one of both")
+            raise ValueError("set either command or url")
         return self
 
     def open(self) -> OpenTool:
@@ -210,29 +214,29 @@ class _OpenMcp:
     def __init__(self, tool: McpTool, session: McpSession) -> None:
         self._tool, self._session = tool, session
         self.instruction = session.instruction
-        self.called = tool.called
-        self.takes = session.takes
+        self.find_call = tool.find_call
+        self.accepts = session.accepts
         self.functions = session.functions
         self.close = session.close
 
     def use(self, text: str) -> ToolResult:
-        told, ok = self._session.use(text)
-        return ToolResult(f"<tool_response>\n{told}\n</tool_response>", ok)
+        output, ok = self._session.use(text)
+        return ToolResult(f"<tool_response>\n{output}\n</tool_response>", ok)
 
-    def make(self, call: Call) -> ToolResult:
-        return ToolResult(*self._session.make(call))
+    def call_function(self, call: Call) -> ToolResult:
+        return ToolResult(*self._session.call_function(call))
 
 
 AnyTool = Annotated[PythonTool | SearchTool | McpTool, Field(discriminator="tool_id")]
 
 
-def _failed(outcome: Any) -> ToolResult:
-    printed = f"{outcome.stdout.rstrip()}\n" if outcome.stdout.strip() else ""
-    return ToolResult(f"{printed}{outcome.error}", False)
+def _report_failure(result: Any) -> ToolResult:
+    printed = f"{result.stdout.rstrip()}\n" if result.stdout.strip() else ""
+    return ToolResult(f"{printed}{result.error}", False)
 
 
 @lru_cache(maxsize=4)
-def _index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
+def _load_index(corpus: Path, text_key: str) -> tuple[Any, list[str]]:
     """Return index and passages. Raises ValueError if the corpus can't be read."""
     table = read_table(corpus)
     if text_key not in table.column_names:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-NO_LIMIT = 1_000_000.0
+NO_PRICE_LIMIT = 1_000_000.0
 """`price_upper` of a goal without a price."""
 PRICE_STEPS = tuple(10.0 * i for i in range(1, 100))
 """Price limits of goals, in dollars."""

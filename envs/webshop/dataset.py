@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from offbeat.envs.webshop.catalogue import (
-    NO_LIMIT,
+    NO_PRICE_LIMIT,
     Catalogue,
     Goal,
     Product,
@@ -44,13 +44,13 @@ def load_catalogue(folder: Path, num_products: int | None, *, human_goals: bool)
     draws = random.Random(SHUFFLE_SEED)
     try:
         products = list(_products(rows, attributes, reviews, draws))
-        wanted = _human_goals(products, instructions) if human_goals else _synthetic_goals(products, attributes)
-        goals = [_with_price(goal, draws) for goal in wanted]
+        unpriced_goals = _human_goals(products, instructions) if human_goals else _synthetic_goals(products, attributes)
+        goals = [_with_price(goal, draws) for goal in unpriced_goals]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} does not hold WebShop's data: {type(error).__name__}: {error}") from error
     random.Random(SHUFFLE_SEED).shuffle(goals)
     if not goals:
-        raise ValueError(f"{folder} holds no goals for its first {len(products)} products: take more (num_products)")
+        raise ValueError(f"{folder} has no goals for its first {len(products)} products: raise num_products")
     small = len(goals) <= FIRST_TRAIN
     eighth = max(1, len(goals) // 8)
     return Catalogue(products, goals, eighth if small else NUM_TEST, eighth if small else FIRST_TRAIN)
@@ -62,24 +62,24 @@ def _read(path: Path) -> Any:
     except FileNotFoundError:
         raise ValueError(
             f"no {path.name} in {path.parent}: WebShop's data has items_shuffle.json, items_ins_v2.json and "
-            "items_human_ins.json; leave data_dir out to play in a shop that is made here"
+            "items_human_ins.json; leave data_dir unset to use a generated shop"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def _products(
     rows: list[Row], attributes: dict[str, Row], reviews: dict[str, Row], draws: random.Random
 ) -> Iterator[Product]:
-    seen: set[str] = set()
+    known_asins: set[str] = set()
     for row in rows:
         asin: str = row["asin"]
-        if asin == "nan" or len(asin) > 10 or asin in seen:
+        if asin == "nan" or len(asin) > 10 or asin in known_asins:
             continue
-        seen.add(asin)
+        known_asins.add(asin)
         prices = _prices(row.get("pricing"))
         bullets: object = row["small_description"]
-        said = reviews.get(asin, {})
+        review_row = reviews.get(asin, {})
         yield Product(
             asin=asin,
             title=row["name"],
@@ -91,37 +91,37 @@ def _products(
             bullet_points=_texts(bullets),
             description=row["full_description"] or "",
             options=_options(row.get("customization_options")),
-            rating=str(said.get("average_rating", "N.A.")),
-            reviews=tuple(str(review.get("review", "")) for review in said.get("reviews", ())),
+            rating=str(review_row.get("average_rating", "N.A.")),
+            reviews=tuple(str(review.get("review", "")) for review in review_row.get("reviews", ())),
         )
 
 
 def _prices(text: str | None) -> list[float]:
-    found = [float(re.sub(r"[^\d.]", "", part)) for part in (text or "").split("$")[1:]]
-    return found[:2] or [DEFAULT_PRICE]
+    prices = [float(re.sub(r"[^\d.]", "", part)) for part in (text or "").split("$")[1:]]
+    return prices[:2] or [DEFAULT_PRICE]
 
 
-def _texts(given: object) -> tuple[str, ...]:
-    return tuple(str(text) for text in cast(list[object], given)) if isinstance(given, list) else (str(given),)
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(str(text) for text in cast(list[object], value)) if isinstance(value, list) else (str(value),)
 
 
-def _options(given: dict[str, list[Row] | None] | str | None) -> dict[str, tuple[str, ...]]:
-    if not isinstance(given, dict):
+def _options(value: dict[str, list[Row] | None] | str | None) -> dict[str, tuple[str, ...]]:
+    if not isinstance(value, dict):
         return {}
     return {
         name.lower(): tuple(content["value"].strip().replace("/", " | ").lower() for content in contents)
-        for name, contents in given.items()
+        for name, contents in value.items()
         if contents is not None
     }
 
 
 def _human_goals(products: list[Product], instructions: dict[str, list[Row]]) -> Iterator[Goal]:
     for product in products:
-        for told in instructions.get(product.asin, []):
-            if told["instruction_attributes"]:
-                options = tuple(told["instruction_options"])
-                text = told["instruction"].strip(".")
-                yield Goal(text, product, tuple(told["instruction_attributes"]), options, NO_LIMIT)
+        for row in instructions.get(product.asin, []):
+            if row["instruction_attributes"]:
+                options = tuple(row["instruction_options"])
+                text = row["instruction"].strip(".")
+                yield Goal(text, product, tuple(row["instruction_attributes"]), options, NO_PRICE_LIMIT)
 
 
 def _synthetic_goals(products: list[Product], attributes: dict[str, Row]) -> Iterator[Goal]:
@@ -133,8 +133,8 @@ def _synthetic_goals(products: list[Product], attributes: dict[str, Row]) -> Ite
         names = sorted(product.options)
         for values in itertools.product(*(product.options[name] for name in names)):
             chosen = ", and ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-            asked = f"{text} with {chosen}" if chosen else text
-            yield Goal(asked, product, tuple(row["instruction_attributes"]), values, NO_LIMIT)
+            instruction = f"{text} with {chosen}" if chosen else text
+            yield Goal(instruction, product, tuple(row["instruction_attributes"]), values, NO_PRICE_LIMIT)
 
 
 def _with_price(goal: Goal, draws: random.Random) -> Goal:

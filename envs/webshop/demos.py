@@ -46,12 +46,12 @@ def _choose(env: WebShopEnv, rng: np.random.Generator) -> str:
             words = [env.goal.product.query, *(a for a in env.goal.attributes if rng.random() < CARE)]
             return f"search[ {' '.join(words)} ]"
         case ResultsPage() as page:
-            shown = page.shown
-            return f"click[ {shown[int(rng.integers(len(shown)))].asin if shown else 'Back to Search'} ]"
+            products = page.shown
+            return f"click[ {products[int(rng.integers(len(products)))].asin if products else 'Back to Search'} ]"
         case ItemPage() as page:
             for name, values in page.product.options.items():
                 if name not in page.chosen and rng.random() < 0.5 + CARE / 2:
-                    wanted = [value for value in values if value in env.goal.options]
-                    careful = wanted and rng.random() < CARE / (0.5 + CARE / 2)
-                    return f"click[ {wanted[0] if careful else values[int(rng.integers(len(values)))]} ]"
+                    matching = [value for value in values if value in env.goal.options]
+                    is_careful = matching and rng.random() < CARE / (0.5 + CARE / 2)
+                    return f"click[ {matching[0] if is_careful else values[int(rng.integers(len(values)))]} ]"
             return f"click[ {BUY} ]"

@@ -85,9 +85,9 @@ class WebShopConfig(Config):
 
     @field_validator("num_products")
     @classmethod
-    def _shop_can_be_made(cls, number: int, info: Any) -> int:
+    def _shop_can_be_generated(cls, number: int, info: Any) -> int:
         if info.data.get("data_dir") is None and number > MAX_PRODUCTS:
-            raise ValueError(f"a shop that is made here has {MAX_PRODUCTS:,} products at most")
+            raise ValueError(f"a generated shop has at most {MAX_PRODUCTS:,} products")
         return number
 
 
@@ -106,7 +106,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
             self.config.data_dir, self.config.num_products, self.config.human_goals, self.config.catalogue_seed
         )
         self._goals = self._catalogue.split(self.config.split)
-        self._judge = PurchaseScorer()
+        self._score = PurchaseScorer()
         self._pattern = compile_pattern(self.config.action_pattern)
         self._goal: Goal | None = None
         self._page: Page = SearchPage()
@@ -130,7 +130,7 @@ class WebShopEnv(gymnasium.Env[str, str]):
             RuntimeError: called before the first reset.
         """
         if self._goal is None:
-            raise RuntimeError("reset() comes before step() and render()")
+            raise RuntimeError("call reset() before step() and render()")
         return self._goal
 
     @property
@@ -139,82 +139,82 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        self._goal, self._page, self._steps = self._draw(self.np_random), SearchPage(), 0
+        self._goal, self._page, self._steps = self._draw_goal(self.np_random), SearchPage(), 0
         return self._observation(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         goal, before = self.goal, self._page
         self._steps += 1
-        bought = None
-        match self._wanted(action):
+        purchase = None
+        match self._parse(action):
             case ("search", words):
                 self._page = ResultsPage(self._search(words))
             case ("click", text) if text == BUY and isinstance(before, ItemPage):
-                bought = self._judge(goal, before.product, before.chosen)
+                purchase = self._score(goal, before.product, before.chosen)
             case (_, text):
                 self._page = click(before, text)
             case None:
-                return self._after(before, self.config.format_penalty, None, valid=False)
-        return self._after(before, bought.reward if bought else 0.0, bought, valid=True)
+                return self._result(before, self.config.format_penalty, None, valid=False)
+        return self._result(before, purchase.reward if purchase else 0.0, purchase, valid=True)
 
     def task_id(self, seed: int) -> str:
         """Return the product and instruction of `reset(seed=seed)` without changing the env."""
-        goal = self._draw(seeding.np_random(seed)[0])
+        goal = self._draw_goal(seeding.np_random(seed)[0])
         return f"{goal.product.asin} {goal.instruction}"
 
     def random_answer(self, rng: np.random.Generator) -> str:
         """Return a search for the goal's category, or a random click."""
-        found = list(clickables(self._page).values())
-        if not found:
+        elements = list(clickables(self._page).values())
+        if not elements:
             return f"search[ {self.goal.product.query} ]"
-        return f"click[ {found[int(rng.integers(len(found)))]} ]"
+        return f"click[ {elements[int(rng.integers(len(elements)))]} ]"
 
     def render(self) -> str | None:
         return self._observation() if self.render_mode == "ansi" else None
 
-    def _draw(self, rng: np.random.Generator) -> Goal:
+    def _draw_goal(self, rng: np.random.Generator) -> Goal:
         return self._goals[int(rng.integers(len(self._goals)))]
 
-    def _wanted(self, answer: str) -> tuple[str, str] | None:
+    def _parse(self, answer: str) -> tuple[str, str] | None:
         """Return (search, words) or (click, element as on the page); None if the answer is neither."""
-        said = self._pattern.search(answer)
-        match = said and ACTION.search(said[said.lastindex or 0])
+        answer_match = self._pattern.search(answer)
+        match = answer_match and ACTION.search(answer_match[answer_match.lastindex or 0])
         if not match:
             return None
         name, argument = match[1].lower(), " ".join(match[2].split())
         if name == "search":
             return ("search", argument) if argument and isinstance(self._page, SearchPage) else None
-        found = clickables(self._page).get(argument.lower())
-        return None if found is None else ("click", found)
+        element = clickables(self._page).get(argument.lower())
+        return None if element is None else ("click", element)
 
-    def _after(
-        self, before: Page, reward: float, bought: PurchaseReward | None, *, valid: bool
+    def _result(
+        self, before: Page, reward: float, purchase: PurchaseReward | None, *, valid: bool
     ) -> tuple[str, float, bool, bool, dict[str, Any]]:
         info: dict[str, Any] = {
-            "success": bought is not None and bought.reward == 1.0,
-            "bought": bought is not None,
+            "success": purchase is not None and purchase.reward == 1.0,
+            "bought": purchase is not None,
             "action_is_valid": valid,
-            "action_is_effective": bought is not None or self._page is not before,
+            "action_is_effective": purchase is not None or self._page is not before,
             "format_penalty": 0.0 if valid else self.config.format_penalty,
         }
-        if bought is not None:
+        if purchase is not None:
             info |= {
-                "r_type": bought.r_type,
-                "r_att": bought.r_att,
-                "r_option": bought.r_option,
-                "r_price": bought.r_price,
+                "r_type": purchase.r_type,
+                "r_att": purchase.r_att,
+                "r_option": purchase.r_option,
+                "r_price": purchase.r_price,
             }
         truncated = self.config.max_steps is not None and self._steps >= self.config.max_steps
-        return self._observation(), reward, bought is not None, truncated, info
+        return self._observation(), reward, purchase is not None, truncated, info
 
     def _observation(self) -> str:
-        told = self._steps == 0 or self.config.show_instruction == "always"
-        parts = ["Instruction:", self.goal.instruction] if told else []
+        shows_instruction = self._steps == 0 or self.config.show_instruction == "always"
+        parts = ["Instruction:", self.goal.instruction] if shows_instruction else []
         text = SEPARATOR.join([*parts, page_text(self._page)])
         if not self.config.show_actions:
             return text
-        found = [f"click[{action}]" for action in clickables(self._page).values()] or ["search[words]"]
-        return f"{text}\nActions: {', '.join(found)}"
+        elements = [f"click[{action}]" for action in clickables(self._page).values()] or ["search[words]"]
+        return f"{text}\nActions: {', '.join(elements)}"
 
 
 @lru_cache(maxsize=4)

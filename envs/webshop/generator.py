@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.envs.webshop.catalogue import (
-    NO_LIMIT,
+    NO_PRICE_LIMIT,
     Catalogue,
     Goal,
     Product,
@@ -114,9 +114,9 @@ def _make_goal(rng: np.random.Generator, product: Product) -> Goal:
     attributes = _choose(rng, product.attributes, int(rng.integers(1, 3)))
     chosen = {name: _choose(rng, values, 1)[0] for name, values in product.options.items()}
     limits = price_limits(product.price)[1:]
-    limit = float(rng.choice(limits)) if limits else NO_LIMIT
-    wanted = " , ".join([" and ".join(attributes), *(f"{name}: {value}" for name, value in chosen.items())])
-    instruction = f"find me a {product.query} with {wanted} , price lower than {limit:.2f} dollars"
+    limit = float(rng.choice(limits)) if limits else NO_PRICE_LIMIT
+    requirements = " , ".join([" and ".join(attributes), *(f"{name}: {value}" for name, value in chosen.items())])
+    instruction = f"find me a {product.query} with {requirements} , price lower than {limit:.2f} dollars"
     return Goal(instruction, product, attributes, tuple(chosen.values()), limit)
 
 

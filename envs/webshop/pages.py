@@ -71,16 +71,16 @@ def clickables(page: Page) -> dict[str, str]:
     """Return the clickable elements, lower case -> as on the page."""
     match page:
         case SearchPage():
-            found: list[str] = []
+            elements: list[str] = []
         case ResultsPage():
-            found = [BACK, *([PREVIOUS] if page.number > 1 else []), *([] if page.is_last else [NEXT])]
-            found += [product.asin for product in page.shown]
+            elements = [BACK, *([PREVIOUS] if page.number > 1 else []), *([] if page.is_last else [NEXT])]
+            elements += [product.asin for product in page.shown]
         case ItemPage(section=""):
-            found = [BACK, PREVIOUS, *(value for values in page.product.options.values() for value in values)]
-            found += [*SECTIONS, BUY]
+            elements = [BACK, PREVIOUS, *(value for values in page.product.options.values() for value in values)]
+            elements += [*SECTIONS, BUY]
         case ItemPage():
-            found = [BACK, PREVIOUS]
-    return {text.lower(): text for text in found}
+            elements = [BACK, PREVIOUS]
+    return {text.lower(): text for text in elements}
 
 
 def click(page: Page, text: str) -> Page:

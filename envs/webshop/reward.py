@@ -44,45 +44,45 @@ class PurchaseScorer:
     def __call__(self, goal: Goal, bought: Product, chosen: Mapping[str, str]) -> PurchaseReward:
         """chosen: option -> value."""
         r_type = type_reward(goal.product, bought)
-        attributes = sum(self._has(bought, attribute) for attribute in goal.attributes)
+        attributes = sum(self._has_attribute(bought, attribute) for attribute in goal.attributes)
         options = sum(self._is_chosen(option, chosen) for option in goal.options)
         price = float(bought.price <= goal.price_upper)
-        wanted = len(goal.attributes) + len(goal.options) + 1
+        total = len(goal.attributes) + len(goal.options) + 1
         return PurchaseReward(
-            r_type * (attributes + options + price) / wanted,
+            r_type * (attributes + options + price) / total,
             r_type,
             attributes / max(1, len(goal.attributes)),
             options / len(goal.options) if goal.options else 1.0,
             price,
         )
 
-    def _has(self, product: Product, attribute: str) -> bool:
-        if any(self._alike(own, attribute) for own in product.attributes):
+    def _has_attribute(self, product: Product, attribute: str) -> bool:
+        if any(self._is_similar(own, attribute) for own in product.attributes):
             return True
-        said = (product.title, " ".join(product.bullet_points), product.description)
-        return any(attribute in text.lower() for text in said)
+        texts = (product.title, " ".join(product.bullet_points), product.description)
+        return any(attribute in text.lower() for text in texts)
 
-    def _is_chosen(self, wanted: str, chosen: Mapping[str, str]) -> bool:
+    def _is_chosen(self, option: str, chosen: Mapping[str, str]) -> bool:
         for name, value in chosen.items():
             exact = name.lower() in EXACT_OPTIONS
-            if wanted.lower() == value if exact else self._alike(wanted, value):
+            if option.lower() == value if exact else self._is_similar(option, value):
                 return True
         return False
 
-    def _alike(self, a: str, b: str) -> bool:
+    def _is_similar(self, a: str, b: str) -> bool:
         return self._ratio(a, b, processor=self._process) > MIN_SIMILARITY
 
 
-def type_reward(wanted: Product, bought: Product) -> float:
+def type_reward(target: Product, bought: Product) -> float:
     """Return 1 for the same category, .5 for similar titles, .1 for less similar ones, 0 for a different product."""
-    nouns = title_words(wanted.title)
+    nouns = title_words(target.title)
     score = len(nouns & title_words(bought.title)) / len(nouns) if nouns else 0.2
-    shared = _categories(wanted) & _categories(bought)
+    shared = _categories(target) & _categories(bought)
     if score == 0:
         return 0.0
     if score < 0.1:
         return 0.1
-    return 1.0 if wanted.query == bought.query or len(shared) >= 2 or score > 0.2 else 0.5
+    return 1.0 if target.query == bought.query or len(shared) >= 2 or score > 0.2 else 0.5
 
 
 def title_words(title: str) -> set[str]:

@@ -9,7 +9,7 @@ import numpy as np
 from offbeat.envs.optional_imports import require
 from offbeat.envs.webshop.catalogue import Product
 
-SEARCH_RETURN_N = 50
+MAX_RESULTS = 50
 
 
 class ProductSearch:
@@ -23,11 +23,11 @@ class ProductSearch:
 
     def __call__(self, query: str) -> list[Product]:
         """Return at most 50 matching products, best first."""
-        asked = words(query)
-        if not asked:
+        query_words = words(query)
+        if not query_words:
             return []
-        scores = np.asarray(self._index.get_scores(asked))
-        best = np.argsort(-scores, kind="stable")[:SEARCH_RETURN_N]
+        scores = np.asarray(self._index.get_scores(query_words))
+        best = np.argsort(-scores, kind="stable")[:MAX_RESULTS]
         return [self._products[int(i)] for i in best if scores[i] > 0]
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.envs.class_path import MOVED, load_object
+from offbeat.envs.class_path import RENAMED_PATHS, load_object
 from offbeat.envs.task_samplers import Levels
 
 
@@ -11,9 +11,9 @@ def test_an_object_is_imported_by_its_path():
     assert load_object("offbeat.envs.task_samplers:Levels") is Levels
 
 
-@pytest.mark.parametrize("path", MOVED)
+@pytest.mark.parametrize("path", RENAMED_PATHS)
 def test_a_name_of_an_earlier_release_is_found(path: str):
-    assert load_object(path) is load_object(MOVED[path])
+    assert load_object(path) is load_object(RENAMED_PATHS[path])
 
 
 def test_the_users_own_module_wins_over_an_earlier_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import pytest
 
 from offbeat.envs import registry
 from offbeat.envs.contract import check_contract
-from offbeat.envs.contract_process import check_apart
+from offbeat.envs.contract_process import check_in_processes
 from tests.envs.sandbox.needs import needs_sandbox
 
 FAULTY = Path(__file__).parent
@@ -48,12 +48,12 @@ def test_every_built_in_env_is_among_those_checked():
     ("faulty", "rule", "says"),
     [
         ("GlobalDraw", "own generator", "`random`: use self.np_random"),
-        ("Unseeded", "determinism", "seed 0 played twice differs"),
+        ("Unseeded", "determinism", "two episodes of seed 0 differ"),
         ("NotText", "text", "observation is a int, not a str"),
         ("NotFinite", "text", "which is not finite"),
         ("FourValues", "text", "not (observation, reward, terminated, truncated, info)"),
         ("Choosy", "any answer", "step('') raised ValueError"),
-        ("LeakySplit", "tasks", "turn up in training too"),
+        ("LeakySplit", "tasks", "also occur in training"),
         ("NoSuchEnv", "settings", "has no attribute 'NoSuchEnv'"),
     ],
 )
@@ -70,18 +70,18 @@ def test_a_sound_env_has_no_problem_and_is_told_what_it_could_have():
     assert "does reset use its seed" in constant.findings[-1].message
     heavy = check_contract("faulty_envs:Heavy", {})
     assert (heavy.findings[-1].severity, heavy.findings[-1].rule) == ("advice", "memory")
-    assert "one more env takes 3.0 MiB" in heavy.findings[-1].message
+    assert "each env takes 3.0 MiB" in heavy.findings[-1].message
 
 
 @pytest.mark.parametrize(
     ("faulty", "rule", "says"),
     [
-        ("Hashing", "determinism", "another process shows other episodes"),
+        ("Hashing", "determinism", "episodes of the same seeds differ between processes"),
         ("Hanging", "timeout", "faulty_envs.py"),
         ("Dying", "process", "ended the process: exit code 3"),
     ],
 )
 def test_what_shows_in_another_process_alone_is_found_too(faulty: str, rule: str, says: str):
-    problems = check_apart(f"faulty_envs:{faulty}", {}, limit_s=1).problems
+    problems = check_in_processes(f"faulty_envs:{faulty}", {}, limit_s=1).problems
     assert [problem.rule for problem in problems] == [rule]
     assert says in problems[0].message

@@ -78,7 +78,7 @@ def test_an_entry_point_names_an_env(monkeypatch: pytest.MonkeyPatch):
             {"word": "a", "tims": 2},
             "env_config.tims: " + HERE + "Echo has no such setting, did you mean env_config.times?",
         ),
-        (HERE + "Echo", {}, "env_config.word: " + HERE + "Echo needs it"),
+        (HERE + "Echo", {}, "env_config.word: required by " + HERE + "Echo"),
         (HERE + "Ecko", {}, "has no attribute 'Ecko'"),
         ("no.such.module:Env", {}, "No module named 'no'"),
         (HERE + "HERE", {}, "is a str, not a class or function"),

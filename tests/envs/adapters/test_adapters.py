@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from offbeat.envs import registry
-from offbeat.envs.adapters.text import OwnRandomness
+from offbeat.envs.adapters.text import PrivateRandomState
 from offbeat.envs.contract import check_contract
 
 CASES = [
@@ -92,7 +92,7 @@ def test_a_game_tells_only_what_is_new_and_is_won_by_guessing():
     ("module", "env_type", "env_config", "message"),
     [
         ("gymnasium", "gymnasium", {"id": "Nope-v1"}, "doesn't exist"),
-        ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left"]}, "1 actions are named"),
+        ("gymnasium", "gymnasium", {"id": "CartPole-v1", "actions": ["left"]}, "1 names of actions"),
         ("textarena", "textarena", {"id": "Nope-v0"}, r"textarena.make\('Nope-v0'\)"),
         ("reasoning_gym", "reasoning_gym", {"dataset": "nope"}, "not registered"),
     ],
@@ -113,7 +113,7 @@ def test_a_library_that_is_missing_names_what_brings_it(monkeypatch: pytest.Monk
 
 
 def test_global_generators_are_an_envs_own_within_and_untouched_outside():
-    first, second = OwnRandomness(), OwnRandomness()
+    first, second = PrivateRandomState(), PrivateRandomState()
     first.seed(1)
     second.seed(1)
     before = random.getstate()

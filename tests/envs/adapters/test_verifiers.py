@@ -49,12 +49,12 @@ def test_the_splits_share_no_task_and_evaluation_goes_through_all_of_its_own():
 
 
 def test_what_one_answer_can_not_play_is_refused_and_told_how_else():
-    with pytest.raises(ValueError, match=r"needs tools: play it with an agent_runner"):
+    with pytest.raises(ValueError, match=r"needs tools: set agent_runner.path"):
         registry.make("verifiers", {"id": "vf_shop"})
     env = registry.make("verifiers", {"id": "vf_shop", "played_by": "agent"})
     observation, _ = env.reset(seed=1)
     assert json.loads(observation)["taskset"] == {"id": "vf_shop"}
-    with pytest.raises(RuntimeError, match="verifiers itself plays this task"):
+    with pytest.raises(RuntimeError, match="verifiers runs the episodes"):
         env.step("tea")
 
 
@@ -67,7 +67,7 @@ def test_what_one_answer_can_not_play_is_refused_and_told_how_else():
             {"id": "vf_shop", "played_by": "agent", "num_tasks": 2, "split": "held_out"},
             "has no task of split 'held_out'",
         ),
-        ({"id": "vf_endless"}, "has no end: set num_tasks"),
+        ({"id": "vf_endless"}, "is unbounded: set num_tasks"),
     ],
 )
 def test_what_there_is_not_is_named(env_config: dict[str, object], message: str):

@@ -162,7 +162,7 @@ def test_what_can_not_be_read_is_told_with_what_would_be_right(sums: str, tmp_pa
         ({"dataset_name": sums, "question_key": "problem"}, "no column 'problem'; it has question, answer"),
         ({"dataset_name": str(tmp_path / "notes.md")}, "is none of .jsonl"),
         ({"dataset_name": str(broken)}, "can't be read"),
-        ({"dataset_name": sums, "prompt": "hello"}, "has no {question} in it"),
+        ({"dataset_name": sums, "prompt": "hello"}, "has no {question}: the policy"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make("math", **settings)
@@ -180,7 +180,7 @@ def test_a_pattern_whose_group_has_no_part_in_the_match_gives_an_empty_answer():
 
 @pytest.mark.parametrize("tests", [[], {"inputs": [], "outputs": []}])
 def test_a_task_without_tests_is_told(tests: object):
-    with pytest.raises(ValueError, match="a task without tests"):
+    with pytest.raises(ValueError, match="the task has no tests"):
         read_tests(tests)
 
 

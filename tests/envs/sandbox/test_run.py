@@ -7,7 +7,7 @@ from offbeat.envs.sandbox import (
     IsolationError,
     Limits,
     check_isolation,
-    lacking,
+    describe_missing,
     platform_isolation,
     run_python,
 )
@@ -91,5 +91,7 @@ def test_what_a_machine_lacks_is_said_by_promise():
         check_isolation(Limits(), ())
     with pytest.raises(IsolationError, match="max_processes: 2 needs user namespaces"):
         check_isolation(Limits(max_processes=2), ("landlock", "seccomp"))
-    assert lacking(("landlock", "seccomp")) == ["filling the disk with many files (mounts in a user namespace)"]
-    assert lacking(("namespaces", "mounts")) == []
+    assert describe_missing(("landlock", "seccomp")) == [
+        "filling the disk with many files (mounts in a user namespace)"
+    ]
+    assert describe_missing(("namespaces", "mounts")) == []

@@ -106,12 +106,12 @@ def test_roll_yaml_settings_are_taken_as_they_are():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dim_room": [3, 6]}, "env_config.dim_room: rows and columns go from 4 to 32"),
+        ({"dim_room": [3, 6]}, "env_config.dim_room: rows and columns must be from 4 to 32"),
         ({"dim_room": [4, 4], "num_boxes": 2}, "need more than 4 cells"),
         ({"grid_lookup": {"0": "W"}}, "env_config.grid_lookup: needs a text for each of 0, 1, 2, 3, 4, 5, 6"),
         ({"action_lookup": {"1": "a", "2": "A", "3": "c", "4": "d"}}, "must differ"),
         ({"grid_vocab": {"Q": "queen"}}, "explains Q"),
-        ({"show_grid": "first"}, "take observation_format grid_coord"),
+        ({"show_grid": "first"}, "set observation_format: grid_coord"),
         ({"num_box": 1}, "did you mean env_config.num_boxes?"),
     ],
 )

@@ -140,6 +140,6 @@ def test_a_server_that_is_not_there_is_told():
     ):
         with pytest.raises(ValueError, match=message):
             env_with(tool)
-    assert "one of both" in "; ".join(
+    assert "set either command or url" in "; ".join(
         registry.check_env_config("tools", {"env_type": "frozen_lake", "tools": [{"tool_id": "mcp"}]})
     )

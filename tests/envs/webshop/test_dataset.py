@@ -75,7 +75,7 @@ def test_an_episode_in_the_shop_of_files(folder: Path):
 
 def test_a_file_that_is_not_webshops_is_named(folder: Path):
     (folder / "items_ins_v2.json").write_text("[oops")
-    with pytest.raises(ValueError, match=r"items_ins_v2.json is no JSON"):
+    with pytest.raises(ValueError, match=r"items_ins_v2.json is not JSON"):
         load_catalogue(folder, None, human_goals=True)
     (folder / "items_ins_v2.json").write_text("{}")
     (folder / "items_shuffle.json").write_text('[{"asin": "B1"}]')

@@ -136,6 +136,6 @@ def test_max_steps_truncates_and_an_item_page_remembers_what_was_chosen():
 
 
 def test_settings_that_can_not_be_are_refused(tmp_path):
-    assert "1,000 products at most" in registry.check_env_config("webshop", {"num_products": 2_000})[0]
-    with pytest.raises(ValueError, match=r"no items_ins_v2.json in .*leave data_dir out"):
+    assert "at most 1,000 products" in registry.check_env_config("webshop", {"num_products": 2_000})[0]
+    with pytest.raises(ValueError, match=r"no items_ins_v2.json in .*leave data_dir unset"):
         registry.make("webshop", {"data_dir": str(tmp_path)})
