@@ -32,7 +32,7 @@ def test_async_compares_both_ways_of_working_with_the_ideal(tmp_path: Path) -> N
     assert len(sync["curve"]) == len(late["curve"]) == 4
 
 
-def test_redundancy_collects_the_same_batch_with_and_without_spare_episodes(tmp_path: Path) -> None:
+def test_redundant_episodes_do_not_change_the_collected_batch(tmp_path: Path) -> None:
     found = result_of(tmp_path, "redundancy")["distributions"]
     plain, redundant = found["lognormal"]
     assert (plain["groups"], plain["members"]) == (4, 2)

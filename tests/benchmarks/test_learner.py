@@ -30,7 +30,7 @@ def task(model: str = "", lengths: tuple[int, ...] = (20, 64, 33, 40, 64, 18, 25
     return Task(model, list(lengths), 16, 128, 1, 1, "cpu")
 
 
-def test_a_pass_holds_its_budget_with_its_padding_and_every_sequence_is_in_one() -> None:
+def test_passes_cover_all_sequences_within_the_padded_token_budget() -> None:
     for each in (task(), task(lengths=(64,) * 8), task(lengths=(200, 30, 30, 30))):
         bins = passes(each)
         assert sorted(i for rows in bins for i in rows) == list(range(len(each.lengths)))

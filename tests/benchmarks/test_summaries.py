@@ -37,7 +37,7 @@ def setting(bound: float, rate: float, rewards: tuple[float, ...], step_s: float
     return Setting("normal", bound, rate, step_s, 0.5, 0.25, bound, bound, 0, curve)
 
 
-def test_ratios_are_to_the_synchronous_run_and_shares_to_the_slower_side_alone() -> None:
+def test_ratios_are_to_the_synchronous_run_and_shares_to_the_slower_side() -> None:
     sync = setting(0.0, 20.0, (0.1, 0.2), 4.0)
     found = summary("normal", Alone(rollout=60.0, training=100.0), [sync, setting(1.0, 50.0, (0.1, 0.2), 1.0)])
     assert found["ideal"] == 60.0
@@ -97,7 +97,7 @@ async def test_tokens_of_requests_that_run_at_the_same_time_all_count() -> None:
     assert 60 / wall_s <= load.tokens_per_s <= 60 / (4 * 0.01)  # four requests after one another by each of the five
 
 
-def test_the_service_is_compared_with_the_bare_engine_where_both_are_at_their_best() -> None:
+def test_service_and_bare_engine_are_compared_at_their_best() -> None:
     loads = {
         1: {"bare": [Load(100.0, 1.0, 2.0)], "handle": [Load(60.0, 1.0, 2.0)]},
         64: {"bare": [Load(900.0, 1.0, 2.0), Load(1000.0, 1.0, 2.0), Load(1100.0, 1.0, 2.0)]}

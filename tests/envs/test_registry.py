@@ -109,7 +109,7 @@ def test_what_is_no_env_is_refused():
         registry.make(HERE + "no_env", {})
 
 
-def test_evaluation_takes_the_held_out_split_where_the_env_has_one_and_the_tag_sets_none():
+def test_evaluation_uses_the_held_out_split_unless_the_tag_sets_one():
     assert registry.held_out_config("frozen_lake", {"size": 5}) == {"size": 5, "split": "held_out"}
     assert registry.held_out_config("frozen_lake", {"split": "any"}) == {"split": "any"}
     assert registry.held_out_config(HERE + "Echo", {"word": "a"}) == {"word": "a", "split": "held_out"}

@@ -13,7 +13,7 @@ def drawn(levels: Levels, count: int = 400) -> Counter[str]:
     return Counter(levels.draw(np.random.default_rng(i))[0] for i in range(count))
 
 
-def test_the_next_level_begins_when_the_newest_is_mastered_and_earlier_ones_stay_in_play():
+def test_mastering_a_level_unlocks_the_next_and_keeps_earlier_ones():
     levels = Levels(("easy", "middle", "hard"), at=0.75, window=2, review=0.25)
     assert drawn(levels) == {"easy": 400}
     levels.learn("easy", 1, [1.0, 0.0], [1.0, 0.0])

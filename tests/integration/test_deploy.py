@@ -82,7 +82,7 @@ def shared_memory(cluster: RayCluster) -> list[str]:
     return [path.name for owner in owners for path in Path("/dev/shm").glob(f"offbeat-{owner}-*")]
 
 
-def test_runs_go_on_whatever_is_deployed_or_killed_and_a_shutdown_leaves_nothing(cluster: RayCluster):
+def test_runs_survive_deployments_and_kills_and_shutdown_is_clean(cluster: RayCluster):
     # The head has one CPU, which the engine takes: env workers find theirs on the node that joins.
     on_head = {"num_cpus": 1, "resources": {HEAD_NODE: 0.001}}
     cluster.start(num_cpus=1)

@@ -34,7 +34,8 @@ def accounted(report: dict) -> bool:
     return report["groups_admitted"] == report["groups_trained"] + lost
 
 
-def test_a_run_whose_worker_engine_and_learner_are_killed_ends_with_every_group_accounted_for(start: Start):
+def test_killed_worker_engine_and_learner_lose_no_group(start: Start):
+    """The run finishes with every group accounted for."""
     train = start()
     train.wait_for_step(2)
     train.kill("ray::EnvWorker")
@@ -54,7 +55,7 @@ def test_a_run_whose_worker_engine_and_learner_are_killed_ends_with_every_group_
     assert found.lineage.learners == 2
 
 
-def test_ctrl_c_stops_within_ten_seconds_leaves_nothing_and_the_run_can_be_resumed(start: Start):
+def test_ctrl_c_stops_cleanly_in_ten_seconds_and_the_run_resumes(start: Start):
     """It learns nothing, so learner and engine must agree to float noise through all updates, also when it goes on."""
     nothing = "actor_train.training_args.learning_rate=0"
     train = start(nothing)

@@ -135,7 +135,7 @@ async def test_logprobs_of_a_served_adapter_are_those_of_the_trainer(served: Ser
         assert mismatch(served.policies[(index + 1) % 3], request, completion).max() > 0.1
 
 
-async def test_a_running_request_goes_on_under_the_new_adapter_and_says_from_which_token(served: Served) -> None:
+async def test_a_running_request_switches_adapters_and_records_the_token(served: Served) -> None:
     first = await served.load(0)
     running = [asyncio.create_task(served.sample(PROMPT[: 40 + 7 * i], 300)) for i in range(4)]
     for index in (1, 0):

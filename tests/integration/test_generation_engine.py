@@ -177,9 +177,7 @@ async def test_a_new_request_never_finds_what_older_weights_cached(policies: Pol
     assert mismatch(policies.models[1], request, with_old_salt).max() > 1e-3, "the cache was not there to be found"
 
 
-async def test_a_foreign_agents_calls_are_captured_under_the_weights_that_answered_them(
-    policies: Policies, tmp_path: Path
-) -> None:
+async def test_agent_calls_are_captured_with_the_weights_that_answered(policies: Policies, tmp_path: Path) -> None:
     template = load_chat_template(write_policy(tmp_path))
     served: dict[int, int] = {}
 
@@ -238,9 +236,8 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_each_kind_of_episode_records_the_logprobs_of_the_weights_that_played_each_turn(
-    policies: Policies, tmp_path: Path, kind: str
-) -> None:
+async def test_every_episode_kind_records_each_turns_logprobs(policies: Policies, tmp_path: Path, kind: str) -> None:
+    """They are those of the weights that generated the turn."""
     folder = write_policy(tmp_path)
     if kind == "rewritten":
         path = folder / "tokenizer_config.json"
@@ -301,13 +298,13 @@ async def test_running_requests_keep_their_cache_and_go_on_under_new_weights(pol
     assert drift.mean() > 1e-3
 
 
-async def test_with_recompute_every_token_of_a_running_request_matches_its_version(policies: Policies) -> None:
+async def test_recompute_makes_every_token_match_its_version(policies: Policies) -> None:
     for request, completion in await run_through_updates(policies, policies.recomputing):
         for difference in by_span(policies, request, completion):
             assert difference.max() < FLOAT_NOISE
 
 
-async def test_with_a_learning_rate_of_zero_the_mismatch_stays_float_noise_through_many_updates(
+async def test_zero_learning_rate_keeps_the_mismatch_at_float_noise(
     policies: Policies,
 ) -> None:
     first = await policies.load(2)

@@ -171,9 +171,7 @@ async def is_waiting(count: int) -> bool:
     return (await status())["waiting"] == count
 
 
-async def test_every_token_is_the_policys_of_its_version_through_updates_under_load(
-    mesh: Mesh, client: ServeGenerationClient
-) -> None:
+async def test_every_token_is_of_its_policy_version_under_load(mesh: Mesh, client: ServeGenerationClient) -> None:
     seen: list[tuple[GenerateRequest, Completion]] = []
     stop = mesh.version + 12
 

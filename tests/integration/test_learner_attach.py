@@ -119,9 +119,7 @@ def test_a_learner_that_stands_by_takes_over_from_a_dead_one(redis_server: str, 
         assert_same_weights(alone, run, atol=1e-5)
 
 
-def test_a_process_that_hangs_ends_the_learner_and_two_processes_learn_what_one_learns(
-    redis_server: str, tmp_path: Path, alone: Run
-) -> None:
+def test_a_hanging_rank_ends_the_learner_and_two_ranks_match_one(redis_server: str, tmp_path: Path, alone: Run) -> None:
     with a_run(redis_server, tmp_path, "pair", SMOOTH) as run:
         first = run.attach("--nproc", "2")
         follower = follower_of(first)
@@ -166,7 +164,7 @@ def test_a_run_that_is_over_is_not_trained(alone: Run) -> None:
     assert "run alone is finished: all steps are trained" in ended.stderr
 
 
-def test_a_learner_on_another_host_than_generation_is_refused_shared_memory(redis_server: str, tmp_path: Path) -> None:
+def test_shared_memory_is_refused_across_hosts(redis_server: str, tmp_path: Path) -> None:
     with a_run(redis_server, tmp_path, "far", ("weights.transport=shm",)) as run:
         report = ReplicaReport(-1, time.time(), host="gpu-7", memory="another-boot:26")
         run.redis.hset(RunKeys("far").served, "replica", encode_report(report))

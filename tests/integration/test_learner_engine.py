@@ -180,7 +180,7 @@ def test_a_loaded_engine_goes_on_with_the_settings_that_it_has_now(
 
 
 @pytest.mark.parametrize(("written", "read"), [(0, 2), (2, 0), (2, 3), (3, 0)])
-def test_a_state_of_another_zero_stage_is_refused_by_the_key_that_would_be_right(
+def test_a_state_of_another_zero_stage_is_refused_naming_the_key(
     engine: EngineFactory, written: int, read: int, tmp_path: Path
 ) -> None:
     engine(written).save(tmp_path)

@@ -127,7 +127,7 @@ def test_the_reference_stays_at_the_first_weights(tmp_path: Path, ranks: Ranks) 
     assert not torch.equal(start["model.norm.weight"], weights(trainer)["model.norm.weight"])
 
 
-def test_a_run_that_goes_on_from_anothers_checkpoint_keeps_to_that_ones_reference(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_run_from_another_runs_checkpoint_keeps_its_reference(tmp_path: Path, ranks: Ranks) -> None:
     first = run_of(tmp_path / "first", REFERENCE)
     trainer, folder = begun(first, ranks), first.checkpoints / "step-000001"
     train_on(trainer, GROUPS, 0)
@@ -220,9 +220,7 @@ def test_the_warm_start_and_the_seed_fix_the_first_weights(tmp_path: Path, ranks
     assert not torch.equal(one["model.norm.weight"], other["model.norm.weight"])
 
 
-def test_killed_and_resumed_is_not_killed_and_so_is_training_again_on_what_was_recorded(
-    tmp_path: Path, ranks: Ranks
-) -> None:
+def test_resuming_and_reproducing_give_the_weights_of_an_intact_run(tmp_path: Path, ranks: Ranks) -> None:
     """Steps 1 to 6 on recorded groups: at one go, with a death after step 3, and by `offbeat learner reproduce` from
     step 2."""
     run = run_of(tmp_path, ("zero_variance=train", "entropy_loss_coef=0.01"))

@@ -73,7 +73,7 @@ def test_a_run_trains_every_step_and_says_so(undisturbed: Run) -> None:
     assert undisturbed.phase() == "finished"
 
 
-def test_a_run_is_audited_over_tls_and_its_password_stays_out_of_its_folder(
+def test_a_run_is_audited_over_tls_without_storing_its_password(
     undisturbed: Run, secured: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = undisturbed.config.output_dir
@@ -167,7 +167,7 @@ def test_a_learner_that_lost_its_lease_stops_with_its_own_code(redis_server: str
         assert "offbeat learner: run fenced: " in run.complaint()
 
 
-def test_a_learner_whose_main_thread_hangs_ends_and_its_successor_trains_all(
+def test_a_hung_learner_exits_and_its_successor_trains_all(
     redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lease is renewed all the while: nobody else would miss it."""
@@ -195,7 +195,7 @@ def without_memory(run: Run) -> Iterator[None]:
         run.redis.config_set("maxmemory", "0")
 
 
-def test_a_learner_waits_for_a_redis_that_refuses_writes_and_trains_each_group_once(
+def test_a_learner_waits_for_a_read_only_redis_and_trains_once(
     redis_server: str, tmp_path: Path, undisturbed: Run
 ) -> None:
     """For longer than its patience, than its lease, and than its main thread may come no further."""
@@ -280,9 +280,7 @@ def test_a_run_that_can_not_be_read_is_refused_with_one_line(
     assert complaint in lines[0]
 
 
-def test_a_value_head_learns_beside_the_policy_on_two_processes_and_stays_with_the_learner(
-    redis_server: str, tmp_path: Path
-) -> None:
+def test_a_value_head_trains_on_two_ranks_and_is_not_published(redis_server: str, tmp_path: Path) -> None:
     head = ("adv_estimator=gae", "reward_normalization.method=identity", "critic.backbone=policy", "critic_warmup=2")
     several = ("actor_train.num_processes=2", "actor_train.strategy_args.zero_stage=2")
     with a_run(redis_server, tmp_path, "value-head", (*head, *several, "max_steps=4")) as run:

@@ -132,7 +132,7 @@ def test_commands_run_from_an_empty_folder(environment: Path, tmp_path: Path):
     assert (tmp_path / "episodes.parquet").is_file()
 
 
-def test_a_users_own_envs_trainer_and_services_are_found_and_shadow_nothing(environment: Path, tmp_path: Path):
+def test_a_users_envs_trainer_and_services_shadow_nothing(environment: Path, tmp_path: Path):
     """`envs.mine:Env` names the user's module; Offbeat's own modules of the same folder names are not affected."""
     for name in ("envs", "trainer", "services", "deploy"):
         (tmp_path / name).mkdir()

@@ -161,7 +161,7 @@ def assert_whole(run: Run, total: int) -> None:
         assert len(prompts) == 1
 
 
-async def test_a_worker_that_starts_first_waits_for_generation_and_then_plays_the_run(begin):
+async def test_a_worker_that_starts_first_waits_for_generation(begin):
     async with begin("pool-order", total_groups=12) as run:
         run.publish()
         actor = run.start_worker()

@@ -160,9 +160,8 @@ def shared_memory(command: Command) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"offbeat-{owner_of(RUN_ID, command.run_dir)}-*")]
 
 
-def test_a_run_steered_and_stopped_over_rest_goes_on_though_redis_and_the_control_service_are_killed(
-    folder: Path, commands: list[Command]
-):
+def test_a_rest_run_survives_kills_of_redis_and_control_service(folder: Path, commands: list[Command]):
+    """Its settings are changed and it is stopped over REST."""
     first = Command(folder, "max_steps=2000", "save_steps=1000")
     commands.append(first)
     first.wait_for_step(2)
@@ -225,9 +224,8 @@ def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, comm
     assert command.living() == []
 
 
-def test_a_learner_attaches_detaches_and_goes_on_and_nothing_outlives_a_command_that_is_killed(
-    folder: Path, commands: list[Command]
-):
+def test_a_learner_attaches_detaches_and_leaves_no_process(folder: Path, commands: list[Command]):
+    """No process outlives a killed command."""
     first = Command(folder, "control.learner=external", "max_steps=2000", "save_steps=1000")
     commands.append(first)
     wait_until_sync(lambda: first.call("GET", f"/runs/{RUN_ID}") is not None, timeout_s=120)

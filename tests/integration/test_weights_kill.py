@@ -32,9 +32,10 @@ def server(redis_url: str, tmp_path: Path) -> Iterator[redis.Redis]:
     cleanup(RUN, WeightsConfig(), tmp_path)
 
 
-async def test_a_learner_killed_while_publishing_leaves_whole_weights_and_its_successor_goes_on(
+async def test_a_kill_while_publishing_leaves_complete_weights(
     server: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
+    """The successor resumes."""
     async with AsyncRedis.from_url(redis_url) as connection:
         subscriber = RedisWeightSubscriber(connection, RUN, WeightsConfig(), tmp_path)
         served = -1

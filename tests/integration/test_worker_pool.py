@@ -61,7 +61,7 @@ def pid_of(run_id: str) -> int:
     return int(alive["pid"])
 
 
-async def test_a_worker_that_hangs_or_whose_node_has_died_is_started_anew_where_there_is_room(
+async def test_a_hung_or_lost_worker_is_restarted_where_there_is_room(
     cluster: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env_workers, "HUNG_S", 8.0)

@@ -99,7 +99,7 @@ def order(orders: Path, what: str, seconds: float) -> Path:
     return (orders / "aside").rename(orders / f"redis-{what}")
 
 
-def test_connections_through_the_proxy_are_delayed_silenced_torn_and_cut_and_the_server_is_real(tmp_path: Path):
+def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
     orders = tmp_path / "orders"
     orders.mkdir()
     program = proxy.script(orders / "server", server_binary(None), orders)
@@ -167,7 +167,7 @@ disk.keep()
 """
 
 
-def test_the_disk_of_the_checkpoints_can_be_full_and_what_lies_on_it_is_kept(tmp_path: Path):
+def test_a_filled_checkpoint_disk_keeps_its_files(tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -28,7 +28,7 @@ def test_the_command_that_goes_on_says_so_once(given: str):
     )
 
 
-def test_a_stopped_run_names_the_step_of_its_checkpoint_and_not_of_its_weights(tmp_path: Path):
+def test_a_stopped_run_reports_the_step_of_its_checkpoint(tmp_path: Path):
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=24"])
     assert stopped_at(config, 2) == "Stopped before the first checkpoint."
     for age, step in enumerate((7, 20)):  # step 20 is of an earlier attempt that was not gone on with

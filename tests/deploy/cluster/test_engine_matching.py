@@ -37,7 +37,7 @@ def refusals(config: RunConfig, offers: dict[str, EngineOffer]) -> str:
     return " ".join(problem.message for problem in problems)
 
 
-def test_a_run_takes_a_free_application_that_is_what_it_would_have_deployed():
+def test_a_run_takes_a_free_application_equal_to_its_own():
     config = run_config()
     there = {"a": offer(config), "b": offer(config)}
     assert chosen(config, there) == "a"
@@ -64,12 +64,13 @@ def test_a_run_that_names_its_own_application_gets_it():
     assert chosen(config, {"a": offer(run_config())}) is None
 
 
-def test_a_named_application_is_taken_for_its_model_though_its_engine_is_another():
+def test_a_named_application_with_the_same_model_is_taken():
+    """Its engine settings may differ."""
     there = {"a": offer(run_config(), config=GenerationConfig(dtype="bfloat16", num_replicas=3))}
     assert chosen(run_config("actor_infer.app=a"), there) == "a"
 
 
-def test_a_named_application_that_is_not_there_is_refused_with_those_that_are():
+def test_an_unknown_application_is_refused_with_the_known_ones():
     assert "there is a, b" in refusals(
         run_config("actor_infer.app=c"), {"b": offer(run_config()), "a": offer(run_config())}
     )
@@ -90,5 +91,5 @@ def test_another_runs_own_application_is_left_to_the_claim_to_refuse():
         ("weights.transport=nccl", "takes weights by shm, the run sends them by nccl"),
     ],
 )
-def test_a_named_application_that_can_not_serve_the_run_is_refused_with_the_reason(override: str, reason: str):
+def test_an_unsuitable_application_is_refused_with_the_reason(override: str, reason: str):
     assert reason in refusals(run_config("actor_infer.app=a", override), {"a": offer(run_config())})

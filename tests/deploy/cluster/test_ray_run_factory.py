@@ -40,7 +40,7 @@ def test_relative_paths_start_from_the_folder_of_the_mesh(tmp_path: Path):
     assert config.output_dir == tmp_path / "runs/quickstart"
 
 
-def test_a_run_is_checked_against_the_cluster_and_not_the_host_of_the_service():
+def test_a_run_is_checked_against_the_cluster_not_the_service_host():
     text = QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40")
     with pytest.raises(ConfigError, match=r"rollout\.num_workers"):
         load_document(text, cores=4.0, gpus=0.0)

@@ -111,7 +111,7 @@ def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("command", "code"), [(GRACEFUL, 0), (STUBBORN, -signal.SIGKILL)])
-def test_a_host_ends_its_learner_in_order_and_one_that_does_not_listen_by_force(
+def test_a_host_stops_its_learner_gracefully_or_kills_it(
     redis: Redis, redis_url: str, tmp_path: Path, command: list[str], code: int
 ):
     host = LearnerHost("r", redis_url, tmp_path, command=command)
@@ -198,7 +198,7 @@ def told(folder: Path, what: str) -> list[int]:
     return list(dict.fromkeys(int(line.split()[-1]) for line in lines if line.startswith(what)))
 
 
-def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
+def test_a_standby_learner_takes_over_and_is_replaced(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The lease of the dead one would last for ten minutes."""
@@ -223,7 +223,7 @@ def test_a_learner_that_stands_by_takes_over_at_once_and_another_one_stands_by(
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_learner_whose_place_is_taken_while_redis_refuses_writes_is_told_of_once_it_takes_them(
+def test_a_replaced_learner_is_reported_once_redis_accepts_writes(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
@@ -246,7 +246,7 @@ def test_a_learner_whose_place_is_taken_while_redis_refuses_writes_is_told_of_on
     assert host.wait(30)
 
 
-def test_a_learner_that_can_not_be_started_beside_it_does_not_end_the_one_that_trains(
+def test_a_standby_that_fails_to_start_does_not_end_the_learner(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)

@@ -8,7 +8,7 @@ from offbeat.deploy.components import serve_status
 from offbeat.deploy.components.serve_status import AppStatus, ServeStatus
 
 
-async def test_all_components_of_one_look_share_one_question_and_the_next_look_asks_anew(
+async def test_components_share_one_status_request_per_check(
     monkeypatch: pytest.MonkeyPatch,
 ):
     asked: list[int] = []

@@ -50,9 +50,7 @@ async def test_another_runs_application_is_neither_taken_nor_given_up(redis: Red
 
 
 @pytest.mark.parametrize("apps", [{}, {"engines": ApplicationStatus.DEPLOY_FAILED}])
-async def test_a_run_waits_for_an_application_that_a_changed_file_took_away_or_broke(
-    redis: Redis, apps: dict[str, Any]
-):
+async def test_a_run_waits_for_an_application_that_was_removed_or_broken(redis: Redis, apps: dict[str, Any]):
     one = generation(redis, "one", **apps)
     await one.ensure()
     seen = await one.observe()

@@ -27,7 +27,7 @@ subprocess.run(guarded(sys.argv[1:]))
 """
 
 
-def test_nothing_that_a_guarded_command_started_outlives_a_parent_that_is_killed(tmp_path: Path):
+def test_no_descendant_of_a_guarded_command_outlives_a_killed_parent(tmp_path: Path):
     pids = tmp_path / "pids"
     parent = subprocess.Popen(
         [sys.executable, "-c", GUARDING_PARENT, sys.executable, "-c", ORPHAN_MAKER, str(pids)], start_new_session=True
@@ -39,7 +39,8 @@ def test_nothing_that_a_guarded_command_started_outlives_a_parent_that_is_killed
     assert psutil.wait_procs(found, timeout=30)[1] == []
 
 
-def test_a_guard_ends_as_its_command_does_and_not_by_a_signal_while_its_parent_lives(tmp_path: Path):
+def test_a_guard_exits_with_its_command_and_ignores_signals(tmp_path: Path):
+    """Signals are ignored while the parent lives."""
     begun = tmp_path / "begun"
     command = f"import pathlib, sys; pathlib.Path({str(begun)!r}).touch(); sys.stdin.read(); sys.exit(3)"
     guard = subprocess.Popen(guarded([sys.executable, "-c", command]), stdin=subprocess.PIPE)

@@ -74,7 +74,7 @@ TRACKED = """
 
 
 @pytest.mark.parametrize("starved", [0, 1])
-def test_shared_memory_of_killed_processes_is_removed_by_their_tracker_or_without_it(starved: int):
+def test_shared_memory_of_killed_processes_is_removed(starved: int):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(TRACKED), str(starved)],
         capture_output=True,
@@ -113,7 +113,7 @@ UNTRACKED = """
 """
 
 
-def test_semaphores_of_processes_that_were_killed_with_their_tracker_are_removed():
+def test_semaphores_are_removed_when_the_tracker_was_killed_too():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(UNTRACKED)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -153,7 +153,7 @@ DIED_EARLY = """
 """
 
 
-def test_semaphores_of_processes_that_died_long_before_the_end_are_removed_at_the_end(tmp_path: Path):
+def test_semaphores_of_processes_that_died_early_are_removed_at_the_end(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(DIED_EARLY), str(tmp_path)],
         capture_output=True,

@@ -73,9 +73,8 @@ def recorded(seeing: Path) -> list[RecordedTokens]:
     return read_parquet(out)
 
 
-def test_logprobs_of_a_recorded_rollout_are_the_learners_with_the_pictures_where_the_file_says(
-    seeing: Path, recorded: list[RecordedTokens]
-):
+def test_recorded_vision_logprobs_equal_the_learners(seeing: Path, recorded: list[RecordedTokens]):
+    """The images are inserted where the recorded file says."""
     learner = load_policy(seeing / "sees", ModelArgs(), seed=1)
     for episode in recorded:
         shown = zip(episode.picture_starts, episode.picture_tokens, episode.pictures, strict=True)

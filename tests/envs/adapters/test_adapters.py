@@ -30,7 +30,7 @@ def test_an_adapted_env_holds_the_contract(module: str, env_type: str, env_confi
     assert "memory" not in {finding.rule for finding in report.findings}
 
 
-def test_what_a_gymnasium_env_pays_and_shows_is_what_it_pays_and_shows_itself():
+def test_rewards_and_observations_equal_the_gymnasium_envs():
     env = registry.make("gymnasium", {"id": "CartPole-v1", "actions": ["left", "right"], "success_reward": 3.0})
     own = gymnasium.make("CartPole-v1")
     assert env.system_prompt == "Answer with one of left, right."
@@ -44,7 +44,7 @@ def test_what_a_gymnasium_env_pays_and_shows_is_what_it_pays_and_shows_itself():
         assert said[4]["success"] is (turn == 3)
 
 
-def test_an_answer_that_names_no_action_costs_the_penalty_and_steps_nothing():
+def test_an_invalid_answer_costs_the_penalty_without_a_step():
     env = registry.make("gymnasium", {"id": "CartPole-v1", "format_penalty": -0.5})
     before, _ = env.reset(seed=1)
     observation, reward, terminated, _, info = env.step("jump")
@@ -140,7 +140,7 @@ class Dial(gymnasium.Env[np.ndarray, np.ndarray]):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("answer", "shown"), [("300", "255"), ("-1", "0"), ("7", "7"), ("1e999", "255")])
-def test_a_number_that_a_box_of_whole_numbers_can_not_hold_is_cut_and_does_not_wrap(answer: str, shown: str):
+def test_out_of_range_numbers_of_an_integer_box_are_clipped(answer: str, shown: str):
     gymnasium.register("Dial-v0", entry_point=Dial)
     try:
         env = registry.make("gymnasium", {"id": "Dial-v0"})

@@ -75,7 +75,7 @@ def test_whole_actions_are_json_and_whole_observations_too(url: str):
     env.close()
 
 
-def test_a_server_that_fails_fails_the_episode_and_the_next_opens_a_session(env: registry.TextEnv):
+def test_a_server_failure_fails_the_episode_and_reset_reconnects(env: registry.TextEnv):
     env.reset(seed=3)
     with pytest.raises(RuntimeError, match="the game breaks"):
         env.step("100")
@@ -94,7 +94,7 @@ def test_a_server_without_room_for_another_session_is_told_of(url: str):
     made[-1].close()
 
 
-def test_a_server_that_is_not_there_and_a_field_that_is_not_there_are_named(url: str):
+def test_an_unreachable_server_and_a_missing_field_are_named(url: str):
     with pytest.raises(ConnectionError, match=r"ws://127\.0\.0\.1:9/ws"):
         registry.make("openenv", {"base_url": "http://127.0.0.1:9"}).reset(seed=1)
     env = registry.make("openenv", {"base_url": url, "observation_field": "words"})

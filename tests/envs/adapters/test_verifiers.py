@@ -40,7 +40,7 @@ def test_the_reward_is_the_tasks_own_weighted_sum_and_its_metrics_are_told():
     assert (reward, info["success"], info["num_words"]) == (1.0, False, 4.0)
 
 
-def test_the_splits_share_no_task_and_evaluation_goes_through_all_of_its_own():
+def test_splits_are_disjoint_and_evaluation_covers_its_own():
     train = registry.make("verifiers", {"id": "vf_sums"})
     held_out = registry.make("verifiers", {"id": "vf_sums", "split": "held_out"})
     seen = [held_out.task_id(seed) for seed in range(40)]

@@ -62,7 +62,7 @@ class Tasks:
         self.custom_envs = {"Math": env}
 
 
-def test_evaluation_walks_through_the_validation_file_once_before_any_row_comes_again(sums: str, tmp_path: Path):
+def test_evaluation_covers_the_validation_file_before_repeating(sums: str, tmp_path: Path):
     val = write(tmp_path / "val.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(10)])
     settings = {"dataset_name": sums, "val_dataset_name": val}
     tasks = EvalTasks(Tasks(CustomEnv(env_type="math", env_config=settings)), seed=3)
@@ -174,7 +174,7 @@ def test_a_row_is_drawn_from_all_of_them(sums: str):
     assert counts.min() > 4
 
 
-def test_a_pattern_whose_group_has_no_part_in_the_match_gives_an_empty_answer():
+def test_an_unmatched_group_gives_an_empty_answer():
     assert last_group(r"<answer>(.*?)</answer>|I give up", "well, I give up") == ""
 
 

@@ -25,7 +25,7 @@ def test_gymnasium_accepts_the_env(config: FrozenLakeConfig):
         check_env(FrozenLakeEnv(config))
 
 
-def test_the_first_turn_shows_the_whole_grid_and_later_turns_the_neighbours():
+def test_the_first_turn_shows_the_grid_later_ones_the_neighbours():
     env = FrozenLakeEnv()
     first, _ = env.reset(seed=1)
     assert first == "P _ _ _\nO _ _ O\nO O _ _\n_ O _ G\n0 0 Left # Down O Right _ Up #"
@@ -84,7 +84,8 @@ def play(env: FrozenLakeEnv, seed: int) -> list[tuple[str, float]]:
     return turns
 
 
-def test_the_same_seed_gives_the_same_episode_on_any_instance_whatever_it_played_before():
+def test_a_seed_gives_the_same_episode_on_any_instance():
+    """Earlier episodes of the instance make no difference."""
     config = FrozenLakeConfig(is_slippery=True, start_goal="random")
     used = FrozenLakeEnv(config)
     for seed in SEEDS:

@@ -72,9 +72,7 @@ def test_a_program_that_the_kernel_can_not_hold_in_is_not_run(tmp_path: Path):
     assert not made.exists()
 
 
-def test_told_to_warn_it_runs_programs_behind_pythons_hooks_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-):
+def test_isolation_warn_runs_behind_audit_hooks_and_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path):
     limits = Limits(isolation="warn")
     code = f"import os\nopen({str(tmp_path / 'made')!r}, 'w')\nos.system('true')"
     for _ in range(2):

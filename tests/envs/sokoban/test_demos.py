@@ -38,7 +38,7 @@ def test_the_random_players_success_is_the_one_that_is_sampled():
     assert exact.scripted == pytest.approx(sampled_success(env.room, scripted_policy, 12, 300), abs=0.1)
 
 
-def test_the_optimum_says_whether_the_shortest_solution_fits_into_the_turns():
+def test_the_optimum_is_one_if_the_shortest_solution_fits():
     env = SokobanEnv(SokobanConfig(num_boxes=2))
     for seed in range(6):
         env.reset(seed=seed)
@@ -77,7 +77,8 @@ def test_demonstrations_are_weak_and_depend_on_the_generator_alone():
     assert 15 < unsolved < 55
 
 
-def test_distances_are_the_lengths_of_shortest_solutions_and_leave_out_what_can_not_be_solved():
+def test_distances_are_shortest_solution_lengths():
+    """Unsolvable positions are left out."""
     env = SokobanEnv(SokobanConfig(search_depth=8, num_boxes=2))
     rng = np.random.default_rng(5)
     for seed in range(4):

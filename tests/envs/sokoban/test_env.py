@@ -36,7 +36,7 @@ def test_pushing_a_box_off_its_target_costs_what_pushing_it_on_paid():
 
 
 @pytest.mark.parametrize("answer", ["", "Jump", "Up Down"])
-def test_an_answer_without_a_direction_costs_the_step_and_the_penalty_and_moves_nobody(answer: str):
+def test_an_invalid_answer_costs_step_and_penalty_without_a_move(answer: str):
     env = placed(SokobanConfig(format_penalty=-0.5))
     before = env.room
     _, reward, _, _, info = env.step(answer)

@@ -31,7 +31,7 @@ def after(room: Room, actions: list[int]) -> Room:
     ("settings", "count"),
     [({}, 60), ({"num_boxes": 2}, 25), ({"num_boxes": 3, "search_depth": 15}, 8), ({"dim_room": (5, 9)}, 20)],
 )
-def test_a_solver_that_knows_nothing_of_how_rooms_are_made_solves_every_one_within_the_search_depth(settings, count):
+def test_an_independent_solver_solves_every_room_in_search_depth(settings, count):
     for room in rooms(count, **settings):
         solution = solve(room)
         assert solution is not None
@@ -39,7 +39,7 @@ def test_a_solver_that_knows_nothing_of_how_rooms_are_made_solves_every_one_with
         assert after(room, solution).is_solved
 
 
-def test_a_room_is_walled_in_and_holds_as_many_boxes_as_targets_none_of_them_solved():
+def test_a_room_is_walled_with_equal_boxes_and_targets_none_solved():
     for room in rooms(40, num_boxes=2, dim_room=(6, 7)):
         edge = {cell for cell in range(42) if cell // 7 in (0, 5) or cell % 7 in (0, 6)}
         assert not room.floor & edge
@@ -62,7 +62,7 @@ def test_held_out_rooms_never_turn_up_in_training():
     assert not {room.task_id for room in train} & {room.task_id for room in held_out}
 
 
-def test_the_same_generator_makes_the_same_rooms_and_seeds_make_different_ones():
+def test_rooms_depend_on_the_seed_alone():
     assert rooms(20) == rooms(20)
     assert len({room.task_id for room in rooms(60)}) > 55
 

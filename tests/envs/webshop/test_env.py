@@ -106,7 +106,7 @@ def test_actions_and_the_instruction_are_shown_as_told():
     assert "\nActions: click[Back to Search], click[B" in page
 
 
-def test_the_same_settings_give_the_same_shop_and_goals_of_the_two_splits_differ():
+def test_settings_determine_the_shop_and_splits_are_disjoint():
     train, held_out = (WebShopEnv(WebShopConfig(split=split))._goals for split in ("train", "held_out"))
     assert len(train) == 875
     assert len(held_out) == 125

@@ -43,7 +43,7 @@ async def test_a_change_is_adopted_once_whatever_is_repeated(run: Run, redis: Re
     assert run.learner.adopt(7) == first
 
 
-async def test_a_learner_that_repeats_steps_repeats_them_under_the_settings_of_the_first_time(run: Run, redis: Redis):
+async def test_repeated_steps_use_their_first_settings(run: Run, redis: Redis):
     publish(redis, 9)
     ask(redis, learning_rate=3e-4)
     boundary = run.next_learner().adopt(4)
@@ -69,7 +69,7 @@ async def test_a_group_tells_the_learner_what_it_was_sampled_at(run: Run, redis:
     assert [group.temperature for group in taken if group] == [None, 0.25]
 
 
-async def test_a_fraction_lets_the_part_of_a_batch_that_ran_ahead_be_consumed_a_version_later(run: Run, redis: Redis):
+async def test_fractional_staleness_admits_part_of_a_batch_a_version_later(run: Run, redis: Redis):
     ask(redis, max_staleness=0.5)
     run.learner.adopt(0)
     await run.buffer.claim("w", 4)

@@ -45,7 +45,7 @@ async def test_a_group_needs_its_members_and_its_baseline_and_keeps_them_apart(r
     assert run.learner.counters().in_flight == 1
 
 
-async def test_siblings_that_are_not_needed_are_called_off_while_the_baseline_still_plays(run: Run):
+async def test_unneeded_siblings_are_cancelled_before_the_baseline_ends(run: Run):
     zero, one, two, greedy = await run.buffer.claim("w", 4)
     await run.submit(zero)
     await run.submit(one)

@@ -35,7 +35,7 @@ async def test_groups_come_in_the_order_of_their_completion(run: Run):
     assert [g.number for g in take_all(run.learner)] == [2, 0, 3, 1]
 
 
-async def test_in_order_of_admission_a_group_waits_for_those_before_it_that_are_still_played(run: Run):
+async def test_admission_order_waits_for_earlier_running_groups(run: Run):
     tasks = await run.buffer.claim("w", 8)
     learner = run.next_learner(order="admission")
     seen: list[list[int]] = []
@@ -266,7 +266,7 @@ async def test_a_fresh_redis_gives_no_number_twice_that_the_checkpoint_knows(red
     assert {t.number for t in await run.buffer.claim("w", 100)} == {13, 14}
 
 
-async def test_groups_acknowledged_past_the_checkpoint_are_given_up_and_made_up_for(run: Run):
+async def test_groups_acknowledged_past_the_checkpoint_are_replaced(run: Run):
     await run.complete_groups(4)
     run.learner.ack([g.entry_id for g in take_all(run.learner)], 2)
     assert run.learner.restore(2) == -2

@@ -102,7 +102,7 @@ async def test_a_trajectory_that_breaks_the_schema_is_refused_before_it_is_sent(
     assert await run.submit(task) is SubmitResult.ACCEPTED
 
 
-async def test_an_episode_that_went_to_another_worker_is_kept_from_whoever_ends_first(run: Run):
+async def test_a_reassigned_episode_is_accepted_from_the_first_to_finish(run: Run):
     task, *_ = await run.buffer.claim("slow", 1)
     other = run.other_worker()
     run.silence("slow")

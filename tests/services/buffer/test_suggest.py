@@ -20,7 +20,7 @@ async def test_a_suggestion_holds_from_its_own_boundary_on(run: Run):
     assert len(await run.buffer.claim("w", 100)) == 2  # the bound allows two groups more, the places one
 
 
-async def test_nothing_is_decided_twice_for_a_step_or_for_one_whose_weights_exist(run: Run, redis: Redis):
+async def test_a_step_is_decided_once_and_never_after_its_weights_exist(run: Run, redis: Redis):
     assert run.learner.suggest(3, {"max_staleness": 2.0}, "")
     assert not run.learner.suggest(3, {"max_staleness": 3.0}, "")
     assert not run.next_learner().suggest(2, {"max_staleness": 3.0}, "")

@@ -110,7 +110,7 @@ def test_pieces_put_together_are_the_whole_conversation(byte_level: Tokenizer, n
     assert len(full) - len(ids) <= 1  # at most the line end after the last turn
 
 
-def test_a_template_without_system_messages_serves_conversations_without_one(byte_level: Tokenizer):
+def test_templates_without_system_messages_serve_plain_conversations(byte_level: Tokenizer):
     render = render_of(WITHOUT_SYSTEM)
     chat = ChatFormat(render, byte_level)
     assert pieced(chat, byte_level, "", CONVERSATION) == whole(render, byte_level, "", CONVERSATION)

@@ -49,7 +49,7 @@ def as_trajectory(captured: Captured) -> Trajectory:
     )
 
 
-async def test_a_straight_conversation_is_one_sequence_of_the_tokens_that_were_sent(plain: ChatTemplate):
+async def test_a_linear_conversation_is_one_sequence_of_the_sent_tokens(plain: ChatTemplate):
     policy = Scripted(plain, ["one", "two", "three"])
     session = session_of(policy)
     told = [user("a")]
@@ -84,7 +84,7 @@ async def test_the_text_that_is_sent_is_the_one_that_the_template_gives(hermes: 
         lambda message: message,
     ],
 )
-async def test_space_around_an_answer_that_comes_back_does_not_part_it_from_its_tokens(plain: ChatTemplate, comes_back):
+async def test_whitespace_around_a_returned_answer_keeps_its_tokens(plain: ChatTemplate, comes_back):
     policy = Scripted(plain, ["  one ", "two"])
     session = session_of(policy)
     first = await ask(session, user("a"))
@@ -258,7 +258,7 @@ SHORT = chat_template(PLAIN)
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(Step, min_size=1, max_size=14))
-async def test_whatever_the_order_of_calls_each_sampled_token_is_trained_at_most_once(steps: list[tuple[str, int]]):
+async def test_each_sampled_token_is_trained_at_most_once_in_any_call_order(steps: list[tuple[str, int]]):
     policy = Scripted(SHORT, lambda number: "ab "[: number % 4] + "x" * (number % 3))
     session = session_of(policy)
     histories: list[tuple[ChatMessage, ...]] = [()]

@@ -48,7 +48,7 @@ def pythonic(fast: PreTrainedTokenizerFast) -> ChatTemplate:
     return ChatTemplate(render, fast.backend_tokenizer, parser=load_parser("pythonic", fast))
 
 
-async def test_a_call_in_the_templates_own_form_is_read_and_its_result_goes_on_in_one_sequence(
+async def test_a_native_tool_call_and_its_result_stay_one_sequence(
     pythonic: ChatTemplate,
 ) -> None:
     policy = Scripted(pythonic, ['[look(way="up", far=2)]', "nothing there"])

@@ -83,7 +83,7 @@ def called_in(folder: Path, *calls: ToolCall) -> str:
 
 
 @pytest.mark.parametrize("name", FORMS)
-async def test_a_call_in_a_templates_own_form_reaches_the_tool_and_its_result_the_policy(
+async def test_a_native_tool_call_reaches_the_tool_and_its_result_the_policy(
     name: str, form: Callable[[str], Path], corpus: Path
 ) -> None:
     folder = form(name)

@@ -70,7 +70,7 @@ async def test_an_agent_that_writes_code_is_captured_whole(plain: ChatTemplate):
     assert captured.metrics["unverified_messages"] == 0
 
 
-async def test_an_agent_that_calls_tools_rewrites_its_history_and_each_answer_is_trained_once(hermes: ChatTemplate):
+async def test_a_tool_agents_rewritten_history_trains_each_answer_once(hermes: ChatTemplate):
     policy = Scripted(hermes, [call("walk", '{"direction": "Right"}'), call("final_answer", '{"answer": "there"}')])
     session = session_of(policy)
     async with model_of(session) as model:

@@ -53,7 +53,8 @@ def test_whatever_a_body_holds_it_is_read_or_refused(reader: str, body: dict[str
 
 
 @pytest.mark.parametrize(("last", "fits"), [((1 << 31) - 1, True), (1 << 31, False), (-1, False)])
-def test_a_token_id_that_can_not_travel_is_refused_before_it_fails_the_turns_of_others(last: int, fits: bool):
+def test_an_unencodable_token_id_is_refused_up_front(last: int, fits: bool):
+    """Otherwise it would fail the turns of other sessions."""
     body = {"prompt": [5, last]}
     if fits:
         request = GenerateRequest("r", read_completion(body).prompt, Sampling())  # type: ignore[arg-type]

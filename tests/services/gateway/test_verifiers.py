@@ -40,7 +40,7 @@ def _own_tasksets_are_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(TASKSETS))
 
 
-async def test_a_task_with_a_tool_is_played_and_paid_by_verifiers_and_the_policy_is_asked_twice(hermes: ChatTemplate):
+async def test_verifiers_runs_and_scores_a_tool_task_with_two_requests(hermes: ChatTemplate):
     call = '<tool_call>\n{"name": "price_tools_price", "arguments": {"thing": "tea"}}\n</tool_call>'
     policy = Scripted(hermes, [call, "3"])
     told = await played(policy, {"id": "vf_shop"})

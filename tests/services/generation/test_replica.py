@@ -95,7 +95,7 @@ async def test_only_the_newest_of_several_versions_is_loaded(stage: Stage) -> No
     await wait_until(lambda: stage.engine.loads == [0, 3])
 
 
-async def test_nothing_enters_the_engine_while_weights_are_loaded_and_running_requests_go_on(stage: Stage) -> None:
+async def test_no_request_starts_during_a_load_and_running_ones_continue(stage: Stage) -> None:
     await stage.publish(0)
     before = stage.call("before")
     await stage.asked("before")
@@ -137,7 +137,7 @@ async def test_with_recomputed_caches_nothing_is_sampled_again() -> None:
     await stage.close()
 
 
-async def test_no_turn_waits_for_its_slowest_neighbour_and_those_that_end_together_come_together(stage: Stage) -> None:
+async def test_turns_do_not_wait_for_the_slowest_and_return_in_batches(stage: Stage) -> None:
     await stage.publish(0)
     call = stage.call("a", "b", "c")
     await stage.asked("a", "b", "c")
@@ -148,7 +148,7 @@ async def test_no_turn_waits_for_its_slowest_neighbour_and_those_that_end_togeth
     assert [[c.request_id for c in batch] for batch in await call] == [["a", "c"], ["b"]]
 
 
-async def test_a_failed_update_fails_running_requests_refuses_new_ones_and_the_health_check(stage: Stage) -> None:
+async def test_a_failed_update_fails_requests_and_the_health_check(stage: Stage) -> None:
     await stage.publish(0)
     call = stage.call("running")
     await stage.asked("running")
@@ -177,7 +177,7 @@ async def test_an_update_that_takes_too_long_has_failed() -> None:
     await stage.close()
 
 
-async def test_damaged_weights_are_refused_and_the_old_ones_go_on_until_newer_come(
+async def test_damaged_weights_are_refused_and_old_ones_stay_in_use(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "RETRY_S", 0.001)
@@ -206,7 +206,7 @@ async def test_a_broker_that_cannot_be_reached_is_asked_again(stage: Stage, monk
     await stage.publish(2)
 
 
-async def test_requests_are_taken_while_a_version_is_staged_and_wait_only_while_it_is_exchanged(stage: Stage) -> None:
+async def test_requests_wait_for_the_swap_of_weights_not_for_the_staging(stage: Stage) -> None:
     await stage.publish(0)
     stage.engine.may_stage.clear()
     stage.engine.may_load.clear()

@@ -93,7 +93,7 @@ def test_a_mask_that_differs_from_the_version_spans_is_refused():
         codec.encode_trajectory(Trajectory("g", 0, 0, "t", 0, (segment,), (), StopReason.TERMINATED))
 
 
-def test_a_logprob_of_a_token_that_nobody_sampled_is_refused_before_it_is_lost():
+def test_a_logprob_of_an_unsampled_token_is_refused():
     sent = trajectory()
     logprobs = sent.segments[0].logprobs.copy()
     logprobs[0] = -1.0
@@ -139,7 +139,7 @@ def test_another_schema_version_is_refused_by_name():
         codec.decode_trajectory(cast(bytes, msgpack.packb(["trajectory", 99, []])))
 
 
-def test_a_prompt_travels_as_the_same_bytes_whether_it_is_a_tuple_or_an_array():
+def test_tuple_and_array_prompts_encode_to_the_same_bytes():
     prompts: list[Sequence[int]] = [(1, 2, 151_000), (), *(array("i", each) for each in [(1, 2, 151_000), ()])]
     blobs = [codec.encode_requests([GenerateRequest("r", prompt, Sampling())]) for prompt in prompts]
     assert blobs[:2] == blobs[2:]
@@ -222,7 +222,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 @given(st.sampled_from([(name, i) for name, values in VALUES.items() for i in range(len(values))]))
-def test_a_trajectory_is_refused_before_it_is_sent_as_it_would_be_where_it_is_read(place: tuple[str, int]):
+def test_the_encoder_refuses_the_trajectories_that_the_decoder_does(place: tuple[str, int]):
     name, i = place
     assert encodes(replace(trajectory(), **{name: VALUES[name][i]})) == decodes(name, VALUES[name][i])
 
@@ -262,6 +262,6 @@ def test_a_segment_that_is_not_refused_comes_back_as_it_was(parts: dict[str, Any
         {"tokens": np.zeros((11, 1), np.int32)},
     ],
 )
-def test_arrays_of_another_type_are_refused_where_they_would_be_cut_to_size(parts: dict[str, Any]):
+def test_arrays_of_a_type_that_would_be_truncated_are_refused(parts: dict[str, Any]):
     sound = trajectory()
     assert not encodes(replace(sound, segments=(replace(sound.segments[0], **parts),)))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
-async def test_clients_give_up_a_redis_that_hangs_or_is_gone_when_their_patience_ends(
+async def test_clients_give_up_a_hung_or_absent_redis_at_their_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_number: signal.Signals
 ):
     monkeypatch.setattr(connection, "SOCKET_TIMEOUT_S", 0.2)

@@ -74,7 +74,7 @@ def soon(act: Callable[[], object]) -> Iterator[None]:
         timer.join()
 
 
-def test_a_command_that_is_refused_is_retryable_and_says_why_and_what_to_do(redis_url: str, refusing: Switch) -> None:
+def test_a_refused_command_is_retryable_and_explains_the_remedy(redis_url: str, refusing: Switch) -> None:
     with connect(redis_url, patience_s=0.1) as client:
         client.set(RunKeys(RUN).epoch, 1)
         refusing(True)
@@ -93,9 +93,7 @@ def test_a_command_that_is_refused_is_retryable_and_says_why_and_what_to_do(redi
 
 
 @pytest.mark.usefixtures("run")
-async def test_a_workers_and_a_learners_commands_go_through_once_redis_takes_writes_again(
-    redis_url: str, refusing: Switch
-) -> None:
+async def test_worker_and_learner_commands_succeed_once_redis_is_writable(redis_url: str, refusing: Switch) -> None:
     refusing(True)
     client = connect_async(redis_url, patience_s=20.0)
     worker = AsyncRolloutBuffer(client, RUN)
@@ -110,9 +108,7 @@ async def test_a_workers_and_a_learners_commands_go_through_once_redis_takes_wri
 
 
 @pytest.mark.usefixtures("run")
-async def test_calls_that_travel_together_are_each_told_and_each_go_through_when_patiently_made_again(
-    redis_url: str, refusing: Switch
-) -> None:
+async def test_pipelined_calls_fail_and_retry_individually(redis_url: str, refusing: Switch) -> None:
     refusing(True)
     client = connect_async(redis_url, patience_s=0.05)
     worker = AsyncRolloutBuffer(client, RUN)
@@ -158,7 +154,7 @@ async def test_a_transaction_that_is_refused_is_not_repeated_without_its_watch(
     await client.aclose()
 
 
-async def test_a_blocking_read_that_is_under_way_when_its_redis_is_demoted_goes_on(redis_url: str) -> None:
+async def test_a_blocking_read_survives_the_demotion_of_its_redis(redis_url: str) -> None:
     client = connect_async(redis_url, patience_s=20.0)
     with Redis.from_url(redis_url) as other:
         demote = demoted(other)
@@ -176,9 +172,7 @@ async def test_a_blocking_read_that_is_under_way_when_its_redis_is_demoted_goes_
     await client.aclose()
 
 
-def test_a_client_that_is_told_to_goes_on_beyond_its_patience_until_it_is_told_not_to(
-    redis_url: str, full: Switch
-) -> None:
+def test_a_client_may_retry_beyond_its_timeout_until_stopped(redis_url: str, full: Switch) -> None:
     asked: list[str] = []
 
     def goes_on(error: Exception) -> bool:

@@ -117,7 +117,7 @@ def expired(redis: Redis) -> bool:
     return not redis.exists(RunKeys(RUN).lease)
 
 
-def test_a_learner_that_waits_all_the_while_has_a_dead_learners_lease_as_soon_as_it_expires(redis: Redis):
+def test_a_waiting_learner_takes_a_dead_ones_lease_at_expiry(redis: Redis):
     dead = dead_learner(redis, TIMEOUT_S)
     began = time.monotonic()
     with LearnerLease(redis, RUN, "next", TIMEOUT_S) as successor:
@@ -128,7 +128,8 @@ def test_a_learner_that_waits_all_the_while_has_a_dead_learners_lease_as_soon_as
     dead.release()
 
 
-def test_a_learner_that_comes_when_the_lease_has_expired_leaves_its_holder_time_to_renew_it(redis: Redis):
+def test_a_late_learner_gives_the_holder_time_to_renew(redis: Redis):
+    """The lease had expired before it arrived."""
     holder = dead_learner(redis, TIMEOUT_S)
     began = time.time()
     wait_until_sync(lambda: expired(redis))
@@ -144,7 +145,7 @@ def test_a_learner_that_comes_when_the_lease_has_expired_leaves_its_holder_time_
         assert one.acquire(wait_s=60) == 2
 
 
-def test_a_learner_that_comes_when_the_lease_has_expired_has_it_a_renewal_later(redis: Redis):
+def test_a_late_learner_takes_an_expired_lease_a_renewal_later(redis: Redis):
     dead_learner(redis, 0.3)
     wait_until_sync(lambda: expired(redis))
     began = time.monotonic()
@@ -154,7 +155,7 @@ def test_a_learner_that_comes_when_the_lease_has_expired_has_it_a_renewal_later(
 
 
 @pytest.mark.parametrize("why", ["known to be dead", "fenced"])
-def test_an_expired_lease_of_a_learner_that_will_not_renew_it_is_free_at_once(redis: Redis, why: str):
+def test_an_expired_lease_that_is_not_renewed_is_free_at_once(redis: Redis, why: str):
     dead_learner(redis, 0.3)
     wait_until_sync(lambda: expired(redis))
     with LearnerLease(redis, RUN, "next", 60) as successor:
@@ -167,7 +168,7 @@ def test_an_expired_lease_of_a_learner_that_will_not_renew_it_is_free_at_once(re
         assert successor.acquire() > 1
 
 
-def test_a_lease_that_was_given_up_leaves_nothing_but_its_epoch_and_its_bell(redis: Redis):
+def test_a_released_lease_leaves_only_its_epoch_and_notification(redis: Redis):
     with LearnerLease(redis, RUN, "a", TIMEOUT_S) as holder, LearnerLease(redis, RUN, "b", TIMEOUT_S) as other:
         holder.acquire()
         with pytest.raises(LeaseHeldError):
@@ -178,7 +179,7 @@ def test_a_lease_that_was_given_up_leaves_nothing_but_its_epoch_and_its_bell(red
     wait_until_sync(lambda: set(cast(list[bytes], redis.keys())) == kept)
 
 
-def test_the_lease_of_a_learner_that_is_known_to_be_dead_is_free_at_once_and_nobody_elses(redis: Redis):
+def test_only_the_lease_of_a_learner_known_dead_is_free_at_once(redis: Redis):
     with LearnerLease(redis, RUN, "host:71", 600) as dead, LearnerLease(redis, RUN, "me", 10) as other:
         dead.acquire()
         assert not free_lease_of(redis, RUN, "host:7")
@@ -198,7 +199,7 @@ def test_a_living_learner_keeps_its_lease_past_the_timeout(redis: Redis):
         assert lease.held()
 
 
-def test_a_learner_that_was_replaced_hears_of_it_and_cannot_take_the_run_back(redis: Redis):
+def test_a_replaced_learner_notices_and_cannot_retake_the_run(redis: Redis):
     heard = threading.Event()
     old = LearnerLease(redis, RUN, "old", 0.2, on_lost=heard.set)
     old.acquire()
@@ -246,7 +247,7 @@ def test_a_redis_that_is_away_gives_no_lease_and_says_try_again():
         lease.acquire()
 
 
-def test_a_redis_that_refuses_writes_ends_no_lease_and_the_renewing_thread_lives_on(redis_url: str):
+def test_a_read_only_redis_ends_no_lease_and_renewal_continues(redis_url: str):
     with connect(redis_url, patience_s=0.05) as redis, Redis.from_url(redis_url) as other:
         lost = threading.Event()
         with LearnerLease(redis, RUN, "me", 0.4, on_lost=lost.set) as lease:
@@ -262,7 +263,7 @@ def test_a_redis_that_refuses_writes_ends_no_lease_and_the_renewing_thread_lives
             assert not lost.is_set()
 
 
-def test_a_redis_that_refuses_writes_for_longer_than_the_lease_lasts_leaves_it_to_its_holder(redis_url: str):
+def test_a_long_read_only_redis_leaves_the_lease_to_its_holder(redis_url: str):
     """The one that waits asks more often than the holder, whose patience is over."""
     over = threading.Event()
     with (

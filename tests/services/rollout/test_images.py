@@ -87,9 +87,7 @@ def test_the_template_tells_how_a_picture_is_written(chat: ChatFormat) -> None:
     assert chat.sight.mark == VISION_START + IMAGE + VISION_END
 
 
-async def test_each_turn_is_sent_with_every_picture_and_the_trajectory_keeps_them(
-    chat: ChatFormat, folder: Path
-) -> None:
+async def test_each_turn_sends_all_images_and_the_trajectory_keeps_them(chat: ChatFormat, folder: Path) -> None:
     walker, got = await walked(chat, "{image} {observation}")
     (segment,) = got.segments
     pad = chat.encode(IMAGE)[0]

@@ -26,7 +26,8 @@ async def test_what_is_finished_first_leaves_at_once_and_frees_its_place():
     assert places.num_free == 1
 
 
-async def test_those_that_finish_in_one_round_of_the_loop_leave_together_and_before_their_places_are_claimed_for():
+async def test_episodes_finishing_together_are_submitted_as_one_batch():
+    """They are submitted before their slots are claimed again."""
     places, order = SlotPool(3, gather_s=LONG_S), list[str]()
 
     async def play(name: str, place: Slot) -> None:
@@ -45,7 +46,7 @@ async def test_those_that_finish_in_one_round_of_the_loop_leave_together_and_bef
     assert order == ["a", "b", "claim for 2"]
 
 
-async def test_what_finishes_soon_after_a_departure_waits_for_company_as_long_as_somebody_plays():
+async def test_an_early_finisher_waits_for_a_batch_while_episodes_run():
     places = SlotPool(4, gather_s=LONG_S)
     playing = [places.take() for _ in range(4)]
     await playing[0].finish_and_wait_for_flush()

@@ -82,9 +82,7 @@ async def taken(run: Run, count: int) -> list[Group]:
     return [group for group in groups if group is not None]
 
 
-async def test_a_curriculum_goes_up_with_what_was_trained_and_stays_there_when_the_learner_is_replaced(
-    run: Run, tmp_path: Path
-) -> None:
+async def test_a_curriculum_advances_and_survives_a_learner_replacement(run: Run, tmp_path: Path) -> None:
     curriculum = Curriculum(Levels(TAGS, **LEVELS), run.learner)
     curriculum.tell()
     publish(run.redis, 0)

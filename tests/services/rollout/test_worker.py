@@ -215,7 +215,7 @@ async def test_a_crashed_env_process_fails_its_episode_alone(bench, tmp_path: Pa
     assert len(b.buffer.submitted) == 2
 
 
-async def test_an_episode_that_takes_too_long_as_a_whole_is_failed_and_its_turn_aborted(bench, tokenizer: Tokenizer):
+async def test_an_episode_timeout_fails_it_and_aborts_its_turn(bench, tokenizer: Tokenizer):
     env = custom("CountingEnv", episode_timeout_s=2.0)
     slow = FakeGeneration(walker(tokenizer), delay_s=lambda _: 60.0)
     async with bench(train_episode(0), generation=slow, custom_envs={"Slow": env}) as b:
@@ -407,7 +407,7 @@ async def test_metric_records_count_what_happened(bench):
     assert all(record.labels["worker"] == "w" for record in b.metrics.records)
 
 
-async def test_while_the_tasks_of_an_evaluation_are_looked_for_the_worker_lives_on(bench, tmp_path: Path):
+async def test_a_worker_keeps_its_heartbeat_while_finding_eval_tasks(bench, tmp_path: Path):
     marker = tmp_path / "found"
     episode = EpisodeTask(EpisodeKind.EVAL, "eval", 0, 0, 0, 0, sampling_name="greedy")
     envs = {"Slow": custom("SlowTasksEnv", env_config={"marker": str(marker)})}

@@ -109,7 +109,7 @@ async def test_a_large_version_is_not_collected_while_its_learner_hashes_it(
     assert await WeightBroker(client, RUN, config, Path("unused")).collect() == 0
 
 
-async def test_a_share_that_hangs_stops_collecting_until_it_comes_back_and_nothing_else(
+async def test_a_hung_share_pauses_only_garbage_collection(
     client: AsyncRedis, config: WeightsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "LOOK_S", 0.2)

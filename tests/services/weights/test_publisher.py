@@ -78,7 +78,7 @@ async def read(redis_url: str, config: WeightsConfig) -> tuple[int, float] | Non
             return manifest.version, load_file(path)["w"][0].item()
 
 
-async def test_a_subscriber_reads_what_was_published_although_the_tensors_changed_at_once(
+async def test_a_subscriber_reads_the_published_tensors_not_later_changes(
     server: redis.Redis, redis_url: str, config: WeightsConfig
 ) -> None:
     assert await read(redis_url, config) is None
@@ -146,9 +146,7 @@ async def test_an_older_epoch_is_fenced_off_and_leaves_nothing(
     assert files(config) == []
 
 
-async def test_versions_are_announced_again_when_their_bytes_and_newer_ones_are_gone(
-    server: redis.Redis, redis_url: str, config: WeightsConfig
-) -> None:
+async def test_lost_versions_are_announced_again(server: redis.Redis, redis_url: str, config: WeightsConfig) -> None:
     with Learner(server, config) as learner:
         for version in range(6):
             learner.publish(version)

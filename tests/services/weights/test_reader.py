@@ -148,7 +148,8 @@ async def mesh(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert held_open(tmp_path) == []
 
 
-async def test_a_replica_whose_share_hangs_serves_its_old_version_says_so_and_takes_the_next(mesh: Mesh) -> None:
+async def test_a_replica_with_a_hung_share_serves_and_reports_its_old_version(mesh: Mesh) -> None:
+    """It loads the next one that it can read."""
     mesh.follow()
     await mesh.announce(1, hangs=False)
     await mesh.serves(1)
@@ -185,7 +186,7 @@ async def test_a_version_whose_read_hung_is_read_again_once_that_has_come_back(m
     await wait_until(lambda: held_open(mesh.folder) == [])
 
 
-async def test_a_replica_that_starts_beside_a_hung_share_gets_ready_and_serves_what_it_can_read(mesh: Mesh) -> None:
+async def test_a_replica_starts_beside_a_hung_share(mesh: Mesh) -> None:
     await mesh.announce(1, hangs=False)
     await mesh.announce(2, hangs=True)
     await asyncio.wait_for(mesh.replica.catch_up(), 30)
@@ -208,7 +209,7 @@ async def test_looking_whether_bytes_are_there_may_hang_too(mesh: Mesh) -> None:
     await mesh.serves(1)
 
 
-async def test_no_more_than_a_few_reads_are_left_behind_and_all_is_well_when_one_comes_back(mesh: Mesh) -> None:
+async def test_abandoned_reads_are_limited_and_recover(mesh: Mesh) -> None:
     mesh.follow()
     fifos = [await mesh.announce(version, hangs=True) for version in range(1, MOST_HUNG + 1)]
     await wait_until(lambda: threads() == MOST_HUNG)
@@ -221,7 +222,7 @@ async def test_no_more_than_a_few_reads_are_left_behind_and_all_is_well_when_one
     await mesh.serves(9)
 
 
-async def test_what_is_opened_ends_well_only_for_a_caller_that_stays_and_does_well() -> None:
+async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
     """An adapter's base counts as held by the engine after that alone."""
     may_open, ends, reader = threading.Event(), list[str](), WeightReader(0.1)
     manifest = Manifest(RUN, 1, 1, 1, "shm", "/share/v1", NOTHING, 0, (), 0.0)

@@ -13,7 +13,7 @@ from tests.fakes import Moments, make_group
 from tests.trainer.learner.harness import GROUPS_PER_STEP, LearnerHarness, learner_config
 
 
-def test_each_group_is_trained_once_in_stream_order_and_each_step_published(harness: LearnerHarness) -> None:
+def test_groups_train_once_in_stream_order_and_each_step_is_published(harness: LearnerHarness) -> None:
     learner, trainer = harness.learner()
     assert learner.run()
     assert trainer.history == [(step, (2 * step, 2 * step + 1)) for step in range(6)]
@@ -37,7 +37,7 @@ def test_old_groups_join_batches_and_are_accounted_for_once(harness: LearnerHarn
     ] == [2] * 5
 
 
-def test_groups_are_acknowledged_only_after_the_checkpoint_that_contains_them(harness: LearnerHarness) -> None:
+def test_groups_are_acknowledged_after_the_checkpoint_with_them(harness: LearnerHarness) -> None:
     moments = Moments()
     learner, _ = harness.learner(moments)
     learner.run()

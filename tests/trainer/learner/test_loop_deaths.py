@@ -36,7 +36,7 @@ CURRICULUM = {
     crashes=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
     replay=st.sampled_from([{}, REPLAY, REPLAY | {"sampler": "prioritized"}]),
 )
-def test_a_learner_killed_at_any_moments_leaves_the_weights_of_one_that_was_not(
+def test_a_learner_killed_anywhere_gives_the_weights_of_an_intact_one(
     crashes: list[tuple[int, bool]], replay: dict[str, object]
 ) -> None:
     with TemporaryDirectory() as one, TemporaryDirectory() as two:

@@ -48,7 +48,7 @@ def test_an_evaluation_during_training_does_not_stop_it(tmp_path: Path) -> None:
     assert not harness.sink.of("eval")
 
 
-def test_a_replaced_learner_collects_what_the_last_one_had_queued_and_repeats_nothing(tmp_path: Path) -> None:
+def test_a_successor_collects_queued_evaluations_without_repeats(tmp_path: Path) -> None:
     harness = LearnerHarness(tmp_path, learner_config(eval_steps=2))
     with pytest.raises(CrashError):
         harness.learner(Moments(crash_at=8))[0].run()
@@ -60,7 +60,7 @@ def test_a_replaced_learner_collects_what_the_last_one_had_queued_and_repeats_no
     assert set(harness.log.states.values()) == {"recorded"}
 
 
-def test_a_run_that_goes_back_to_an_earlier_step_evaluates_what_it_trains_from_there(tmp_path: Path) -> None:
+def test_a_run_resumed_from_an_earlier_step_evaluates_anew(tmp_path: Path) -> None:
     harness = LearnerHarness(tmp_path, learner_config(eval_steps=2, final_val_batch_size=2))
     finish_evaluations(harness)
     harness.learner()[0].run()

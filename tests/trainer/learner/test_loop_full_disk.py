@@ -56,7 +56,7 @@ def test_training_continues_on_a_full_disk_and_the_next_checkpoint_has_all(
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_a_checkpoint_that_fails_leaves_the_one_before_it_whole_and_a_new_learner_goes_on_from_that(
+def test_a_failed_checkpoint_leaves_the_last_one_to_resume_from(
     tmp_path: Path,
 ) -> None:
     harness = LearnerHarness(tmp_path, learner_config(save_steps=2))
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before_it_whole_and_a_new_learne
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_a_learner_that_may_be_far_ahead_of_its_checkpoint_no_longer_waits_for_room(
+def test_a_learner_allowed_far_ahead_does_not_wait_for_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offbeat.trainer.learner.checkpointing.MAX_UNSAVED_INTERVALS", 2)

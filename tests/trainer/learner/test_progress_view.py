@@ -44,7 +44,7 @@ def test_without_a_terminal_the_last_step_is_always_told():
     assert out.getvalue().splitlines()[1:] == [f"step 3/3  {describe_step(STEP)}"]
 
 
-def test_in_a_terminal_one_line_shows_phase_steps_and_figures_and_goes_away():
+def test_a_terminal_shows_one_transient_status_line():
     where, out = console(True)
     view = open_view(10, where)
     assert isinstance(view, LearnerTerminalView)

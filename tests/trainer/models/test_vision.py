@@ -84,9 +84,7 @@ class Sequences:
         return {"input_ids": tokens, "mm_token_type_ids": kinds, **pixels}
 
 
-def test_the_positions_are_those_that_transformers_counts_for_each_sequence(
-    folder: Path, policy: PackedVisionPolicy
-) -> None:
+def test_positions_equal_those_of_transformers(folder: Path, policy: PackedVisionPolicy) -> None:
     data = Sequences(folder)
     grids = [data.reader.pixels(png).grid for pngs in data.pngs for png in pngs]
     x = data.packed()

@@ -109,7 +109,7 @@ def test_another_runs_checkpoints_are_passed_over(store: CheckpointStore) -> Non
     assert found.state.step == 20
 
 
-def test_who_went_back_to_an_earlier_step_goes_on_from_there_and_not_from_the_later_one_left_behind(
+def test_a_run_reset_to_an_earlier_step_ignores_later_checkpoints(
     tmp_path: Path,
 ) -> None:
     store = CheckpointStore(tmp_path, keep=9)

@@ -147,7 +147,7 @@ COMPARING = [
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_groups_without_signal_are_those_that_have_no_advantage_by_themselves(name: str):
+def test_zero_signal_groups_are_those_without_any_advantage(name: str):
     config = AlgorithmConfig(**{**CONFIGS[name], "zero_variance": "mask", "whiten_advantages": False})
     for group in rich_groups():
         batch = pack([group])

@@ -149,7 +149,7 @@ def test_recomputed_logprobs_start_the_ratio_at_one(folder: Path) -> None:
     assert train_on(fresh, GROUPS, 0)["actor/ratio"].value == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_batch_of_one_optimizer_step_is_not_passed_over_twice_for_the_policy_at_its_start(folder: Path) -> None:
+def test_one_optimizer_step_needs_no_extra_pass_for_old_logprobs(folder: Path) -> None:
     def after(minibatches: int = 1, **correction: object) -> tuple[Tensor, dict[str, float], int]:
         weighed = {"is_weight": {"upper_bound": 1.0}, "filters": ({"ratio_low": 0.5},), **correction}
         told = {"old_logprobs": "recompute", "train_infer_correction": weighed}
@@ -186,7 +186,7 @@ def test_a_penalty_on_divergence_holds_the_policy_near_its_reference(folder: Pat
     assert divergence[1] < divergence[0] / 2
 
 
-def test_the_penalty_over_the_whole_vocabulary_does_so_too_however_the_batch_is_cut(folder: Path) -> None:
+def test_the_full_vocabulary_penalty_is_invariant_to_batch_cuts(folder: Path) -> None:
     def after(coef: float, budget: int) -> tuple[float, Tensor]:
         kl = {"use_kl_loss": True, "kl_loss_coef": coef, "kl_loss_type": "full"}
         cut = training(max_tokens_per_microbatch=budget)
@@ -201,9 +201,8 @@ def test_the_penalty_over_the_whole_vocabulary_does_so_too_however_the_batch_is_
 
 
 @pytest.mark.parametrize("budget", [20, 1000])
-def test_the_whole_kl_in_the_reward_is_the_sum_over_the_vocabulary_at_the_steps_start(
-    folder: Path, budget: int
-) -> None:
+def test_the_full_kl_in_the_reward_sums_over_the_vocabulary(folder: Path, budget: int) -> None:
+    """It is computed with the policy at the step's start."""
     kl = {"add_token_level_kl": True, "init_kl_coef": 0.5, "kl_penalty": "full", "old_logprobs": "recompute"}
     own = {"adv_estimator": "reinforce", "gamma": 0.0, "reward_normalization": {"method": "identity"}}
     settings = config(**kl, **own, actor_train=training(max_tokens_per_microbatch=budget))
@@ -318,9 +317,7 @@ def test_shaped_rewards_are_what_is_trained_on(folder: Path) -> None:
         {"variance_filter_ratio": 0.4},
     ],
 )
-def test_groups_without_signal_that_are_masked_leave_the_gradient_as_if_they_were_trained(
-    folder: Path, settings: dict[str, object]
-) -> None:
+def test_masking_zero_signal_groups_keeps_the_gradient(folder: Path, settings: dict[str, object]) -> None:
     varied = [make_group(n, rewards=(0.0, 0.1, 0.1, 0.05)) for n in range(3)]
     cut = make_group(8, rewards=(0.0,) * 5)
     members = tuple(replace(each, stop_reason=StopReason.MAX_LENGTH) for each in cut.trajectories)

@@ -128,7 +128,7 @@ def test_two_passes_over_a_batch_are_a_plain_float64_loop(folder: Path) -> None:
     assert (gauges["actor/lr"].value, gauges["critic/lr"].value) == (1e-2, 3e-2)
 
 
-def test_a_batch_is_read_once_for_values_and_old_logprobs_and_once_to_train(folder: Path) -> None:
+def test_values_and_old_logprobs_share_one_pass_before_training(folder: Path) -> None:
     batches, _, policy = trainer(folder, config(old_logprobs="recompute"))
     passes: list[int] = []
     policy.model.base_model.get_submodule("layers.0").register_forward_hook(lambda *_: passes.append(1))
@@ -151,7 +151,8 @@ def test_the_token_budget_does_not_change_the_step(folder: Path, settings: dict[
         assert found[0][name].value == pytest.approx(found[1][name].value, abs=1e-6)
 
 
-def test_warming_up_trains_the_head_alone_and_leaves_the_policy_and_its_moments_as_they_were(folder: Path) -> None:
+def test_warmup_trains_only_the_value_head(folder: Path) -> None:
+    """The policy and its optimizer moments stay unchanged."""
     batches, engine, policy = trainer(folder, config(critic_warmup=3))
     start = [parameter.detach().clone() for parameter in policy.model.parameters()]
     gauges = [train_on(batches, GROUPS, step) for step in range(3)]
@@ -164,7 +165,7 @@ def test_warming_up_trains_the_head_alone_and_leaves_the_policy_and_its_moments_
     assert [int(engine.optimizer.state[each]["step"]) for each in (first, head)] == [1, 4]
 
 
-def test_keys_of_the_critic_without_effect_are_refused_with_what_would_be_right() -> None:
+def test_critic_keys_without_effect_are_refused_with_a_correction() -> None:
     with pytest.raises(ValueError, match=r"vf_coef\n.*backbone=policy"):
         CriticConfig(vf_coef=0.5)
     for told in ({"backbone": "policy", "vf_coef": 0.5}, {"learning_rate": 3e-2}, {"warmup_steps": 4}):

@@ -208,7 +208,8 @@ def test_a_service_that_is_not_there_is_named_without_a_traceback(command: tuple
     assert "Traceback" not in result.stderr
 
 
-def test_paths_that_a_configuration_names_start_here_and_what_is_none_is_left_to_the_service():
+def test_relative_paths_of_a_configuration_are_made_absolute():
+    """Other strings are left to the service."""
     tree = {"teacher": {"a": {"pretrain": "models/a"}, "b": {"pretrain": "/b"}, "c": 3}, "pretrain": "tiny"}
     found = _rooted(tree)
     assert found["teacher"] == {"a": {"pretrain": str(Path("models/a").resolve())}, "b": {"pretrain": "/b"}, "c": 3}

@@ -80,7 +80,7 @@ def mesh(policy_folder: Path, chat: ChatFormat, tokenizer: Tokenizer):
     return make
 
 
-async def test_an_agent_that_answers_each_observation_makes_the_trajectory_that_the_policy_makes_alone(mesh):
+async def test_a_step_by_step_agent_gives_the_policys_own_trajectory(mesh):
     async with mesh(played_by("plays", "frozen_lake")) as m:
         by_agent = await m.outcome()
     async with mesh(CustomEnv(env_type="frozen_lake", max_steps=5, max_tokens_per_step=4, execution="inline")) as m:
@@ -143,13 +143,13 @@ async def test_an_agent_is_ended_when_the_policy_can_t_be_sampled(mesh):
         assert await m.outcome() == "generation_refused"
 
 
-async def test_an_env_that_fails_under_an_agent_fails_the_episode_by_its_own_reason(mesh):
+async def test_an_env_failure_under_an_agent_is_the_episodes_reason(mesh):
     env = played_by("plays", HERE + "BadEnv", rules={"env_config": {"how": "raise"}})
     async with mesh(env) as m:
         assert await m.outcome() == "step_error"
 
 
-async def test_no_more_agents_run_at_a_time_than_allowed_and_processes_are_used_again(mesh):
+async def test_concurrent_agents_are_limited_and_processes_reused(mesh):
     seen: set[int] = set()
     before = children_of(os.getpid())
     async with mesh(played_by("plays", num_agents=2), episodes=6) as m:

@@ -41,7 +41,7 @@ class Server(ThreadingHTTPServer):
         self.closed.set()
 
 
-def test_an_agent_that_thought_for_longer_than_its_connection_lasts_goes_on():
+def test_an_agent_survives_the_timeout_of_its_idle_connection():
     with Server() as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()

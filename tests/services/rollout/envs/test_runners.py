@@ -166,7 +166,7 @@ def on_order(orders: Path, **limits: float) -> EnvSpec:
     )
 
 
-async def test_a_process_that_takes_all_memory_fails_its_episode_and_nothing_else(tmp_path: Path):
+async def test_an_out_of_memory_process_fails_only_its_episode(tmp_path: Path):
     (tmp_path / "hog").touch()
     async with running("process", on_order(tmp_path, memory_gib=0.5)) as runner:
         await runner.start()
@@ -251,7 +251,7 @@ async def test_a_thread_that_hangs_is_replaced_and_counted_until_it_returns(tmp_
     threads.close()
 
 
-async def test_a_cancelled_call_keeps_its_thread_until_it_returns_and_then_closes_the_env(tmp_path: Path):
+async def test_a_cancelled_call_holds_its_thread_then_closes_the_env(tmp_path: Path):
     gate, closed, threads = tmp_path / "gate", tmp_path / "gate.closed", DaemonThreads(1)
     runner = ThreadEnv(spec("WaitingEnv", wait_s=0.0, gate=str(gate)), threads)
     await runner.start()

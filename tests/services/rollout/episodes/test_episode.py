@@ -122,9 +122,7 @@ async def test_a_turn_under_two_versions_keeps_both(chat: ChatFormat, tokenizer:
     assert [span.version for span in got.segments[0].versions] == [4, 5]
 
 
-async def test_each_prompt_is_all_tokens_before_it_and_ends_where_the_answer_begins(
-    chat: ChatFormat, tokenizer: Tokenizer
-):
+async def test_each_prompt_is_all_tokens_before_the_answer(chat: ChatFormat, tokenizer: Tokenizer):
     player = Player(chat, saying(tokenizer, *WAY))
     tokens = (await player.play()).segments[0].tokens.tolist()
     for prompt in player.prompts:
@@ -140,9 +138,7 @@ async def test_demonstrations_are_in_the_rollouts_format(chat: ChatFormat, token
     assert got.segments[0].tokens.tolist() == tokenizer.encode(render_chatml(messages)).ids
 
 
-async def test_an_answer_that_was_cut_short_is_ended_by_a_token_that_is_not_trained_on(
-    chat: ChatFormat, tokenizer: Tokenizer
-):
+async def test_a_truncated_answer_gets_an_untrained_end_token(chat: ChatFormat, tokenizer: Tokenizer):
     got = await Player(chat, saying(tokenizer, "Right Right Right Right Right")).play(max_steps=2)
     segment, (first, second) = got.segments[0], got.turns
     assert first.end - first.start == 4

@@ -86,7 +86,7 @@ async def test_turns_with_thoughts_are_segments_as_the_engine_saw_them(forgetful
     assert got.metrics["segments"] == 3
 
 
-async def test_answers_without_thoughts_stay_one_sequence_under_the_same_template(
+async def test_answers_without_thoughts_stay_one_sequence(
     forgetful: ChatFormat, thinking: Path, chat: ChatFormat, tokenizer: Tokenizer
 ) -> None:
     words: Tokenizer = load_tokenizer(thinking).backend_tokenizer
@@ -97,9 +97,7 @@ async def test_answers_without_thoughts_stay_one_sequence_under_the_same_templat
     assert got.turns == plain.turns
 
 
-async def test_a_step_wise_turn_stands_for_itself_and_tells_as_many_turns_as_it_should(
-    chat: ChatFormat, tokenizer: Tokenizer
-) -> None:
+async def test_a_step_wise_prompt_contains_the_configured_history(chat: ChatFormat, tokenizer: Tokenizer) -> None:
     template = "{history} _ {observation}"
     player, got = await played(
         chat, tokenizer, *WAY, env_manager_cls="StepEnvManager", history_length=1, agent_template=template

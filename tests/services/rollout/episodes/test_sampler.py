@@ -47,7 +47,7 @@ async def test_a_turn_that_finds_nobody_for_too_long_fails_its_episode():
     assert 1 < len(client.calls) < 20
 
 
-async def test_a_turn_that_nobody_answers_is_aborted_and_sent_again_and_at_last_fails_its_episode():
+async def test_an_unanswered_turn_is_retried_then_fails_its_episode():
     client = FakeGeneration(answer, delay_s=lambda _: 60.0)
     with pytest.raises(EpisodeError) as failed:
         await sampler(client, timeout_s=0.2, retry_s=3.0)((1,), 4)

@@ -52,7 +52,7 @@ async def test_no_turn_waits_for_a_slower_neighbour():
     await batcher.close()
 
 
-async def test_under_load_calls_keep_their_distance_and_a_lone_turn_does_not_wait():
+async def test_calls_are_spaced_under_load_and_a_single_turn_is_immediate():
     client = FakeGeneration(echo)
     batcher = TurnBatcher(client, coalesce_s=2.0)
     loop = asyncio.get_running_loop()
@@ -137,7 +137,7 @@ async def test_a_turn_that_was_not_sent_yet_is_taken_back_unsent():
     assert client.aborted == []
 
 
-async def test_what_a_call_has_not_answered_in_its_time_is_aborted_and_its_answers_stand():
+async def test_a_calls_late_turns_are_aborted_and_its_answers_kept():
     client = FakeGeneration(echo, delay_s=lambda r: 60.0 if r.request_id == "slow" else 0.0)
     batcher = TurnBatcher(client, coalesce_s=0.0, timeout_s=0.5)
     fast, slow = await asyncio.gather(

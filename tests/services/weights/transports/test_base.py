@@ -104,7 +104,7 @@ def test_a_file_belongs_to_one_run_alone() -> None:
     assert not belongs_to("a", file_name("a-v1-e1", 1, 1))
 
 
-def test_two_runs_of_one_name_in_two_folders_leave_each_others_weights_alone(tmp_path: Path) -> None:
+def test_runs_of_one_name_in_two_folders_keep_their_weights_apart(tmp_path: Path) -> None:
     config = WeightsConfig(transport="fs", url=str(tmp_path / "bucket"))
     one, other = (make_transport(config, "own", tmp_path / folder) for folder in ("one", "other"))
     mine, others = (each.stage(1, 1, {"x": torch.ones(1)}) for each in (one, other))

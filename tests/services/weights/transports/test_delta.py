@@ -85,7 +85,7 @@ def test_bytes_that_are_no_difference_are_refused(blob: bytes) -> None:
         unpack(blob)
 
 
-def test_every_version_is_fetched_as_the_file_that_a_whole_version_would_be(config: WeightsConfig) -> None:
+def test_every_delta_is_fetched_as_the_file_of_a_full_version(config: WeightsConfig) -> None:
     learner, replica = transport(config), transport(config)
     sizes: list[int] = []
     tensors = weights()

@@ -135,7 +135,7 @@ def test_the_checksum_sees_values_and_not_how_they_lie_in_memory() -> None:
     assert checksum([("a", tensor.to(torch.bfloat16))]).startswith("sum64:")
 
 
-def test_a_replica_may_load_for_longer_than_a_read_of_the_learner_lasts_and_its_place_at_the_desk(
+def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
     redis_url: str, replica: DeviceTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_pulls, "HOLDER_TTL_S", 1)
@@ -175,7 +175,7 @@ def test_a_replica_whose_redis_refuses_writes_may_ask_again(redis_url: str) -> N
         assert not client.keys("*pull*")
 
 
-def test_a_replica_that_asks_whether_weights_are_there_while_redis_is_away_may_ask_again(
+def test_a_weights_query_during_a_redis_outage_is_retryable(
     learner: Callable[..., DeviceTransport],
 ) -> None:
     manifest = stage(learner(), 3)

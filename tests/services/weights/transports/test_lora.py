@@ -94,7 +94,8 @@ def test_a_base_that_was_not_taken_in_comes_again(ends: Ends) -> None:
             check(files, 0, with_base=with_base)
 
 
-def test_another_learner_publishes_its_base_and_a_replica_that_holds_the_same_one_is_spared(ends: Ends) -> None:
+def test_a_replica_skips_the_base_that_it_already_holds(ends: Ends) -> None:
+    """Another learner publishes its base again."""
     with ends.fetched(ends.publish(0)):
         pass
     ends.learner = ends.end(SETTINGS)
