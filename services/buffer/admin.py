@@ -84,8 +84,8 @@ class BufferWatch:
 
 
 def snapshot_from(reply: Sequence[Any]) -> Snapshot:
-    """Read what snapshot.lua returned."""
-    ledger, limits, progress = (_table(flat) for flat in reply[:3])
+    """Decode the result of snapshot.lua."""
+    ledger, progress = _table(reply[0]), _table(reply[2])
     playing, streamed, delivered, queued_train, queued_eval, quarantined = reply[3:9]
     clock, workers, epoch = float(reply[9]), reply[10], int(reply[11])
     counters = Counters(
@@ -106,27 +106,12 @@ def snapshot_from(reply: Sequence[Any]) -> Snapshot:
         quarantined=quarantined,
         step=int(progress["step"]) if "step" in progress else None,
         epoch=epoch,
-        admission=_admission(counters, playing, limits, progress),
+        admission=Admission(reply[12].decode()),
         workers=tuple(
             WorkerState(workers[i].decode(), max(0.0, clock - float(workers[i + 1])) / 1000, workers[i + 2])
             for i in range(0, len(workers), 3)
         ),
     )
-
-
-def _admission(counters: Counters, playing: int, limits: dict[str, str], progress: dict[str, str]) -> Admission:
-    if "group_size" not in limits:
-        return Admission.NOT_CONFIGURED
-    if limits.get("paused") == "1":
-        return Admission.PAUSED
-    if "step" not in progress:
-        return Admission.NO_WEIGHTS
-    standing = counters.admitted - sum(counters.dropped.values()) - sum(counters.failed.values())
-    if standing >= int(limits["total_groups"]):
-        return Admission.ALL_ADMITTED
-    if standing >= (int(progress["step"]) + float(limits["max_staleness"]) + 1) * int(limits["groups_per_step"]):
-        return Admission.STALENESS_BOUND
-    return Admission.GROUPS_IN_FLIGHT if playing >= int(limits["max_groups_in_flight"]) else Admission.OPEN
 
 
 def _by_reason(ledger: dict[str, str], outcome: str) -> dict[str, int]:

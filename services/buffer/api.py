@@ -105,7 +105,7 @@ class Counters:
 
 
 class Admission(StrEnum):
-    """Whether a new group may start, and if not, why."""
+    """Limit that keeps new groups from starting, as determined by `admission.lua`."""
 
     OPEN = "open"
     NOT_CONFIGURED = "not_configured"

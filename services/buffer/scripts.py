@@ -25,7 +25,7 @@ from offbeat.services.redis.errors import retryable
 Argument = str | bytes | int | float
 
 FOLDER = Path(__file__).parent / "lua"
-SHARED = ("prelude", "sweep")
+SHARED = ("prelude", "admission", "sweep")
 UNTRANSLATED = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
 """Redis errors that have a class of their own here."""
 MOST_CALLS = 32

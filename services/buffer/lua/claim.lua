@@ -47,16 +47,6 @@ local function take_from(queue, step, now, aside)
   end
 end
 
--- How many groups may start now.
-local function count_admissible(limits, step)
-  local admitted, dropped, failed = unpack(redis.call('HMGET', LEDGER, 'admitted', 'dropped', 'failed'))
-  local standing = (admitted or 0) - (dropped or 0) - (failed or 0)
-  local lookahead = (step + limits.max_staleness + 1) * limits.groups_per_step
-  return math.min(
-    math.ceil(lookahead) - standing, limits.total_groups - standing,
-    limits.max_groups_in_flight - redis.call('ZCARD', ASSEMBLING))
-end
-
 -- Admit a group; its first members are handed out, the others wait in the queue.
 local function admit(limits, step)
   local number = redis.call('HINCRBY', LEDGER, 'next', 1) - 1
@@ -87,7 +77,7 @@ local function claim_new(limits, step, now)
   take_from(QUEUE_EVAL, step, now, aside)
   -- Given-back members of groups can exist only once weights are published, so `step` is there when it is read.
   take_from(QUEUE_TRAIN, step, now, aside)
-  local room = step and count_admissible(limits, step) or 0
+  local room = count_admissible(limits, step)
   while #reply < limit and room > 0 do
     admit(limits, step)
     room, admitted = room - 1, true

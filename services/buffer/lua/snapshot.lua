@@ -2,7 +2,7 @@
 --
 -- Returns  {ledger, limits, progress (each flat), groups being played, groups in the stream, of those delivered,
 --          queued training episodes, queued evaluation episodes, unreadable blobs kept, observed clock,
---          {worker, last heard of, episodes, ...}, epoch}
+--          {worker, last heard of, episodes, ...}, epoch, what limits admission}
 local pending = 0
 if redis.call('EXISTS', STREAM) == 1 then pending = redis.call('XPENDING', STREAM, LEARNER)[1] end
 local workers, flat = {}, redis.call('ZRANGE', WORKERS, 0, -1, 'WITHSCORES')
@@ -11,9 +11,10 @@ for i = 1, #flat, 2 do
   workers[#workers + 1] = flat[i + 1]
   workers[#workers + 1] = redis.call('HLEN', claims_key(flat[i]))
 end
+local _, admission = count_admissible(read_limits(), tonumber(redis.call('HGET', PROGRESS, 'step') or nil))
 return {
   redis.call('HGETALL', LEDGER), redis.call('HGETALL', LIMITS), redis.call('HGETALL', PROGRESS),
   redis.call('ZCARD', ASSEMBLING), redis.call('XLEN', STREAM), pending,
   redis.call('LLEN', QUEUE_TRAIN), redis.call('LLEN', QUEUE_EVAL), redis.call('LLEN', QUARANTINE),
-  redis.call('HGET', LEDGER, 'clock') or '0', workers, redis.call('GET', EPOCH) or '0',
+  redis.call('HGET', LEDGER, 'clock') or '0', workers, redis.call('GET', EPOCH) or '0', admission,
 }

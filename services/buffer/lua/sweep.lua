@@ -33,7 +33,7 @@ end
 local function expire(limits, step)
   if limits.stale_policy ~= 'drop' or redis.call('HGET', LEDGER, 'expired_at') == tostring(step) then return end
   redis.call('HSET', LEDGER, 'expired_at', step)
-  local bound = step - math.ceil(limits.max_staleness) -- a lag is a whole number of versions
+  local bound = oldest_consumable(limits, step)
   for _, number in ipairs(redis.call('ZRANGEBYSCORE', ASSEMBLING, '-inf', '(' .. bound)) do
     local unit = 't:' .. number
     local oldest = oldest_version(unit)
