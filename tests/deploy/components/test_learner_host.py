@@ -45,12 +45,6 @@ STUBBORN = [
 ]
 
 
-@pytest.fixture
-def redis(redis_url: str):
-    with Redis.from_url(redis_url) as client:
-        yield client
-
-
 def is_up(folder: Path) -> bool:
     log = folder / LOG
     return log.exists() and "up" in log.read_text()

@@ -21,12 +21,6 @@ class ToldStatus(ServeStatus):
         return {name: AppStatus(status, "") for name, status in self.apps.items()}
 
 
-@pytest.fixture
-def redis(redis_url: str):
-    with Redis.from_url(redis_url) as client:
-        yield client
-
-
 def generation(redis: Redis, run_id: str, **apps: ApplicationStatus) -> SharedGeneration:
     return SharedGeneration(run_id, "engines", redis, ToldStatus(**apps))
 

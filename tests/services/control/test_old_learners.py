@@ -1,6 +1,6 @@
 """A learner that was cut off and comes back to a run that was created anew under its name is refused all that it asks."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -16,7 +16,6 @@ from offbeat.services.control.run import RunSpec, RunState
 from offbeat.services.control.store import EPOCH_KEPT_S, RunStore
 from offbeat.services.errors import FencedError
 from offbeat.services.keys import RunKeys
-from offbeat.services.redis.connection import connect
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
@@ -63,12 +62,6 @@ class Learner:
         await wait_until(lambda: not self.lease.held())
         with pytest.raises(FencedError, match="another learner has taken the run"):
             self.lease.check()
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with connect(redis_url) as client:
-        yield client
 
 
 @pytest.fixture

@@ -26,12 +26,6 @@ SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)
 
 
 @pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    async with Redis.from_url(redis_url) as client:
-        yield client
-
-
-@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
 
@@ -42,8 +36,8 @@ def mesh() -> FakeMesh:
 
 
 @pytest.fixture
-async def store(redis: Redis, clock: FakeClock) -> RunStore:
-    store = RunStore(redis, clock)
+async def store(async_redis: Redis, clock: FakeClock) -> RunStore:
+    store = RunStore(async_redis, clock)
     await store.create(SPEC)
     return store
 
@@ -155,11 +149,11 @@ async def test_a_component_that_always_dies_fails_the_run_with_cause_and_log(
 
 
 async def test_a_run_that_gets_further_between_deaths_goes_on_for_ever(
-    reconciler: Reconciler, mesh: FakeMesh, redis: Redis, clock: FakeClock
+    reconciler: Reconciler, mesh: FakeMesh, async_redis: Redis, clock: FakeClock
 ):
     await reconcile_until(reconciler, RunState.RUNNING)
     for step in range(20):
-        await redis.hset(RunKeys("lake").progress, mapping={"version": step, "step": step})
+        await async_redis.hset(RunKeys("lake").progress, mapping={"version": step, "step": step})
         clock.now += 100.0
         await reconciler.reconcile("lake")
         mesh["learner"].die()
@@ -302,9 +296,9 @@ async def test_a_component_without_an_observation_is_left_alone(reconciler: Reco
     assert mesh["generation"].starts == 1
 
 
-async def test_the_loop_reconciles_every_run_and_at_once_when_woken(redis: Redis):
+async def test_the_loop_reconciles_every_run_and_at_once_when_woken(async_redis: Redis):
     meshes = {"a": FakeMesh(), "b": FakeMesh()}
-    store = RunStore(redis)
+    store = RunStore(async_redis)
     for run_id in meshes:
         await store.create(RunSpec(run_id, "{}", f"/tmp/{run_id}", 1, SETTINGS))
     reconciler = Reconciler(store, lambda record: meshes[record.run_id], reconcile_s=0.05)
@@ -326,7 +320,7 @@ async def test_the_loop_reconciles_every_run_and_at_once_when_woken(redis: Redis
         await task
 
 
-async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(redis: Redis, mesh: FakeMesh):
+async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(async_redis: Redis, mesh: FakeMesh):
     outages = [ConnectionError("gone"), ConnectionError("still gone")]
 
     class Restarting(RunStore):
@@ -335,7 +329,7 @@ async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(redis: Red
                 raise outages.pop()
             return await super().run_ids()
 
-    store = Restarting(redis)
+    store = Restarting(async_redis)
     await store.create(SPEC)
     looking = asyncio.create_task(Reconciler(store, lambda _: mesh, reconcile_s=0.01).run())
     await wait_until(lambda: mesh.prepared == 1 or looking.done())
@@ -344,7 +338,7 @@ async def test_a_redis_that_is_gone_for_long_does_not_end_the_looking(redis: Red
     await asyncio.gather(looking, return_exceptions=True)
 
 
-async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(redis: Redis):
+async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(async_redis: Redis):
     looked: list[str] = []
 
     class Counting(RunStore):
@@ -352,7 +346,7 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
             looked.append(run_id)
             return await super().load(run_id)
 
-    store = Counting(redis)
+    store = Counting(async_redis)
     for run_id in ("over", "lake"):
         await store.create(replace(SPEC, run_id=run_id))
     await store.update("over", state=RunState.FINISHED)
@@ -368,7 +362,7 @@ async def test_runs_that_are_over_cost_the_loop_no_look_and_leave_nothing_in_it(
 
 
 async def test_a_component_silenced_by_a_read_only_redis_is_not_replaced(
-    store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    store: RunStore, mesh: FakeMesh, async_redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("offbeat.services.control.reconciler.OUTAGE_GRACE_S", 60.0)
     client = connect_async(redis_url, patience_s=0.05)
@@ -376,14 +370,14 @@ async def test_a_component_silenced_by_a_read_only_redis_is_not_replaced(
     running = asyncio.create_task(reconciler.run())
     try:
         await wait_until(lambda: mesh["learner"].starts == 1)
-        await redis.config_set("maxmemory", "1")
+        await async_redis.config_set("maxmemory", "1")
         passes: list[None] = []
         observe = mesh["learner"].observe
         mesh["learner"].observe = lambda: passes.append(None) or observe()
         mesh["learner"].die("its host fell silent")
         await wait_until(lambda: len(passes) > 3)
         assert reconciler.redis_trouble.startswith("Redis refuses writes: OOM ")
-        await redis.config_set("maxmemory", "0")
+        await async_redis.config_set("maxmemory", "0")
         passes.clear()
         await wait_until(lambda: len(passes) > 3)
         assert reconciler.redis_trouble == ""
@@ -398,14 +392,14 @@ async def test_a_component_silenced_by_a_read_only_redis_is_not_replaced(
         mesh["learner"].die("really")
         await wait_until(lambda: mesh["learner"].starts == 2)
     finally:
-        await redis.config_set("maxmemory", "0")
+        await async_redis.config_set("maxmemory", "0")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await client.aclose()
 
 
 async def test_redis_trouble_is_reported_while_redis_refuses_writes(
-    store: RunStore, mesh: FakeMesh, redis: Redis, redis_url: str
+    store: RunStore, mesh: FakeMesh, async_redis: Redis, redis_url: str
 ):
     """Also for a run that is ending."""
     client = connect_async(redis_url, patience_s=0.05)
@@ -416,12 +410,12 @@ async def test_redis_trouble_is_reported_while_redis_refuses_writes(
         await wait_until(lambda: mesh["learner"].starts == 1)
         await store.want("lake", DesiredState.STOPPED)
         await wait_until(lambda: mesh["learner"].stops != [])
-        await redis.config_set("maxmemory", "1")
+        await async_redis.config_set("maxmemory", "1")
         await wait_until(lambda: reconciler.redis_trouble.startswith("Redis refuses writes: OOM "))
-        await redis.config_set("maxmemory", "0")
+        await async_redis.config_set("maxmemory", "0")
         await wait_until(lambda: reconciler.redis_trouble == "")
     finally:
-        await redis.config_set("maxmemory", "0")
+        await async_redis.config_set("maxmemory", "0")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await client.aclose()

@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -22,46 +21,40 @@ from tests.services.generation.generation_fakes import FakeEngine
 WEIGHTS = '{"weights": {"transport": "fs", "url": "/weights"}, "max_steps": 3}'
 
 
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    async with Redis.from_url(redis_url) as client:
-        yield client
-
-
-async def record(redis: Redis, run_id: str, *, attempt: int = 1) -> None:
+async def record(async_redis: Redis, run_id: str, *, attempt: int = 1) -> None:
     fields = {"config": WEIGHTS, "output_dir": f"/runs/{run_id}", "created_at": "5.0", "attempt": str(attempt)}
-    await redis.hset(RunKeys(run_id).record, mapping=fields)  # pyright: ignore[reportGeneralTypeIssues]
+    await async_redis.hset(RunKeys(run_id).record, mapping=fields)  # pyright: ignore[reportGeneralTypeIssues]
 
 
-async def claim(redis: Redis, run_id: str) -> None:
-    await redis.hset(claims_key(APP), "engines", run_id)  # pyright: ignore[reportGeneralTypeIssues]
+async def claim(async_redis: Redis, run_id: str) -> None:
+    await async_redis.hset(claims_key(APP), "engines", run_id)  # pyright: ignore[reportGeneralTypeIssues]
 
 
-async def test_nobody_is_served_before_a_run_claims_the_application(redis: Redis):
-    await record(redis, "one")
-    assert await find_tenant(redis, "engines") is None
+async def test_nobody_is_served_before_a_run_claims_the_application(async_redis: Redis):
+    await record(async_redis, "one")
+    assert await find_tenant(async_redis, "engines") is None
 
 
-async def test_the_run_that_has_claimed_it_is_served_as_its_record_says(redis: Redis):
-    await record(redis, "one")
-    await claim(redis, "one")
-    tenant = await find_tenant(redis, "engines")
+async def test_the_run_that_has_claimed_it_is_served_as_its_record_says(async_redis: Redis):
+    await record(async_redis, "one")
+    await claim(async_redis, "one")
+    tenant = await find_tenant(async_redis, "engines")
     assert tenant is not None
     assert (tenant.run_id, tenant.output_dir, tenant.weights.url) == ("one", Path("/runs/one"), "/weights")
 
 
-async def test_a_run_that_is_started_anew_is_another_tenant(redis: Redis):
-    await claim(redis, "one")
-    await record(redis, "one")
-    first = await find_tenant(redis, "engines")
-    assert first == await find_tenant(redis, "engines")
-    await record(redis, "one", attempt=2)
-    assert first != await find_tenant(redis, "engines")
+async def test_a_run_that_is_started_anew_is_another_tenant(async_redis: Redis):
+    await claim(async_redis, "one")
+    await record(async_redis, "one")
+    first = await find_tenant(async_redis, "engines")
+    assert first == await find_tenant(async_redis, "engines")
+    await record(async_redis, "one", attempt=2)
+    assert first != await find_tenant(async_redis, "engines")
 
 
-async def test_a_claim_of_a_run_that_is_forgotten_serves_nobody(redis: Redis):
-    await claim(redis, "gone")
-    assert await find_tenant(redis, "engines") is None
+async def test_a_claim_of_a_run_that_is_forgotten_serves_nobody(async_redis: Redis):
+    await claim(async_redis, "gone")
+    assert await find_tenant(async_redis, "engines") is None
 
 
 class Saltless:

@@ -1,6 +1,5 @@
 import threading
 import time
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -24,12 +23,6 @@ TIMEOUT_S = 3.0
 """Where the lease must live on: a busy machine may keep its renewing thread waiting for three quarters of this."""
 RENEWED_S = TIMEOUT_S / RENEWALS_PER_TIMEOUT + RETRY_CAP_S
 """How long an expired lease is left to its holder, once Redis can be used again."""
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with connect(redis_url) as client:
-        yield client
 
 
 def test_each_lease_has_a_greater_epoch(redis: Redis):

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,12 +17,6 @@ from offbeat.services.weights.subscriber import RedisWeightSubscriber
 
 RUN = "run"
 ELSEWHERE = replace(this_locality(), host="other-host", memory="other-boot:26")
-
-
-@pytest.fixture
-def redis(redis_url: str) -> Iterator[Redis]:
-    with Redis.from_url(redis_url) as client:
-        yield client
 
 
 async def test_a_replica_reports_where_it_runs_and_a_learner_beside_it_is_fine(redis_url: str, redis: Redis, tmp_path):

@@ -57,12 +57,12 @@ class Share(SharedMemoryTransport):
 class Mesh:
     """A replica with a fake engine that follows a real Redis, and what a learner does to the two."""
 
-    def __init__(self, redis: Redis, folder: Path, timeout_s: float) -> None:
-        self.redis: Any = redis
+    def __init__(self, async_redis: Redis, folder: Path, timeout_s: float) -> None:
+        self.redis: Any = async_redis
         self.folder = folder
         self.share = Share(RUN, folder)
         config = WeightsConfig(transport="fs", url=str(folder), fetch_timeout_s=timeout_s)
-        self.subscriber = RedisWeightSubscriber(redis, RUN, config, folder)
+        self.subscriber = RedisWeightSubscriber(async_redis, RUN, config, folder)
         self.subscriber._transport = self.share
         self.engine = FakeEngine()
         self.replica = GenerationReplica("r", self.engine, self.subscriber, GenerationConfig())
@@ -125,16 +125,10 @@ def let_go(fifo: Path) -> None:
 
 
 @pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    async with Redis.from_url(redis_url) as client:
-        yield client
-
-
-@pytest.fixture
-async def mesh(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
+async def mesh(async_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
     monkeypatch.setattr(replica, "FOLLOW_S", 0.1)
     monkeypatch.setattr(replica, "RETRY_S", 0.01)
-    mesh = Mesh(redis, tmp_path, timeout_s=0.3)
+    mesh = Mesh(async_redis, tmp_path, timeout_s=0.3)
     yield mesh
     await mesh.close()
 
@@ -253,8 +247,8 @@ async def test_an_opened_version_commits_only_if_the_caller_succeeds() -> None:
     assert ends == ["badly", "badly", "well"]
 
 
-async def test_a_replica_ends_at_once_while_a_read_hangs(redis: Redis, tmp_path: Path) -> None:
-    mesh = Mesh(redis, tmp_path, timeout_s=600)
+async def test_a_replica_ends_at_once_while_a_read_hangs(async_redis: Redis, tmp_path: Path) -> None:
+    mesh = Mesh(async_redis, tmp_path, timeout_s=600)
     mesh.follow()
     fifo = await mesh.announce(1, hangs=True)
     await wait_until(lambda: threads() == 1)

@@ -9,12 +9,11 @@ import torch
 from offbeat.deploy.config.loader import load_run
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.config.corrections import ImportanceWeight, MismatchFilter, TrainInferCorrection
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.config.rewards import RewardNormalization, RewardShaping
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
 from tests.paths import ROOT
@@ -22,13 +21,6 @@ from tests.trainer.plain_engine import PlainEngine
 
 RECIPES = sorted((ROOT / "deploy" / "configs" / "recipes").glob("*.yaml"))
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    return path
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ from offbeat.services.messages.types import (
     Turn,
     VersionSpan,
 )
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.data.batch import (
     Batch,
     MicroBatch,
@@ -33,7 +33,6 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
@@ -170,13 +169,6 @@ def test_prefix_ends_before_first_differing_or_sampled_token() -> None:
     assert micro.cu_seqlens.tolist() == [0, 20, 27, 34]
     assert micro.parents is not None
     assert micro.parents.tolist() == [-1, 0, 0]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    return path
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.engines.frozen import AdapterFreeReference
 from offbeat.trainer.engines.process_group import Ranks
@@ -15,7 +15,6 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.lora import merged_weights, without_adapters
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
 from tests.trainer.plain_engine import PlainEngine
@@ -23,13 +22,6 @@ from tests.trainer.plain_engine import PlainEngine
 GROUPS = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 QV = ModelArgs(lora_target="q_proj, v_proj", lora_rank=3, lora_alpha=5.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
-    return path
 
 
 def trained(folder: Path, args: ModelArgs, steps: int = 3) -> tuple[PackedPolicy, PlainEngine]:

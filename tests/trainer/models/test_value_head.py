@@ -8,23 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import ModelArgs
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.value_head import ValueHead
 from tests.trainer.models.test_policy import eager_twin, packed_batch
 
 ATOL = 1e-5
 """Norms and rotations are float32 whatever comes."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=2), ["a", "b", "c", "d"])
-    return path
 
 
 def policy_with_head(folder: Path, dtype: str = "float32", *, checkpoints: bool = False) -> PackedPolicy:

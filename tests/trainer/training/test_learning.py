@@ -22,12 +22,11 @@ from offbeat.services.messages.types import (
     Turn,
     VersionSpan,
 )
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
@@ -63,13 +62,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "loglinear": {"old_logprobs": "loglinear", **SEVERAL},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    return path
 
 
 def sampled(policy: PackedPolicy, rows: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:

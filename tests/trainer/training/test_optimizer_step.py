@@ -13,14 +13,13 @@ from torch import Tensor
 
 from offbeat.services.messages.types import Group, StopReason, Trajectory
 from offbeat.trainer.algorithms.aggregation import MaskedCounts
-from offbeat.trainer.config.learner import LearnerConfig, ModelArgs, TinyPolicyConfig
+from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.data.selection import masked_counts
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.frozen import FrozenModel
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
 from tests.trainer.plain_engine import PlainEngine
@@ -32,13 +31,6 @@ TREE: dict[str, object] = {
     "entropy_loss_coef": 0.01,
     "actor_train": {"training_args": {"learning_rate": 1e-2, "max_tokens_per_microbatch": 1000}},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    return path
 
 
 def config(**settings: object) -> LearnerConfig:

@@ -14,13 +14,11 @@ from offbeat.trainer.config.learner import (
     CriticConfig,
     LearnerConfig,
     ModelArgs,
-    TinyPolicyConfig,
 )
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy
-from offbeat.trainer.models.tiny import write_tiny_policy
 from offbeat.trainer.models.value_head import ValueHead
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.fakes import make_group, train_on
@@ -29,13 +27,6 @@ from tests.trainer.plain_engine import PlainEngine
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 GROUPS = [make_group(n, rewards=(0.0, 1.0, 1.0, 0.5)) for n in range(3)]
 LAMBDA, VF_COEF, VALUE_CLIP = 0.8, 0.3, 0.05
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("policy")
-    write_tiny_policy(path, TinyPolicyConfig(num_hidden_layers=1), ["a", "b", "c", "d"])
-    return path
 
 
 def config(budget: int = 1000, **settings: object) -> LearnerConfig:
