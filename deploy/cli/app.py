@@ -72,18 +72,22 @@ for play_command in (play, rollout, inspect):
     app.command(rich_help_panel=PLAY)(play_command)
 
 
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--redis",
+        metavar="URL",
+        envvar="OFFBEAT_REDIS",
+        help="Redis of the run, for a deployed mesh.",
+        show_default="that of RUN's configuration, or folder",
+    ),
+]
+
+
 @app.command(rich_help_panel=VERIFY)
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, or its folder.", show_default=False)],
-    redis: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            envvar="OFFBEAT_REDIS",
-            help="Redis of the run, for a deployed mesh.",
-            show_default="that of RUN's configuration, or folder",
-        ),
-    ] = None,
+    redis: RedisUrl = None,
 ) -> None:
     """Regenerate a run's report: metrics, learning curve, rendered episodes."""
     from offbeat.deploy.cli.report import remake_report
@@ -100,14 +104,7 @@ def audit(
     group: Annotated[
         int | None, typer.Option(metavar="N", help="Show the history of one group.", show_default=False)
     ] = None,
-    redis: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Redis of the run, for a deployed mesh.",
-            show_default="that of RUN's configuration, or folder",
-        ),
-    ] = None,
+    redis: RedisUrl = None,
 ) -> None:
     """Verify that no group of a run was lost or trained twice, and list those that were.
 

@@ -46,7 +46,7 @@ UNREACHABLE_S = 240.0
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
 
 
-class RunFailedError(Exception):
+class TrainingFailedError(Exception):
     """The run failed permanently; the message names the log."""
 
 
@@ -116,7 +116,7 @@ class TrainCommand:
         self._catch_signals()
         try:
             await self._until_interrupted(self._run_to_its_end())
-        except (RunFailedError, MeshError) as error:
+        except (TrainingFailedError, MeshError) as error:
             return await self._end_failed(error)
         except RedisConnectionError as error:
             return await self._end_failed(retryable(error))
@@ -160,7 +160,7 @@ class TrainCommand:
                     keeper.cancel()
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
-            raise RunFailedError(f"{view.error}\nRead {_shown(log)}")
+            raise TrainingFailedError(f"{view.error}\nRead {_shown(log)}")
 
     async def _start(self) -> ControlClient:
         """Start the mesh, and show how far it is."""
@@ -182,7 +182,7 @@ class TrainCommand:
                 await self._read_metrics(client)
             except RetryableError as error:
                 if time.monotonic() > answered_at + UNREACHABLE_S:
-                    raise RunFailedError(f"{error}\nRead {_shown(self._config.output_dir / LOGS)}") from error
+                    raise TrainingFailedError(f"{error}\nRead {_shown(self._config.output_dir / LOGS)}") from error
             else:
                 answered_at = time.monotonic()
                 self._last = view
@@ -212,6 +212,7 @@ class TrainCommand:
         logger.error("the run failed", exc_info=error)
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
+        self._write_report()
         self._view.say(f"The run failed: {error}")
         self._show_resume_command()
         return FAILED
@@ -220,9 +221,19 @@ class TrainCommand:
         published = await self._mesh.end_learner()
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
+        self._write_report()
         self._view.say(stopped_at(self._config, published))
         self._show_resume_command()
         return INTERRUPTED
+
+    def _write_report(self) -> None:
+        """Write `report.json` of a run that did not finish; rendering its episodes is left to `offbeat report`."""
+        if self._last is None:
+            return
+        try:
+            self._report.write(self._last.counters, ended_at=time.time())
+        except Exception:  # the exit code is that of the run
+            logger.exception("report.json could not be written")
 
     def _show_resume_command(self) -> None:
         self._view.say(f"Resume with: {self._resume_command}")

@@ -66,6 +66,7 @@ def test_ctrl_c_stops_cleanly_in_ten_seconds_and_the_run_resumes(start: Start):
     assert train.wait(timeout_s=30) == 130
     assert time.monotonic() - asked < 10
     assert "resume_from_checkpoint=true" in train.output
+    assert train.report()["steps"] >= step
     assert psutil.wait_procs(family, timeout=1)[1] == []
     assert left_behind(train) == []
 

@@ -187,6 +187,7 @@ def test_a_rest_run_survives_kills_of_redis_and_control_service(folder: Path, co
     said = first.log.read_text()
     assert f"Stopped at step {stopped_at} of 2000; checkpoint: runs/own/checkpoints/{saved.name}" in said
     assert "Resume with: offbeat train own.yaml max_steps=2000 save_steps=1000 resume_from_checkpoint=true" in said
+    assert json.loads((first.run_dir / "report.json").read_text())["steps"] >= reached
     assert first.living() == []
     assert shared_memory(first) == []
 
@@ -221,6 +222,7 @@ def test_a_learner_that_fails_for_good_fails_the_run_in_words(folder: Path, comm
     assert "Traceback" not in said
     assert "runs/own/logs/learner.out" in said
     assert "these demonstrations are missing" in (command.run_dir / "logs/learner.out").read_text()
+    assert json.loads((command.run_dir / "report.json").read_text())["steps"] == 0
     assert command.living() == []
 
 

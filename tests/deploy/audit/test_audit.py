@@ -185,6 +185,8 @@ def test_a_run_is_audited_on_a_machine_that_could_not_train_it(run_folder: Path)
 
 def test_a_redis_that_does_not_know_the_run_is_said(run_folder: Path, redis_url: str):
     answer = CliRunner().invoke(app, ["audit", str(run_folder), "--redis", redis_url])
+    by_variable = CliRunner().invoke(app, ["audit", str(run_folder)], env={"OFFBEAT_REDIS": redis_url})
+    assert (by_variable.exit_code, by_variable.output) == (answer.exit_code, answer.output)
     assert answer.exit_code == 0, answer.output
     assert "its Redis has no counters of run" in answer.output
 
