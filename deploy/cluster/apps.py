@@ -23,19 +23,19 @@ from offbeat.services.redis.url import address_problem
 from offbeat.trainer.config.issue import ConfigIssue
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-CONTROL_WIRING = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"
-BEFORE_REDIS_ENDS = "offbeat.deploy.cluster.reaper:end_learners"
+RUN_FACTORY_PATH = "offbeat.deploy.cluster.ray_run_factory:RayRunFactory"
+REDIS_STOP_HOOK = "offbeat.deploy.cluster.reaper:stop_learners"
 
 T = TypeVar("T", bound=Config)
 
 
-def _sound(url: str) -> str:
+def _check_address(url: str) -> str:
     if problem := address_problem(url):
         raise ValueError(problem)
     return url
 
 
-RedisUrl = Annotated[str, AfterValidator(_sound)]
+RedisUrl = Annotated[str, AfterValidator(_check_address)]
 
 
 class RedisArguments(Config):
@@ -77,17 +77,17 @@ class ControlAppArgs(Config):
 
 def redis(args: dict[str, Any]) -> Application:
     """Build a redis-server, for a mesh on one machine."""
-    arguments = arguments_of(RedisArguments, args)
+    arguments = parse_arguments(RedisArguments, args)
     config = RedisConfig(appendfsync=arguments.appendfsync)
     folder = arguments.folder.resolve()
-    return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, folder, config, BEFORE_REDIS_ENDS))
+    return redis_app.build(redis_app.RedisSettings.of(arguments.redis_url, folder, config, REDIS_STOP_HOOK))
 
 
 def generation(args: dict[str, Any]) -> Application:
     """Build engines with a model of their own, which serve one run after another."""
-    arguments = arguments_of(GenerationArguments, args)
+    arguments = parse_arguments(GenerationArguments, args)
     folder = arguments.folder.resolve()
-    config = _run_like(arguments).model_copy(update={"output_dir": folder})
+    config = _load_run_config(arguments).model_copy(update={"output_dir": folder})
     prepare_folder(config)
     settings = generation_app.ReplicaSettings(
         tenant=None,
@@ -104,23 +104,23 @@ def generation(args: dict[str, Any]) -> Application:
 
 def control(args: dict[str, Any]) -> Application:
     """Build the control service."""
-    arguments = arguments_of(ControlAppArgs, args)
+    arguments = parse_arguments(ControlAppArgs, args)
     working_dir = (arguments.working_dir or Path()).resolve()
     if arguments.read_token_file is not None and arguments.token_file is None:
         raise ConfigError([ConfigIssue("read_token_file", "has no effect without token_file: set it too")])
     return control_app.build(
         control_app.ControlSettings(
             redis_url=arguments.redis_url,
-            wiring=CONTROL_WIRING,
-            token=_token("token_file", arguments.token_file),
-            read_token=_token("read_token_file", arguments.read_token_file),
+            wiring=RUN_FACTORY_PATH,
+            token=_read_token("token_file", arguments.token_file),
+            read_token=_read_token("read_token_file", arguments.read_token_file),
             log_dir=working_dir / arguments.log_dir,
             working_dir=working_dir,
         )
     )
 
 
-def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
+def parse_arguments(kind: type[T], args: dict[str, Any]) -> T:
     """Validate an application's arguments.
 
     Raises:
@@ -132,20 +132,22 @@ def arguments_of(kind: type[T], args: dict[str, Any]) -> T:
         raise ConfigError(collect_issues(error, kind)) from None
 
 
-def _run_like(arguments: GenerationArguments) -> RunConfig:
+def _load_run_config(arguments: GenerationArguments) -> RunConfig:
     """Return the configuration of the runs that the application is made for."""
     from omegaconf import OmegaConf  # noqa: PLC0415
 
     tree: dict[str, Any] = {"custom_envs": {}}
     if arguments.run is not None:
-        named = CONFIGS / arguments.run
-        tree = compose_tree(Path(arguments.run) if Path(arguments.run).is_file() or not named.is_file() else named)
+        packaged = CONFIGS / arguments.run
+        tree = compose_tree(
+            Path(arguments.run) if Path(arguments.run).is_file() or not packaged.is_file() else packaged
+        )
     merged = OmegaConf.to_container(OmegaConf.merge(tree, arguments.config))
     assert isinstance(merged, dict)
     return validate_tree({str(key): value for key, value in merged.items()})
 
 
-def _token(key: str, path: Path | None) -> str | None:
+def _read_token(key: str, path: Path | None) -> str | None:
     if path is None:
         return None
     try:

@@ -17,10 +17,10 @@ from offbeat.services.generation.tenancy import EngineOffer, read_architecture
 from offbeat.services.generation.vllm.engine import BACKENDS
 from offbeat.trainer.config.issue import ConfigIssue
 
-KEY = "actor_infer.app"
-NOT_ARCHITECTURE = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
+APP_KEY = "actor_infer.app"
+IGNORED_ARCHITECTURE_KEYS = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
 """Keys of `config.json` that an engine which gets its weights from the broker does not go by."""
-OF_THE_RUN = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
+RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
 """Keys of `actor_infer` that may differ between a run and an application that it did not name."""
 
 
@@ -35,46 +35,55 @@ def choose_app(
     if named == app_name(config.exp_name):
         return None, []
     if named is None:
-        architecture = architecture_of(config) if offers else {}
-        fitting = (
+        architecture = load_architecture(config) if offers else {}
+        matching = (
             app
             for app, offer in sorted(offers.items())
-            if is_free(app) and not any(misfits(config, architecture, offer)) and is_alike(config.actor_infer, offer)
+            if is_free(app)
+            and not any(find_mismatches(config, architecture, offer))
+            and is_equivalent(config.actor_infer, offer)
         )
-        return next(fitting, None), []
+        return next(matching, None), []
     offer = offers.get(named)
     if offer is None and not is_free(named):
         return named, []  # a run's own: who creates the run is told which one has it
     if offer is None:
-        there = ", ".join(sorted(offers)) or "none"
+        available = ", ".join(sorted(offers)) or "none"
         return None, [
-            ConfigIssue(KEY, f"no generation application {named!r} is deployed that any run may use; there is {there}")
+            ConfigIssue(
+                APP_KEY, f"no generation application {named!r} is deployed that any run may use; there is {available}"
+            )
         ]
-    return named, [ConfigIssue(KEY, f"{named}: {misfit}") for misfit in misfits(config, architecture_of(config), offer)]
+    return named, [
+        ConfigIssue(APP_KEY, f"{named}: {mismatch}")
+        for mismatch in find_mismatches(config, load_architecture(config), offer)
+    ]
 
 
-def misfits(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
+def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
     """Yield the reasons why the application can't sample for the run."""
-    other = sorted(key for key in architecture.keys() | offer.architecture.keys() if _differ(key, architecture, offer))
-    if other:
-        yield f"its model is another one: {', '.join(other)} of config.json differ"
+    different = sorted(
+        key for key in architecture.keys() | offer.architecture.keys() if _is_different(key, architecture, offer)
+    )
+    if different:
+        yield f"its model is another one: {', '.join(different)} of config.json differ"
     if config.sequence_length > offer.sequence_length:
         yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
     if BACKENDS[config.weights.transport] != BACKENDS[offer.transport]:
         yield f"takes weights by {offer.transport}, the run sends them by {config.weights.transport} (weights.transport)"
-    room, rank = offer.config.max_lora_rank, config.actor_infer.max_lora_rank
-    if (room is None) != (rank is None) or (room or 0) < (rank or 0):
-        yield f"its max_lora_rank is {room}, the run's is {rank}"
+    offered_rank, requested_rank = offer.config.max_lora_rank, config.actor_infer.max_lora_rank
+    if (offered_rank is None) != (requested_rank is None) or (offered_rank or 0) < (requested_rank or 0):
+        yield f"its max_lora_rank is {offered_rank}, the run's is {requested_rank}"
     if config.actor_infer.on_weight_update != offer.config.on_weight_update:
         yield f"its on_weight_update is {offer.config.on_weight_update}"
 
 
-def is_alike(wanted: GenerationConfig, offer: EngineOffer) -> bool:
+def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
     """Return True if the application equals what the run would deploy."""
-    return wanted.model_dump(exclude=OF_THE_RUN) == offer.config.model_dump(exclude=OF_THE_RUN)
+    return requested.model_dump(exclude=RUN_SPECIFIC_KEYS) == offer.config.model_dump(exclude=RUN_SPECIFIC_KEYS)
 
 
-def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
+def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
     """Return `config.json` of the run's policy, which may not have been written yet."""
     if config.pretrain != "tiny":
         return read_architecture(Path(config.pretrain))
@@ -85,5 +94,5 @@ def architecture_of(config: RunConfig) -> dict[str, JsonValue]:
         return read_architecture(Path(folder))
 
 
-def _differ(key: str, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> bool:
-    return key not in NOT_ARCHITECTURE and architecture.get(key) != offer.architecture.get(key)
+def _is_different(key: str, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> bool:
+    return key not in IGNORED_ARCHITECTURE_KEYS and architecture.get(key) != offer.architecture.get(key)

@@ -19,9 +19,9 @@ import ray
 from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster.engine_matching import choose_app
-from offbeat.deploy.cluster.reaper import keep_reaper
+from offbeat.deploy.cluster.reaper import ensure_reaper
 from offbeat.deploy.cluster.run_factory import MeshRunFactory, RunComponents, holds_claim
-from offbeat.deploy.components.serve_status import app_statuses
+from offbeat.deploy.components.serve_status import read_app_statuses
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_document
 from offbeat.deploy.config.run import RunConfig
@@ -39,7 +39,7 @@ from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
-SHOWN_OUTPUT = 2000
+MAX_OUTPUT_CHARS = 2000
 """Characters of a failed command's output in the log."""
 
 
@@ -52,7 +52,7 @@ class Cluster:
     hosts: int
 
     @classmethod
-    def of_ray(cls) -> "Cluster":
+    def from_ray(cls) -> "Cluster":
         """Return the resources of this process's cluster."""
         resources = ray.cluster_resources()
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
@@ -64,16 +64,18 @@ class RayRunFactory(MeshRunFactory):
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
-        keep_reaper()
+        ensure_reaper()
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        cluster = Cluster.of_ray()
+        cluster = Cluster.from_ray()
         config = load_document(document, cores=cluster.cpus, gpus=cluster.gpus, working_dir=self._working_dir)
-        going_on = self._going_on(config.exp_name)
-        if config.actor_infer.app is None and going_on is not None:
-            app, problems = going_on.actor_infer.app, []
+        active = self._find_active_run(config.exp_name)
+        if config.actor_infer.app is None and active is not None:
+            app, problems = active.actor_infer.app, []
         else:
-            app, problems = choose_app(config, self._deployed_offers(), lambda app: self._is_free(app, config.exp_name))
+            app, problems = choose_app(
+                config, self._read_deployed_offers(), lambda app: self._is_free(app, config.exp_name)
+            )
         problems += check_cluster(config, cluster, self._redis_url)
         if problems:
             raise ConfigError(problems)
@@ -87,15 +89,15 @@ class RayRunFactory(MeshRunFactory):
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
         super().validate_change(record, values)
 
-    def _going_on(self, run_id: str) -> RunConfig | None:
+    def _find_active_run(self, run_id: str) -> RunConfig | None:
         """Return the active run of that name: submitted again, it keeps the application that was chosen for it."""
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
         if config is None or state is None or RunState(state.decode()).over:
             return None
         return RunConfig.model_validate_json(config)
 
-    def _deployed_offers(self) -> dict[str, EngineOffer]:
-        deployed = app_statuses()
+    def _read_deployed_offers(self) -> dict[str, EngineOffer]:
+        deployed = read_app_statuses()
         return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
 
     def _is_free(self, app: str, run_id: str) -> bool:
@@ -110,7 +112,7 @@ class RayRunFactory(MeshRunFactory):
         """Claim the run's folder, then build its components."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
-        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim(record))
+        return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim_id(record))
 
     async def write_report(self, record: RunRecord) -> None:
         """Run `offbeat report` in a separate process: rendering episodes runs the user's envs, which may hang or crash.
@@ -122,7 +124,7 @@ class RayRunFactory(MeshRunFactory):
             ControlError: the report was not written; the message names the command that writes it.
         """
         folder = Path(record.output_dir)
-        if not holds_claim(folder, _claim(record)):
+        if not holds_claim(folder, _claim_id(record)):
             return  # the run failed before it had the folder, which may hold another run
         await asyncio.to_thread(self._run_report, folder)
 
@@ -146,11 +148,11 @@ class RayRunFactory(MeshRunFactory):
         except subprocess.TimeoutExpired as error:
             raise ControlError(f"not written in {REPORT_TIMEOUT_S:g} s; write it with `{command}`") from error
         if process.returncode != 0:
-            output = (process.stderr or process.stdout).strip()[-SHOWN_OUTPUT:]
+            output = (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARS:]
             raise ControlError(f"exit code {process.returncode}: {output}; write it with `{command}`")
 
 
-def _claim(record: RunRecord) -> str:
+def _claim_id(record: RunRecord) -> str:
     """Return the text that marks the folder of this run."""
     return f"{record.run_id} {record.created_at}"
 

@@ -27,15 +27,15 @@ from offbeat.services.telemetry import configure_logging
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 LEARNER_GRACE_S = 20.0
 """Time for learners to finish their step and save a checkpoint."""
-HOST_S = 4.0
+HOST_EXTRA_GRACE_S = 4.0
 """Additional time for the learner hosts."""
-ENSURE_S = 5.0
+ENSURE_INTERVAL_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
 """Key in the store of Serve's controller, set by `serve shutdown`."""
-ENDING_S = 30
+SHUTDOWN_FLAG_TTL_S = 30
 """Time for which no learner is started after a shutdown; a mesh that is deployed again at once waits no longer."""
 
 
@@ -46,25 +46,25 @@ class Reaper:
         configure_logging(ray_actors.REAPER, None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
-    async def alive(self) -> bool:
+    async def is_alive(self) -> bool:
         """Return True while it is watching."""
         return not self._watching.done()
 
     async def _watch(self) -> None:
         await asyncio.to_thread(wait_for_shutdown)
         logger.info("Serve is shut down: what is left ends")
-        left = [name for name in await asyncio.to_thread(our_actors) if name != ray_actors.REAPER]
-        await asyncio.gather(*(self._end(name) for name in left))
+        remaining = [name for name in await asyncio.to_thread(list_actor_names) if name != ray_actors.REAPER]
+        await asyncio.gather(*(self._stop_actor(name) for name in remaining))
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    async def _end(self, name: str) -> None:
+    async def _stop_actor(self, name: str) -> None:
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, namespace=ray_actors.NAMESPACE)
         except ValueError:
             return
-        if name.startswith(ray_actors.LEARNER_HOST):
+        if name.startswith(ray_actors.LEARNER_HOST_PREFIX):
             try:
-                async with asyncio.timeout(LEARNER_GRACE_S + HOST_S):
+                async with asyncio.timeout(LEARNER_GRACE_S + HOST_EXTRA_GRACE_S):
                     await actor.stop.remote(LEARNER_GRACE_S)  # pyright: ignore[reportGeneralTypeIssues]
             except (RayError, TimeoutError) as error:
                 logger.warning("%s did not end in order: %r", name, error)
@@ -73,34 +73,34 @@ class Reaper:
 
 def wait_for_shutdown() -> None:
     """Return once Serve is gone."""
-    while serve_is_up():
-        time.sleep(LOOK_S)
+    while is_serve_running():
+        time.sleep(CHECK_INTERVAL_S)
 
 
-def end_learners(redis_url: str) -> None:
+def stop_learners(redis_url: str) -> None:
     """Stop the learners before the deploy file's Redis ends. If Serve is shutting down, they save a checkpoint and are not
     restarted; if only the Redis replica is replaced, they wait for the next one."""
-    if not serve_is_ending():
+    if not is_serve_shutting_down():
         return
     with connect(redis_url, patience_s=1.0) as redis:
-        redis.set(ENDING, "1", ex=ENDING_S)
-    hosts = [name for name in our_actors() if name.startswith(ray_actors.LEARNER_HOST)]
+        redis.set(ENDING, "1", ex=SHUTDOWN_FLAG_TTL_S)
+    hosts = [name for name in list_actor_names() if name.startswith(ray_actors.LEARNER_HOST_PREFIX)]
     logger.info("Serve is being shut down: %d learner(s) end before Redis does", len(hosts))
-    asked: list[ray.ObjectRef[None]] = []
+    stop_calls: list[ray.ObjectRef[None]] = []
     for name in hosts:
         with suppress(ValueError):  # it has ended by itself
-            asked.append(ray.get_actor(name, namespace=ray_actors.NAMESPACE).stop.remote(LEARNER_GRACE_S))
-    if asked:
-        ray.wait(asked, num_returns=len(asked), timeout=LEARNER_GRACE_S + HOST_S)
+            stop_calls.append(ray.get_actor(name, namespace=ray_actors.NAMESPACE).stop.remote(LEARNER_GRACE_S))
+    if stop_calls:
+        ray.wait(stop_calls, num_returns=len(stop_calls), timeout=LEARNER_GRACE_S + HOST_EXTRA_GRACE_S)
 
 
-def serve_is_ending() -> bool:
+def is_serve_shutting_down() -> bool:
     """Return True if Serve is shutting down."""
     keys = _internal_kv_list(b"ray-serve-", namespace=SERVE_INTERNAL_KV_NAMESPACE)
     return any(key.endswith(SHUTDOWN_KEY) for key in keys)  # between stands the namespace of whoever started Serve
 
 
-def serve_is_up() -> bool:
+def is_serve_running() -> bool:
     """Return True if Serve's controller exists, even while Ray is restarting it."""
     try:
         ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
@@ -109,24 +109,24 @@ def serve_is_up() -> bool:
     return True
 
 
-def our_actors() -> list[str]:
+def list_actor_names() -> list[str]:
     """Return the names of all living actors of this project."""
-    everywhere = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
-    return [actor["name"] for actor in everywhere if actor["namespace"] == ray_actors.NAMESPACE]
+    actors = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
+    return [actor["name"] for actor in actors if actor["namespace"] == ray_actors.NAMESPACE]
 
 
-def keep_reaper() -> None:
+def ensure_reaper() -> None:
     """Restart the reaper if it is missing, as long as this process lives."""
-    threading.Thread(target=_keep_reaper, name="keep reaper", daemon=True).start()
+    threading.Thread(target=_ensure_reaper, name="keep reaper", daemon=True).start()
 
 
-def _keep_reaper() -> None:
+def _ensure_reaper() -> None:
     while True:
         try:
             start_reaper()
         except RayError as error:
             logger.warning("no reaper can be started: %s", error)
-        time.sleep(ENSURE_S)
+        time.sleep(ENSURE_INTERVAL_S)
 
 
 def start_reaper() -> None:

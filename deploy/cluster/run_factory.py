@@ -45,7 +45,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 logger = logging.getLogger(__name__)
 
-CLAIM = ".claim"
+CLAIM_FILE = ".claim"
 """Names the start of a run that the folder was made ready for."""
 
 
@@ -70,7 +70,7 @@ class RunComponents:
         external = config.control.learner == "external"
         learner = ExternalLearner(config, redis) if external else ManagedLearner(config, redis, redis_url)
         self._workers = WorkerPool(config, redis_url)
-        self._generation = _generation(config, redis, redis_url, serve_status)
+        self._generation = _build_generation(config, redis, redis_url, serve_status)
         broker = broker_component(config, redis_url, serve_status)
         self._components: tuple[Component, ...] = (learner, self._workers, self._generation, broker)
 
@@ -103,7 +103,9 @@ class RunComponents:
         await asyncio.to_thread(cleanup, self._config.exp_name, self._config.weights, self._config.output_dir)
 
 
-def _generation(config: RunConfig, redis: Redis, redis_url: str, status: ServeStatus) -> ServeApp | SharedGeneration:
+def _build_generation(
+    config: RunConfig, redis: Redis, redis_url: str, status: ServeStatus
+) -> ServeApp | SharedGeneration:
     app = generation_app(config)
     if app != app_name(config.exp_name):
         return SharedGeneration(config.exp_name, app, redis, status)
@@ -126,7 +128,7 @@ class MeshRunFactory:
         try:
             return run_spec(self.load(document))
         except ConfigError as error:
-            raise InvalidRunError([_view(issue) for issue in error.issues]) from error
+            raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
         """Return the checked configuration of a document. Raises `ConfigError`."""
@@ -141,9 +143,9 @@ class MeshRunFactory:
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         """Check whether a run's settings may become `values`. Raises `InvalidRunError`."""
         before = json.loads(record.config)
-        new = set(self._issues(_with_settings(before, values))) - set(self._issues(before))
+        new = set(self._issues(_apply_values(before, values))) - set(self._issues(before))
         if new:
-            raise InvalidRunError([_view(issue) for issue in sorted(new, key=str)])
+            raise InvalidRunError([_to_problem_view(issue) for issue in sorted(new, key=str)])
 
     async def write_report(self, record: RunRecord) -> None:
         """Do nothing: `offbeat train` writes the report of its run."""
@@ -175,7 +177,7 @@ class MeshRunFactory:
         return await BufferWatch(self._async_redis, run_id).quarantine()
 
 
-def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+def _apply_values(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
     """Return the configuration with changed settings."""
     changed = copy.deepcopy(tree)
     for name, value in values.items():
@@ -187,7 +189,7 @@ def _with_settings(tree: dict[str, Any], values: Mapping[str, float]) -> dict[st
     return changed
 
 
-def _view(issue: ConfigIssue) -> ProblemView:
+def _to_problem_view(issue: ConfigIssue) -> ProblemView:
     return ProblemView(path=issue.path, message=issue.message, suggestion=issue.hint)
 
 
@@ -204,10 +206,10 @@ def claim_folder(config: RunConfig, claim: str) -> None:
     run_folder.claim(config.output_dir, resume=bool(config.resume_from_checkpoint))
     config.output_dir.mkdir(parents=True, exist_ok=True)
     run_folder.write_config(config.output_dir, dump_yaml(config))
-    (config.output_dir / CLAIM).write_text(claim)
+    (config.output_dir / CLAIM_FILE).write_text(claim)
 
 
 def holds_claim(folder: Path, claim: str) -> bool:
     """Return True if `claim_folder` has prepared the folder for this start of a run."""
-    mark = folder / CLAIM
-    return mark.exists() and mark.read_text() == claim
+    claim_file = folder / CLAIM_FILE
+    return claim_file.exists() and claim_file.read_text() == claim

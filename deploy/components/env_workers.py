@@ -20,9 +20,9 @@ from offbeat.services.rollout import actor as rollout_app
 
 logger = logging.getLogger(__name__)
 
-PING_S = 2.0
+PING_TIMEOUT_S = 2.0
 """Time after which an actor without an answer counts as starting; a dead one fails at once."""
-HUNG_S = 60.0
+HANG_TIMEOUT_S = 60.0
 """Time without an answer after which an env worker that has answered before is killed and replaced."""
 
 
@@ -71,14 +71,14 @@ class WorkerPool:
 
     async def observe(self) -> Observation:
         """Return the state of the workers."""
-        seen = await asyncio.gather(*(self._observe_one(name) for name in self._names))
+        observations = await asyncio.gather(*(self._observe_one(name) for name in self._names))
         for health in (Health.DEAD, Health.ABSENT, Health.STARTING):
-            concerned = [each for each in seen if each.health is health]
-            if concerned:
-                some = f" ({len(concerned)} of {len(seen)})" if len(seen) > 1 else ""
-                first = concerned[0]
+            matching = [each for each in observations if each.health is health]
+            if matching:
+                count = f" ({len(matching)} of {len(observations)})" if len(observations) > 1 else ""
+                first = matching[0]
                 # Some are there: the pool is not absent but short of some, and `ensure` starts the others alone.
-                return Observation(health, f"{first.detail}{some}", first.log, first.incident)
+                return Observation(health, f"{first.detail}{count}", first.log, first.incident)
         return Observation(Health.READY)
 
     async def _observe_one(self, name: str) -> Observation:
@@ -87,28 +87,28 @@ class WorkerPool:
         if actor is None:
             return Observation(Health.ABSENT, log=log)
         try:
-            async with asyncio.timeout(PING_S):
+            async with asyncio.timeout(PING_TIMEOUT_S):
                 await asyncio.shield(_as_future(actor.alive.remote(self._num_workers)))
         except (TimeoutError, ActorUnavailableError):
-            return await self._silent(name, actor, log)
+            return await self._observe_unresponsive(name, actor, log)
         except RayActorError as error:
             return Observation(Health.DEAD, last_line(str(error)), log, actor._actor_id.hex())
         self._answered[name] = time.monotonic()
         return Observation(Health.READY, log=log)
 
-    async def _silent(self, name: str, actor: ActorHandle, log: str) -> Observation:
+    async def _observe_unresponsive(self, name: str, actor: ActorHandle, log: str) -> Observation:
         """Return the state of a worker that does not answer: starting if it never has, otherwise hung and killed."""
-        since = self._answered.get(name)
-        if since is None:
+        last_answer_at = self._answered.get(name)
+        if last_answer_at is None:
             return Observation(Health.STARTING, "starts", log)
-        silent_s = time.monotonic() - since
-        if silent_s < HUNG_S:
+        silent_s = time.monotonic() - last_answer_at
+        if silent_s < HANG_TIMEOUT_S:
             return Observation(Health.STARTING, f"has not answered for {silent_s:.0f} s", log)
         logger.error("%s has not answered for %.0f s and is killed", name, silent_s)
         del self._answered[name]
         # For good; `ensure` makes a new one. Killed for Ray to start again, one whose node had died was seen to stay away.
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
-        return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {since}")
+        return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {last_answer_at}")
 
 
 async def _as_future(reference: "ray.ObjectRef[Any]") -> Any:

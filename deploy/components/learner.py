@@ -10,10 +10,10 @@ from redis import Redis
 
 from offbeat.deploy.components import ray_actors
 from offbeat.deploy.components.learner_host import (
-    LOG,
+    LEARNER_LOG,
     LearnerHost,
-    ask_to_stop,
     read_status,
+    request_stop,
 )
 from offbeat.deploy.components.ray_actors import kill_actor
 from offbeat.deploy.config.run import RunConfig
@@ -54,8 +54,8 @@ class ManagedLearner:
         self._redis = redis
         self._redis_url = redis_url
         self._run_id = config.exp_name
-        self._actor_name = ray_actors.learner_host(self._run_id)
-        self._told = ""
+        self._actor_name = ray_actors.learner_host_name(self._run_id)
+        self._reported_death = ""
         """Incarnation whose death, and replacement by the standby, were reported to the reconciler."""
 
     async def ensure(self) -> None:
@@ -92,28 +92,30 @@ class ManagedLearner:
 
     async def stop(self, *, now: bool) -> None:
         """Ask its host to end it."""
-        await asyncio.to_thread(ask_to_stop, self._redis, self._run_id, now=now)
+        await asyncio.to_thread(request_stop, self._redis, self._run_id, now=now)
 
     async def observe(self) -> Observation:
         """Return the state that its host has reported to Redis."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.started:
             return Observation(Health.ABSENT)
-        if status.alive and status.died and status.died != self._told and not status.stopping:
-            self._told = status.died
-            return Observation(Health.DEAD, f"{status.died_how}; the standby has taken over", LOG, status.died)
+        if status.alive and status.died and status.died != self._reported_death and not status.stopping:
+            self._reported_death = status.died
+            return Observation(
+                Health.DEAD, f"{status.death_reason}; the standby has taken over", LEARNER_LOG, status.died
+            )
         if status.alive:
             if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).progress):
-                return Observation(Health.READY, log=LOG)
-            return Observation(Health.STARTING, "prepares version 0", LOG)
+                return Observation(Health.READY, log=LEARNER_LOG)
+            return Observation(Health.STARTING, "prepares version 0", LEARNER_LOG)
         if status.stopping:
-            return Observation(Health.ABSENT, status.how_it_ended, LOG)
+            return Observation(Health.ABSENT, status.end_reason, LEARNER_LOG)
         if status.exit_code == 0:
             if await asyncio.to_thread(has_finished, self._redis, self._run_id):
-                return Observation(Health.DONE, "has trained all steps", LOG)
-            return Observation(Health.DEAD, "ended before the last step", LOG, status.incarnation)
+                return Observation(Health.DONE, "has trained all steps", LEARNER_LOG)
+            return Observation(Health.DEAD, "ended before the last step", LEARNER_LOG, status.incarnation)
         health = Health.BROKEN if status.exit_code == NO_RETRY_EXIT_CODE else Health.DEAD
-        return Observation(health, status.how_it_ended, LOG, status.incarnation)
+        return Observation(health, status.end_reason, LEARNER_LOG, status.incarnation)
 
     async def forget(self) -> None:
         """Remove the host actor."""

@@ -32,9 +32,9 @@ NAMESPACE = "offbeat"
 """Ray namespace of our named actors."""
 CONTROL_APP = "control"
 REAPER = "reaper"
-LEARNER_HOST = "learner-"
+LEARNER_HOST_PREFIX = "learner-"
 
 
-def learner_host(run_id: str) -> str:
+def learner_host_name(run_id: str) -> str:
     """Return the name of the actor that hosts the managed learner."""
     return f"{LEARNER_HOST}{run_id}"

@@ -13,7 +13,7 @@ from ray.serve import Application
 from ray.serve.schema import ApplicationStatus
 
 from offbeat.deploy.components.ray_actors import last_line
-from offbeat.deploy.components.serve_status import ServeStatus, replicas_of
+from offbeat.deploy.components.serve_status import ServeStatus, count_replicas
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import LOGS
 from offbeat.services.control.interfaces import Health, Observation
@@ -23,7 +23,7 @@ from offbeat.services.weights import app as weights_app
 
 logger = logging.getLogger(__name__)
 
-SERVES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
+SCALABLE_STATES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
 """An application whose replicas may be counted."""
 
 
@@ -35,13 +35,13 @@ class ServeApp:
         self._app = app
         self._build = build
         self._status = status
-        self._asked: int | None = None
+        self._requested_replicas: int | None = None
         """Replica count last requested from Serve."""
 
     async def ensure(self) -> None:
         """Deploy the application."""
         await asyncio.to_thread(self._deploy)
-        self._asked = None
+        self._requested_replicas = None
 
     def _deploy(self) -> None:
         serve.run_many(
@@ -57,16 +57,16 @@ class ServeApp:
     async def resize(self, num_replicas: int) -> None:
         """Set the number of replicas of its deployment; existing replicas are kept."""
         app = (await self._status()).get(self._app)
-        if num_replicas == self._asked or app is None or app.status not in SERVES:
+        if num_replicas == self._requested_replicas or app is None or app.status not in SCALABLE_STATES:
             return
         try:
-            name, there = await asyncio.to_thread(replicas_of, self._app)
-            if num_replicas != there:
-                logger.info("%s: %d replicas, wanted are %d", self._app, there, num_replicas)
+            name, current = await asyncio.to_thread(count_replicas, self._app)
+            if num_replicas != current:
+                logger.info("%s: %d replicas, wanted are %d", self._app, current, num_replicas)
                 await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
         except (RayError, LookupError) as error:  # an application of somebody else's that may not be scaled
             logger.error("%s does not get %d replicas: %s", self._app, num_replicas, last_line(str(error)))
-        self._asked = num_replicas
+        self._requested_replicas = num_replicas
 
     async def observe(self) -> Observation:
         """Return the state reported by Serve's controller."""

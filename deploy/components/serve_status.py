@@ -27,29 +27,29 @@ class ServeStatus:
     """
 
     def __init__(self) -> None:
-        self._asking: asyncio.Task[Mapping[str, AppStatus]] | None = None
+        self._request: asyncio.Task[Mapping[str, AppStatus]] | None = None
 
     async def __call__(self) -> Mapping[str, AppStatus]:
         """Return all applications, including those being deleted."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(asyncio.to_thread(app_statuses))
-        return await asyncio.shield(self._asking)
+        if self._request is None or self._request.done():
+            self._request = asyncio.create_task(asyncio.to_thread(read_app_statuses))
+        return await asyncio.shield(self._request)
 
 
-def app_statuses() -> dict[str, AppStatus]:
+def read_app_statuses() -> dict[str, AppStatus]:
     """Return the status of each application; empty if Serve is not running."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return {}
     found: dict[str, AppStatus] = {}
-    for overview in client.list_serve_statuses():
-        messages = [each.message for each in overview.deployment_statuses if each.message]
-        status = overview.app_status
-        found[overview.name] = AppStatus(status.status, messages[0] if messages else status.message)
+    for app in client.list_serve_statuses():
+        messages = [deployment.message for deployment in app.deployment_statuses if deployment.message]
+        status = app.app_status
+        found[app.name] = AppStatus(status.status, messages[0] if messages else status.message)
     return found
 
 
-def replicas_of(app: str) -> tuple[str, int]:
+def count_replicas(app: str) -> tuple[str, int]:
     """Return the name of an application's deployment, and its number of replicas in any state.
 
     Raises:

@@ -26,7 +26,7 @@ class SharedGeneration:
         self._run_id = run_id
         self._app = app
         self._redis = redis
-        self._serve_app = ServeApp(self.name, app, _never, status)
+        self._serve_app = ServeApp(self.name, app, _reject_deployment, status)
 
     async def ensure(self) -> None:
         """Claim the application, if the run has lost it. Raises `ControlError` where another run has it."""
@@ -48,13 +48,13 @@ class SharedGeneration:
         deployed again."""
         if await asyncio.to_thread(self._holder) != self._run_id:
             return Observation(Health.ABSENT)
-        seen = await self._serve_app.observe()
+        observation = await self._serve_app.observe()
         log = await asyncio.to_thread(self._log)
-        if seen.health is Health.ABSENT:
+        if observation.health is Health.ABSENT:
             return Observation(Health.STARTING, f"application {self._app} is not deployed", log)
-        if seen.health is Health.BROKEN:
-            return Observation(Health.STARTING, f"application {self._app} can't be deployed: {seen.detail}", log)
-        return Observation(seen.health, seen.detail, log)
+        if observation.health is Health.BROKEN:
+            return Observation(Health.STARTING, f"application {self._app} can't be deployed: {observation.detail}", log)
+        return Observation(observation.health, observation.detail, log)
 
     def _holder(self) -> str | None:
         holder = cast(bytes | None, self._redis.hget(claims_key(APP), self._app))
@@ -65,5 +65,5 @@ class SharedGeneration:
         return offer.log_dir if offer else ""
 
 
-def _never():
+def _reject_deployment():
     raise ControlError("an application of the deploy file is deployed by nobody else")

@@ -25,7 +25,7 @@ import psutil
 from redis import Redis
 from redis.exceptions import RedisError
 
-from offbeat.deploy.components.learner_host import LearnerHost, ask_to_stop, read_status
+from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
 from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.parent_guard import guarded
@@ -282,7 +282,7 @@ class LocalMesh:
         try:
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
                 await RunStore(async_redis).want(self._config.exp_name, DesiredState.STOPPED)
-            await asyncio.to_thread(ask_to_stop, self._redis, self._config.exp_name, now=False)
+            await asyncio.to_thread(request_stop, self._redis, self._config.exp_name, now=False)
             grace_s = await asyncio.to_thread(_learner_grace_s, self._redis, self._config.exp_name)
             grace_s += STOP_S if has_processes(self._config.track_with) else 0.0
             deadline = time.monotonic() + grace_s

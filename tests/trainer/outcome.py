@@ -11,7 +11,7 @@ from offbeat.trainer.algorithms.normalization import RunningMoments
 from offbeat.trainer.config.algorithm import AlgorithmConfig
 from offbeat.trainer.data.batch import Batch, pack
 from offbeat.trainer.data.reward_shaping import shape_rewards
-from offbeat.trainer.data.selection import carries_signal, most_varied
+from offbeat.trainer.data.selection import carries_signal, select_most_varied
 from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
 from offbeat.trainer.losses.targets import Targets, build_targets
 from tests.trainer.trajectories import group, trajectory
@@ -100,7 +100,7 @@ def inputs_of(batch: Batch, config: AlgorithmConfig) -> dict[str, Any]:
 def outcome(config: AlgorithmConfig, groups: list[Group] | None = None) -> Outcome:
     """Train on `rich_groups`, or on those given, as far as numbers go."""
     chosen = [each for each in (groups or rich_groups()) if carries_signal(each, config)]
-    batch = pack(most_varied(shape_rewards(chosen, config), config.variance_filter_ratio)[0])
+    batch = pack(select_most_varied(shape_rewards(chosen, config), config.variance_filter_ratio)[0])
     targets = build_targets(batch, config, **inputs_of(batch, config))
     logprobs = (batch.behavior_logprobs + by_token(batch, 0.4, 0.0)).requires_grad_()
     entropy = (1.0 + by_token(batch, 0.5, 4.0)).requires_grad_()

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio
 
 
 def one_sided_policy_gradient(
@@ -12,5 +12,5 @@ def one_sided_policy_gradient(
 
     All [M] float; `clipped` marks tokens whose weight was truncated to rho.
     """
-    ratio = ratio_of(logprobs, behavior_logprobs).detach()
+    ratio = token_ratio(logprobs, behavior_logprobs).detach()
     return TokenLosses(-ratio.clamp(max=rho) * advantages * logprobs, ratio, ratio > rho)

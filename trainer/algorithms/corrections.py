@@ -15,7 +15,7 @@ from offbeat.trainer.algorithms.units import mean_over, sum_over
 Unit = Literal["token", "turn", "geometric", "sequence"]
 
 
-def over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor) -> Tensor:
+def reduce_over_unit(values: Tensor, unit: Unit, turn: Tensor, sequence: Tensor) -> Tensor:
     """Return each token's unit value: the mean over its turn or sequence, or the sum over its sequence.
 
     values: [M] float; turn, sequence: [M] int64 -> [M] float
@@ -40,7 +40,7 @@ def importance_weights(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
     return bounded_exp(log_ratio.detach()).clamp(lower, upper)
 
 
-def inside(values: Tensor, low: float | None, high: float | None) -> Tensor:
+def within_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
     """Return a mask of the values within both inclusive bounds; None is no bound. [M] float -> [M] bool"""
     mask = torch.ones_like(values, dtype=torch.bool)
     if low is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio
 
 
 def divergence_masked_surrogate(
@@ -15,7 +15,7 @@ def divergence_masked_surrogate(
     The trust region is in probability, so rare tokens may move freely and frequent ones may not. All [M] float, the bounds
     in probability; `clipped` marks dropped tokens.
     """
-    ratio = ratio_of(logprobs, behavior_logprobs)
+    ratio = token_ratio(logprobs, behavior_logprobs)
     moved = (logprobs.exp() - behavior_logprobs.exp()).detach()
     dropped = ((advantages > 0) & (moved > mask_high)) | ((advantages < 0) & (moved < -mask_low))
     surrogate = torch.where(dropped, torch.zeros_like(ratio), -ratio * advantages)

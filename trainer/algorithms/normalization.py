@@ -16,7 +16,7 @@ class Moments(NamedTuple):
     size: Tensor
 
 
-def moments_of_group(rewards: Tensor, group: Tensor) -> Moments:
+def group_moments(rewards: Tensor, group: Tensor) -> Moments:
     """Return mean, unbiased standard deviation (0 for one member) and size of each reward's group.
 
     rewards: [T] float; group: [T] int64, 0-based
@@ -52,7 +52,7 @@ def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, s
 
     rewards: [T] float; group: [T] int64, 0-based -> [T] float
     """
-    moments = moments_of_group(rewards, group)
+    moments = group_moments(rewards, group)
     return normalize(rewards, moments if center else None, moments if center and scale else None)
 
 

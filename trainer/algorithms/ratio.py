@@ -21,7 +21,7 @@ class TokenLosses(NamedTuple):
     clipped: Tensor
 
 
-def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return pi / pi_old per token. [M], [M] -> [M]"""
     return bounded_exp(logprobs - old_logprobs)
 
@@ -31,7 +31,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def ratio_at(
+def unit_ratio(
     granularity: Granularity, logprobs: Tensor, old_logprobs: Tensor, turn: Tensor, sequence: Tensor
 ) -> Tensor:
     """Return pi / pi_old of each token's unit.

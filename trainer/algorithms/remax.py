@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def less_greedy(rewards: Tensor, greedy_rewards: Tensor, group: Tensor) -> Tensor:
+def subtract_greedy_reward(rewards: Tensor, greedy_rewards: Tensor, group: Tensor) -> Tensor:
     """Subtract the group's greedy reward from each episode's reward. It depends on the task but not on the samples, so the
     gradient stays unbiased (eq. 5).
 

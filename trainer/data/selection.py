@@ -66,7 +66,7 @@ def _filter(path: str) -> Callable[[Group], bool]:
     return cast(Callable[[Group], bool], load_filter(path)())
 
 
-def most_varied(
+def select_most_varied(
     groups: Sequence[Group], ratio: float, masked: MaskedCounts = NO_MASKED
 ) -> tuple[list[Group], MaskedCounts]:
     """Select the share `ratio` of a step's groups, at least one, with the largest reward deviation, in their original order

@@ -17,15 +17,15 @@ from offbeat.trainer.algorithms.normalization import (
     EPS,
     Moments,
     RunningMoments,
-    moments_of_group,
+    group_moments,
     normalize,
     normalize_by_group,
     whiten,
 )
 from offbeat.trainer.algorithms.opo import length_weighted_baseline
-from offbeat.trainer.algorithms.ratio import ratio_of
+from offbeat.trainer.algorithms.ratio import token_ratio
 from offbeat.trainer.algorithms.reinforce import discounted_returns
-from offbeat.trainer.algorithms.remax import less_greedy
+from offbeat.trainer.algorithms.remax import subtract_greedy_reward
 from offbeat.trainer.algorithms.rloo import leave_one_out
 from offbeat.trainer.algorithms.turn_gae import turn_advantages
 from offbeat.trainer.algorithms.vtrace import vtrace
@@ -81,7 +81,7 @@ def _gae(inputs: AdvantageInputs) -> AdvantageEstimate:
     if config.value_targets == "vtrace":
         if inputs.logprobs is None:
             raise ValueError("vtrace needs the learner's own logprobs")
-        ratio = ratio_of(inputs.logprobs, batch.behavior_logprobs)
+        ratio = token_ratio(inputs.logprobs, batch.behavior_logprobs)
         result = vtrace(
             inputs.rewards,
             values,
@@ -242,7 +242,7 @@ def _moments(over: Over, config: AlgorithmConfig, batch: Batch, running: Running
         "batch": torch.zeros_like(batch.group),
         "tags": batch.tag,
     }
-    return moments_of_group(
+    return group_moments(
         batch.episode_reward, groups["batch" if over == "batch" else config.reward_normalization.grouping]
     )
 
@@ -251,7 +251,7 @@ BASELINE_OF: dict[str, Callable[[Batch], Tensor]] = {
     "rloo": lambda batch: leave_one_out(batch.episode_reward, batch.group),
     "opo": lambda batch: length_weighted_baseline(batch.episode_reward, batch.lengths.float(), batch.group),
     "maxrl": lambda batch: mean_normalized(batch.episode_reward, batch.group),
-    "remax": lambda batch: less_greedy(batch.episode_reward, _greedy_rewards(batch), batch.group),
+    "remax": lambda batch: subtract_greedy_reward(batch.episode_reward, _greedy_rewards(batch), batch.group),
 }
 """Estimators with a baseline of their own: functions to rewards [T] less the baseline."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from offbeat.trainer.algorithms.corrections import (
     binary_kl,
     importance_weights,
-    inside,
-    over_unit,
+    reduce_over_unit,
+    within_bounds,
 )
 from offbeat.trainer.algorithms.ratio import bounded_exp
 from offbeat.trainer.config.corrections import MismatchFilter, TrainInferCorrection
@@ -35,7 +35,7 @@ def correct(config: TrainInferCorrection, logprobs: Tensor, targets: Targets) ->
     log_ratio = logprobs - targets.behavior_logprobs
     if config.is_weight is not None:
         bounds = config.is_weight
-        unit_log_ratio = over_unit(log_ratio, bounds.weight_type, targets.turn, targets.sequence)
+        unit_log_ratio = reduce_over_unit(log_ratio, bounds.weight_type, targets.turn, targets.sequence)
         weight = importance_weights(unit_log_ratio, bounds.lower_bound, bounds.upper_bound)
         cut = bounded_exp(unit_log_ratio) != weight
     kept = targets.trusted
@@ -47,14 +47,14 @@ def correct(config: TrainInferCorrection, logprobs: Tensor, targets: Targets) ->
 
 def _apply_filter(bounds: MismatchFilter, logprobs: Tensor, log_ratio: Tensor, targets: Targets) -> Tensor:
     def aggregate(values: Tensor) -> Tensor:
-        return over_unit(values, bounds.agg_type, targets.turn, targets.sequence)
+        return reduce_over_unit(values, bounds.agg_type, targets.turn, targets.sequence)
 
     passed = torch.ones_like(log_ratio, dtype=torch.bool)
     if bounds.ratio_low is not None or bounds.ratio_high is not None:
-        passed &= inside(bounded_exp(aggregate(log_ratio)), bounds.ratio_low, bounds.ratio_high)
+        passed &= within_bounds(bounded_exp(aggregate(log_ratio)), bounds.ratio_low, bounds.ratio_high)
     if bounds.diff_low is not None or bounds.diff_high is not None:
         difference = logprobs.exp() - targets.behavior_logprobs.exp()
-        passed &= inside(aggregate(difference), bounds.diff_low, bounds.diff_high)
+        passed &= within_bounds(aggregate(difference), bounds.diff_low, bounds.diff_high)
     if bounds.binary_kl_high is not None:
-        passed &= inside(aggregate(binary_kl(logprobs, targets.behavior_logprobs)), None, bounds.binary_kl_high)
+        passed &= within_bounds(aggregate(binary_kl(logprobs, targets.behavior_logprobs)), None, bounds.binary_kl_high)
     return passed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.services.telemetry import Partial
 from offbeat.trainer.algorithms.kl import k3
-from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio
 from offbeat.trainer.data.batch import Batch
 
 
@@ -36,7 +36,7 @@ def policy_gauges(
     if not count:
         return {}
     up, down = advantages > 0, advantages < 0
-    weight = ratio_of(logprobs, behavior_logprobs)
+    weight = token_ratio(logprobs, behavior_logprobs)
     divergence = k3(behavior_logprobs, logprobs)
     fresh = torch.zeros_like(up) if fresh is None else fresh
     sums: dict[str, tuple[Tensor, Tensor | int]] = {

@@ -23,7 +23,7 @@ from offbeat.trainer.algorithms.kimi15 import mirror_descent
 from offbeat.trainer.algorithms.kl import KL_PENALTIES
 from offbeat.trainer.algorithms.ppo import clipped_surrogate
 from offbeat.trainer.algorithms.proximal import proximal_logprobs
-from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_at
+from offbeat.trainer.algorithms.ratio import TokenLosses, unit_ratio
 from offbeat.trainer.algorithms.sapo import soft_gated_surrogate
 from offbeat.trainer.algorithms.tis import truncated_importance_sampling
 from offbeat.trainer.algorithms.topr import tapered_policy_gradient
@@ -154,7 +154,7 @@ def policy_loss(
     old = logprobs.detach() if targets.old_is_present else targets.old_logprobs
     if targets.proximal is not None:
         old = proximal_logprobs(logprobs, targets.behavior_logprobs, targets.proximal)
-    ratio = ratio_at(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
+    ratio = unit_ratio(config.ratio_type, logprobs, old, targets.turn, targets.sequence)
     surrogate = POLICY_LOSSES[config.pg_variant](
         config, LossInputs(logprobs, old, targets.behavior_logprobs, ratio, targets.advantages)
     )

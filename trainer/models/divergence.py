@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.trainer.models.logprobs import rows_at_once
+from offbeat.trainer.models.logprobs import rows_per_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def _distributions(
 ) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
     """Yield chunks: logprobs of policy and reference, their rows, and the rows' temperature."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    step = rows_at_once(logits)
+    step = rows_per_chunk(logits)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
         heat = temperature[rows, None] if isinstance(temperature, Tensor) else temperature

@@ -13,7 +13,7 @@ MIN_LOGPROB = -1e4
 """Logprob whose exponential is 0 in every dtype, so that a logit of -inf has gradient 0 instead of 0 * inf."""
 
 
-def rows_at_once(logits: Tensor) -> int:
+def rows_per_chunk(logits: Tensor) -> int:
     """Return the number of rows of [M, V] per chunk."""
     elements = CHUNK_ELEMENTS if logits.is_cuda else CPU_CHUNK_ELEMENTS
     return max(1, elements // logits.shape[1])
@@ -56,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any:
     """Return chunks of logits, targets and temperature (scalar or [rows, 1])."""
-    rows = rows_at_once(logits)
+    rows = rows_per_chunk(logits)
     pieces, chosen = logits.split(rows), targets.split(rows)
     heats = temperature[:, None].split(rows) if isinstance(temperature, Tensor) else [temperature] * len(pieces)
     return zip(pieces, chosen, heats, strict=True)

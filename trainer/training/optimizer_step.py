@@ -31,7 +31,7 @@ from offbeat.trainer.data.batch import (
     pack,
 )
 from offbeat.trainer.data.prefix_groups import shared_microbatches
-from offbeat.trainer.data.selection import most_varied
+from offbeat.trainer.data.selection import select_most_varied
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.engines.base import Hyperparameters, StepOutcome, TrainEngine
 from offbeat.trainer.engines.frozen import FrozenModel, LogprobModel, Reference
@@ -148,7 +148,7 @@ class BatchTrainer:
         self._running.load_state_dict(state["running"])
 
     def _select(self, step_batch: StepBatch) -> tuple[list[Group], MaskedCounts]:
-        return most_varied(step_batch.shaped, self._config.variance_filter_ratio, step_batch.masked)
+        return select_most_varied(step_batch.shaped, self._config.variance_filter_ratio, step_batch.masked)
 
     def _update_running_moments(self, batch: Batch) -> None:
         for number, tag in enumerate(batch.tags):

@@ -138,7 +138,7 @@ def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDic
     return messages[:count], messages[count:]
 
 
-def prompt_too_long(length: int) -> ValueError:
+def prompt_too_long_error(length: int) -> ValueError:
     """Return the error for a first prompt that leaves no room for an answer. length: tokens."""
     return ValueError(f"warm start: the first prompt alone takes {length} tokens")
 
@@ -162,5 +162,5 @@ def _split_into_steps(messages: list[ChatMessageDict], env: CustomEnv) -> Iterat
 def _truncate(demo: Demonstration, max_tokens: int) -> Demonstration:
     learned = demo.learned[demo.learned < max_tokens]
     if not len(learned):
-        raise prompt_too_long(int(demo.learned[0]))
+        raise prompt_too_long_error(int(demo.learned[0]))
     return Demonstration(demo.tokens[:max_tokens], learned)

@@ -29,7 +29,7 @@ from offbeat.trainer.warm_start.demonstrations import (
     Demonstrate,
     Demonstration,
     Demos,
-    prompt_too_long,
+    prompt_too_long_error,
     run_demo,
     split_messages,
 )
@@ -70,7 +70,7 @@ def _to_demonstrations(trajectory: Trajectory) -> list[Demonstration]:
     """Convert a trajectory. Raises ValueError if there was no room for an answer."""
     answered = [segment for segment in trajectory.segments if segment.loss_mask.any()]
     if not answered:
-        raise prompt_too_long(len(trajectory.segments[0].tokens))
+        raise prompt_too_long_error(len(trajectory.segments[0].tokens))
     return [
         Demonstration(
             torch.from_numpy(segment.tokens.astype(np.int64)),

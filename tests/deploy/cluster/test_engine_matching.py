@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.deploy.cluster.engine_matching import architecture_of, choose_app
+from offbeat.deploy.cluster.engine_matching import choose_app, load_architecture
 from offbeat.deploy.config.loader import compose_tree, validate_tree
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.generation.config import GenerationConfig, app_name
@@ -16,7 +16,7 @@ def run_config(*overrides: str) -> RunConfig:
 
 def offer(run: RunConfig, **changes: Any) -> EngineOffer:
     values: dict[str, Any] = {
-        "architecture": architecture_of(run),
+        "architecture": load_architecture(run),
         "sequence_length": run.sequence_length,
         "config": run.actor_infer,
         "transport": run.weights.transport,

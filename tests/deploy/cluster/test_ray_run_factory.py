@@ -5,7 +5,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.deploy.cluster import ray_run_factory
 from offbeat.deploy.cluster.ray_run_factory import Cluster, RayRunFactory, check_cluster
-from offbeat.deploy.cluster.run_factory import CLAIM
+from offbeat.deploy.cluster.run_factory import CLAIM_FILE
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree, load_document, validate_tree
 from offbeat.deploy.config.run import RunConfig
@@ -53,7 +53,7 @@ def test_a_run_is_checked_against_the_cluster_not_the_service_host():
 
 @pytest.fixture
 def factory(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> RayRunFactory:
-    monkeypatch.setattr(ray_run_factory, "keep_reaper", lambda: None)
+    monkeypatch.setattr(ray_run_factory, "ensure_reaper", lambda: None)
     return RayRunFactory(AsyncRedis.from_url(redis_url), redis_url, tmp_path)
 
 
@@ -63,13 +63,13 @@ def record(folder: Path) -> RunRecord:
 
 
 async def test_a_failed_report_names_the_command_that_writes_it(factory: RayRunFactory, tmp_path: Path):
-    (tmp_path / CLAIM).write_text("lake 1.0")
+    (tmp_path / CLAIM_FILE).write_text("lake 1.0")
     with pytest.raises(ControlError, match=rf"there is no run in .*write it with `offbeat report {tmp_path} --redis"):
         await factory.write_report(record(tmp_path))
 
 
 async def test_no_report_is_written_into_a_folder_of_another_run(factory: RayRunFactory, tmp_path: Path):
     """The run failed because another one uses the folder."""
-    (tmp_path / CLAIM).write_text("other 1.0")
+    (tmp_path / CLAIM_FILE).write_text("other 1.0")
     await factory.write_report(record(tmp_path))
     assert not (tmp_path / "report.json").exists()

@@ -11,14 +11,14 @@ from redis import Redis
 
 from offbeat.deploy.components.learner import ManagedLearner
 from offbeat.deploy.components.learner_host import (
-    LOG,
+    LEARNER_LOG,
     LearnerHost,
     LearnerStatus,
     alive_key,
-    ask_to_stop,
     learner_command,
     learner_key,
     read_status,
+    request_stop,
 )
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run
@@ -46,7 +46,7 @@ STUBBORN = [
 
 
 def is_up(folder: Path) -> bool:
-    log = folder / LOG
+    log = folder / LEARNER_LOG
     return log.exists() and "up" in log.read_text()
 
 
@@ -56,7 +56,7 @@ def ended(redis: Redis) -> bool:
 
 def test_nobody_has_started_a_learner_yet(redis: Redis):
     assert read_status(redis, "r") == LearnerStatus(started=False, alive=False)
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert not read_status(redis, "r").started
 
 
@@ -74,7 +74,7 @@ def test_how_a_learner_ended_is_told(redis: Redis, redis_url: str, tmp_path: Pat
     wait_until_sync(lambda: ended(redis))
     status = read_status(redis, "r")
     assert (status.alive, status.exit_code, status.stopping) == (False, code, False)
-    assert status.how_it_ended == told
+    assert status.end_reason == told
 
 
 def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: Redis, redis_url: str, tmp_path: Path):
@@ -84,13 +84,13 @@ def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: 
     first = read_status(redis, "r")
     os.kill(int(redis.hget(learner_key("r"), "pid")), signal.SIGKILL)
     wait_until_sync(lambda: ended(redis))
-    assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
+    assert read_status(redis, "r").end_reason == "killed by SIGKILL"
     assert host.wait(30)
     host.start()
     second = read_status(redis, "r")
     assert second.alive
     assert second.incarnation != first.incarnation
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert host.wait(30)
 
 
@@ -98,7 +98,7 @@ def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: 
     host = LearnerHost("r", redis_url, tmp_path, command=GRACEFUL)
     host.start()
     wait_until_sync(lambda: is_up(tmp_path))
-    ask_to_stop(redis, "r", now=False)
+    request_stop(redis, "r", now=False)
     wait_until_sync(lambda: ended(redis))
     status = read_status(redis, "r")
     assert (status.exit_code, status.stopping) == (0, True)
@@ -123,7 +123,7 @@ def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path:
     first = read_status(redis, "r").incarnation
     host.start()
     assert read_status(redis, "r").incarnation == first
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert host.wait(30)
 
 
@@ -134,7 +134,7 @@ def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_ur
     second.start()
     assert first.wait(30)
     assert read_status(redis, "r").alive
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert second.wait(30)
 
 
@@ -161,7 +161,7 @@ def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis
     wait_until_sync(gone)
     redis.delete(alive_key("r"))  # what its expiry does in a few seconds
     status = read_status(redis, "r")
-    assert (status.started, status.alive, status.how_it_ended) == (True, False, "its host is gone")
+    assert (status.started, status.alive, status.end_reason) == (True, False, "its host is gone")
 
 
 WAITS_FOR_THE_LEASE = [
@@ -187,7 +187,7 @@ WAITS_FOR_THE_LEASE = [
 
 def told(folder: Path, what: str) -> list[int]:
     """Processes that have said so, in their order."""
-    log = folder / LOG
+    log = folder / LEARNER_LOG
     lines = log.read_text().splitlines() if log.exists() else []
     return list(dict.fromkeys(int(line.split()[-1]) for line in lines if line.startswith(what)))
 
@@ -196,7 +196,7 @@ def test_a_standby_learner_takes_over_and_is_replaced(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The lease of the dead one would last for ten minutes."""
-    monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.STANDBY_START_INTERVAL_S", 0.0)
     host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
     host.start()
     wait_until_sync(lambda: told(tmp_path, "up") != [])
@@ -208,9 +208,9 @@ def test_a_standby_learner_takes_over_and_is_replaced(
     wait_until_sync(lambda: told(tmp_path, "up") == [first, second])
     wait_until_sync(lambda: len(told(tmp_path, "stands by")) == 2)
     status = read_status(redis, "r")
-    assert (status.alive, status.died, status.died_how) == (True, before.incarnation, "killed by SIGKILL")
+    assert (status.alive, status.died, status.death_reason) == (True, before.incarnation, "killed by SIGKILL")
     third = told(tmp_path, "stands by")[1]
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert host.wait(30)
     assert read_status(redis, "r").exit_code == -signal.SIGKILL
     for pid in (second, third):
@@ -220,7 +220,7 @@ def test_a_standby_learner_takes_over_and_is_replaced(
 def test_a_replaced_learner_is_reported_once_redis_accepts_writes(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.STANDBY_START_INTERVAL_S", 0.0)
     host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
     host.start()
     wait_until_sync(lambda: told(tmp_path, "up") != [])
@@ -236,14 +236,14 @@ def test_a_replaced_learner_is_reported_once_redis_accepts_writes(
     wait_until_sync(lambda: read_status(redis, "r").died == before.incarnation)
     wait_until_sync(lambda: read_status(redis, "r").alive)
     assert not host.wait(0)
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert host.wait(30)
 
 
 def test_a_standby_that_fails_to_start_does_not_end_the_learner(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("offbeat.deploy.components.learner_host.SETTLE_S", 0.0)
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.STANDBY_START_INTERVAL_S", 0.0)
     host, tries = LearnerHost("r", redis_url, tmp_path, command=FOREVER, standby=True), list[int]()
 
     def no_more_processes() -> subprocess.Popen[bytes]:
@@ -257,7 +257,7 @@ def test_a_standby_that_fails_to_start_does_not_end_the_learner(
     wait_until_sync(lambda: len(tries) > 1 or host.wait(0))
     assert read_status(redis, "r").alive
     assert not host.wait(0)
-    ask_to_stop(redis, "r", now=True)
+    request_stop(redis, "r", now=True)
     assert host.wait(30)
 
 
@@ -269,7 +269,7 @@ def test_a_standby_of_a_learner_that_people_attach_is_refused():
 def test_a_learner_that_hangs_is_killed_once_its_lease_has_run_out(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("offbeat.deploy.components.learner_host.HUNG_S", 1.0)
+    monkeypatch.setattr("offbeat.deploy.components.learner_host.HANG_TIMEOUT_S", 1.0)
     command = [*WAITS_FOR_THE_LEASE[:-1], WAITS_FOR_THE_LEASE[-1].replace("600.0", "0.5")]
     host = LearnerHost("r", redis_url, tmp_path, command=command)
     host.start()
@@ -277,7 +277,7 @@ def test_a_learner_that_hangs_is_killed_once_its_lease_has_run_out(
     assert not host.wait(2.0), "one that renews its lease lives on"
     os.kill(told(tmp_path, "up")[0], signal.SIGSTOP)
     assert host.wait(20)
-    assert read_status(redis, "r").how_it_ended == "killed by SIGKILL"
+    assert read_status(redis, "r").end_reason == "killed by SIGKILL"
 
 
 async def test_the_reconciler_is_told_once_of_a_learner_whose_place_was_taken(redis: Redis, redis_url: str):
@@ -297,7 +297,7 @@ def test_the_password_of_redis_is_on_no_command_line(redis_url: str, tmp_path: P
     host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-u", "-c", tells, redis_url])
     host.start()
     wait_until_sync(lambda: is_up(tmp_path))
-    assert (tmp_path / LOG).read_text() == "True up\n"
+    assert (tmp_path / LEARNER_LOG).read_text() == "True up\n"
     assert learner_command("r")[1:] == ["-m", "offbeat.trainer.cli", "r"]
 
 

@@ -19,7 +19,7 @@ async def test_components_share_one_status_request_per_check(
         answer.wait(10)
         return {"app": AppStatus(ApplicationStatus.RUNNING, str(asked[-1]))}
 
-    monkeypatch.setattr(serve_status, "app_statuses", statuses)
+    monkeypatch.setattr(serve_status, "read_app_statuses", statuses)
     shared = ServeStatus()
     look = [asyncio.create_task(shared()) for _ in range(5)]
     await asyncio.sleep(0)

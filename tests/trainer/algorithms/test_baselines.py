@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from offbeat.trainer.algorithms.gigpo import group_in_group
 from offbeat.trainer.algorithms.gpg import informative_share_inverse
 from offbeat.trainer.algorithms.maxrl import mean_normalized
-from offbeat.trainer.algorithms.normalization import RunningMoments, moments_of_group, normalize
+from offbeat.trainer.algorithms.normalization import RunningMoments, group_moments, normalize
 from offbeat.trainer.algorithms.opo import length_weighted_baseline
-from offbeat.trainer.algorithms.remax import less_greedy
+from offbeat.trainer.algorithms.remax import subtract_greedy_reward
 from offbeat.trainer.algorithms.rloo import leave_one_out
 from offbeat.trainer.algorithms.shaping import overlong_penalty
 
@@ -50,7 +50,7 @@ def test_baselines_equal_their_definitions(rows: list[tuple[int, float, int]]):
 @given(rows_of, st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4))
 def test_remax_subtracts_greedy_reward(rows: list[tuple[int, float, int]], greedy: list[float]):
     group, rewards = torch.tensor([g for g, _, _ in rows]), torch.tensor([r for _, r, _ in rows], dtype=torch.float64)
-    got = less_greedy(rewards, torch.tensor(greedy, dtype=torch.float64), group)
+    got = subtract_greedy_reward(rewards, torch.tensor(greedy, dtype=torch.float64), group)
     assert got.tolist() == pytest.approx([r - greedy[g] for g, r, _ in rows], abs=1e-12)
 
 
@@ -60,7 +60,7 @@ def test_remax_gradient_is_unbiased():
     rewards = torch.tensor([1.0, 0.0, 0.25, 2.0], dtype=torch.float64)
     logp = logits.log_softmax(0)
     greedy = rewards[logp.argmax()][None]
-    advantages = less_greedy(rewards, greedy, torch.zeros(4, dtype=torch.int64))
+    advantages = subtract_greedy_reward(rewards, greedy, torch.zeros(4, dtype=torch.int64))
     assert float(greedy) == 0.25
     found, expected = (
         torch.autograd.grad((logp.exp().detach() * a * logp).sum(), logits, retain_graph=True)[0]
@@ -86,10 +86,10 @@ def test_baselines_accept_no_trajectories(baseline):
 def test_mean_and_deviation_can_use_different_groupings():
     rewards, group = torch.tensor([1.0, 0.0, 4.0, 6.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     everyone = torch.zeros_like(group)
-    got = normalize(rewards, moments_of_group(rewards, group), moments_of_group(rewards, everyone))
+    got = normalize(rewards, group_moments(rewards, group), group_moments(rewards, everyone))
     deviation = statistics.stdev([1.0, 0.0, 4.0, 6.0]) + 1e-6
     assert got.tolist() == pytest.approx([0.5 / deviation, -0.5 / deviation, -1 / deviation, 1 / deviation])
-    only_scaled = normalize(rewards, None, moments_of_group(rewards, everyone))
+    only_scaled = normalize(rewards, None, group_moments(rewards, everyone))
     assert only_scaled.tolist() == pytest.approx([r / deviation for r in (1.0, 0.0, 4.0, 6.0)])
 
 

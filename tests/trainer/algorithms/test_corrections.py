@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from offbeat.trainer.algorithms.corrections import (
     binary_kl,
     importance_weights,
-    inside,
-    over_unit,
+    reduce_over_unit,
+    within_bounds,
 )
 from offbeat.trainer.algorithms.m2po import second_moment_mask
 from offbeat.trainer.algorithms.proximal import proximal_logprobs, proximal_share
@@ -29,17 +29,17 @@ def test_extreme_ratios_stay_finite():
 
 def test_bounds_are_inclusive_and_none_is_unbounded():
     values = torch.tensor([0.4, 0.5, 2.0, 2.1])
-    assert inside(values, 0.5, 2.0).tolist() == [False, True, True, False]
-    assert inside(values, None, 2.0).tolist() == [True, True, True, False]
-    assert inside(values, 0.5, None).tolist() == [False, True, True, True]
+    assert within_bounds(values, 0.5, 2.0).tolist() == [False, True, True, False]
+    assert within_bounds(values, None, 2.0).tolist() == [True, True, True, False]
+    assert within_bounds(values, 0.5, None).tolist() == [False, True, True, True]
 
 
 def test_unit_is_aggregated_as_a_whole():
     values, turn, sequence = torch.tensor([1.0, 3.0, 5.0, 7.0]), torch.tensor([0, 0, 1, 2]), torch.tensor([4, 4, 4, 9])
-    assert over_unit(values, "token", turn, sequence).tolist() == [1, 3, 5, 7]
-    assert over_unit(values, "turn", turn, sequence).tolist() == [2, 2, 5, 7]
-    assert over_unit(values, "geometric", turn, sequence).tolist() == [3, 3, 3, 7]
-    assert over_unit(values, "sequence", turn, sequence).tolist() == [9, 9, 9, 7]
+    assert reduce_over_unit(values, "token", turn, sequence).tolist() == [1, 3, 5, 7]
+    assert reduce_over_unit(values, "turn", turn, sequence).tolist() == [2, 2, 5, 7]
+    assert reduce_over_unit(values, "geometric", turn, sequence).tolist() == [3, 3, 3, 7]
+    assert reduce_over_unit(values, "sequence", turn, sequence).tolist() == [9, 9, 9, 7]
 
 
 @settings(max_examples=30)

@@ -14,7 +14,7 @@ from offbeat.trainer.algorithms.cispo import clipped_weight_policy_gradient
 from offbeat.trainer.algorithms.dppo import divergence_masked_surrogate
 from offbeat.trainer.algorithms.kimi15 import mirror_descent
 from offbeat.trainer.algorithms.ppo import clipped_surrogate
-from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_at, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio, unit_ratio
 from offbeat.trainer.algorithms.sapo import soft_gated_surrogate
 from offbeat.trainer.algorithms.tis import truncated_importance_sampling
 from offbeat.trainer.algorithms.topr import tapered_policy_gradient
@@ -82,27 +82,27 @@ def aipo_by_hand(n: float, o: float, a: float) -> tuple[float, float, bool]:
 
 
 LOSSES: dict[str, tuple[Loss, ByHand]] = {
-    "vanilla": (lambda n, o, a: policy_gradient(ratio_of(n, o), n, a), vanilla_by_hand),
+    "vanilla": (lambda n, o, a: policy_gradient(token_ratio(n, o), n, a), vanilla_by_hand),
     "tis": (
-        lambda n, o, a: truncated_importance_sampling(ratio_of(n, o), n, a, lower_bound=0.3, upper_bound=1.4),
+        lambda n, o, a: truncated_importance_sampling(token_ratio(n, o), n, a, lower_bound=0.3, upper_bound=1.4),
         tis_by_hand,
     ),
     "cispo": (
-        lambda n, o, a: clipped_weight_policy_gradient(ratio_of(n, o), n, a, epsilon_low=0.3, epsilon_high=0.5),
+        lambda n, o, a: clipped_weight_policy_gradient(token_ratio(n, o), n, a, epsilon_low=0.3, epsilon_high=0.5),
         cispo_by_hand,
     ),
     "cispo, masked": (
         lambda n, o, a: clipped_weight_policy_gradient(
-            ratio_of(n, o), n, a, epsilon_low=0.3, epsilon_high=0.5, unified_mask=True
+            token_ratio(n, o), n, a, epsilon_low=0.3, epsilon_high=0.5, unified_mask=True
         ),
         masked_cispo_by_hand,
     ),
     "topr": (
-        lambda n, o, a: tapered_policy_gradient(ratio_of(n, o), n, a, positive_weight=0.5, negative_weight=2.0),
+        lambda n, o, a: tapered_policy_gradient(token_ratio(n, o), n, a, positive_weight=0.5, negative_weight=2.0),
         topr_by_hand,
     ),
     "kimi15": (
-        lambda n, o, a: mirror_descent(ratio_of(n, o), n, o, a, tau=0.4),
+        lambda n, o, a: mirror_descent(token_ratio(n, o), n, o, a, tau=0.4),
         lambda n, o, a: (-a * n + 0.2 * (n - o) ** 2, -a + 0.4 * (n - o), False),
     ),
     "aipo": (lambda n, o, a: one_sided_policy_gradient(n, o, a, rho=3.0), aipo_by_hand),
@@ -111,7 +111,7 @@ LOSSES: dict[str, tuple[Loss, ByHand]] = {
         dppo_by_hand,
     ),
     "sapo": (
-        lambda n, o, a: soft_gated_surrogate(ratio_of(n, o), a, temperature_pos=1.0, temperature_neg=1.3),
+        lambda n, o, a: soft_gated_surrogate(token_ratio(n, o), a, temperature_pos=1.0, temperature_neg=1.3),
         sapo_by_hand,
     ),
 }
@@ -135,7 +135,7 @@ def test_loss_and_gradient_equal_the_formula(name: str, rows: list[tuple[float, 
 
 @pytest.mark.parametrize("name", [*LOSSES, "ppo"])
 def test_gradient_at_ratio_one_equals_reinforce(name: str):
-    ppo: Loss = lambda n, o, a: clipped_surrogate(ratio_of(n, o), a, clip_low=0.2, clip_high=0.2)  # noqa: E731
+    ppo: Loss = lambda n, o, a: clipped_surrogate(token_ratio(n, o), a, clip_low=0.2, clip_high=0.2)  # noqa: E731
     loss = ppo if name == "ppo" else LOSSES[name][0]
     new = torch.tensor([-0.5, -1.5, -2.5], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([0.7, -0.3, 0.0], dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_unit_ratio_aggregates_its_tokens(rows: list[tuple[int, float, float]]):
     old = torch.tensor([o for _, _, o in rows], dtype=torch.float64)
     other = torch.arange(len(rows))
     for name, args in {"turn": (unit, other), "sequence": (other, unit), "sequence-token": (other, unit)}.items():
-        got = ratio_at(name, new, old, *args)
+        got = unit_ratio(name, new, old, *args)
         (gradient,) = torch.autograd.grad(got.sum(), new)
         for i, (u, _, _) in enumerate(rows):
             gaps = [n - o for v, n, o in rows if v == u]
@@ -175,7 +175,7 @@ def test_unit_ratio_aggregates_its_tokens(rows: list[tuple[int, float, float]]):
             assert float(got[i].detach()) == pytest.approx(mean, rel=1e-9)
             # Of the unit's mean, each of n tokens has 1/n of the gradient, n times; of GSPO-token's, its own
             assert float(gradient[i]) == pytest.approx(mean, rel=1e-9)
-    whole = ratio_at("sequence-product", new, old, other, unit)
+    whole = unit_ratio("sequence-product", new, old, other, unit)
     for i, (u, _, _) in enumerate(rows):
         total = sum(n - o for v, n, o in rows if v == u)
         assert float(whole[i].detach()) == pytest.approx(math.exp(min(max(total, -20), 20)), rel=1e-9)
@@ -184,8 +184,8 @@ def test_unit_ratio_aggregates_its_tokens(rows: list[tuple[int, float, float]]):
 def test_gspo_token_gradient_is_per_token():
     new = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     old, one = torch.tensor([-1.5, -1.0], dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
-    token = ratio_at("sequence-token", new, old, one, one)
+    token = unit_ratio("sequence-token", new, old, one, one)
     (gradient,) = torch.autograd.grad(token[0], new)
     assert gradient.tolist() == pytest.approx([math.exp(-0.25), 0.0])
-    (gradient,) = torch.autograd.grad(ratio_at("sequence", new, old, one, one)[0], new)
+    (gradient,) = torch.autograd.grad(unit_ratio("sequence", new, old, one, one)[0], new)
     assert gradient.tolist() == pytest.approx([math.exp(-0.25) / 2] * 2)

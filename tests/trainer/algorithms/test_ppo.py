@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.trainer.algorithms import ppo
-from offbeat.trainer.algorithms.ratio import TokenLosses, ratio_of
+from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio
 
 logprob = st.floats(-6, -0.01)
 rows_of = st.lists(st.tuples(logprob, logprob, st.floats(-2, 2)), min_size=1, max_size=12)
 
 
 def clipped_surrogate(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, **bounds) -> TokenLosses:
-    return ppo.clipped_surrogate(ratio_of(new, old), advantages, **bounds)
+    return ppo.clipped_surrogate(token_ratio(new, old), advantages, **bounds)
 
 
 def float64(*values: float) -> torch.Tensor:

@@ -16,7 +16,7 @@ from offbeat.trainer.data.selection import (
     carries_signal,
     episode_weights,
     masked_counts,
-    most_varied,
+    select_most_varied,
     trained_episodes,
 )
 from tests.trainer.outcome import outcome
@@ -36,13 +36,13 @@ def test_most_varied_groups_keep_their_order():
     groups = [of_rewards(0, 0, 1), of_rewards(1, 0, 0.2), of_rewards(2, 0, 3), of_rewards(3, 1, 1), of_rewards(4, 0, 3)]
 
     def chosen(ratio: float) -> list[int]:
-        return [each.number for each in most_varied(groups, ratio)[0]]
+        return [each.number for each in select_most_varied(groups, ratio)[0]]
 
     assert chosen(0.6) == [0, 2, 4]
     assert chosen(0.2) == [2]  # of equals the earlier
     assert chosen(0.01) == [2]
     assert chosen(1.0) == [0, 1, 2, 3, 4]
-    assert most_varied([], 0.5, MaskedCounts(8, 4, 2)) == ([], MaskedCounts(8, 4, 2))
+    assert select_most_varied([], 0.5, MaskedCounts(8, 4, 2)) == ([], MaskedCounts(8, 4, 2))
 
 
 def test_share_counts_all_groups_and_selects_masked_ones_last():
@@ -55,7 +55,7 @@ def test_share_counts_all_groups_and_selects_masked_ones_last():
         (0.75, [0, 1, 2, 3], MaskedCounts(12, 6, 2)),
         (1.0, [0, 1, 2, 3], masked),
     ):
-        chosen, silent = most_varied(groups, ratio, masked)
+        chosen, silent = select_most_varied(groups, ratio, masked)
         assert ([each.number for each in chosen], silent) == (numbers, counted)
 
 
