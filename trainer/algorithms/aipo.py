@@ -1,4 +1,4 @@
-"""Asynchronous importance-weighted policy optimisation (LlamaRL, arXiv:2505.24034)."""
+"""Asynchronous importance-weighted policy optimization (LlamaRL, arXiv:2505.24034)."""
 
 from torch import Tensor
 

@@ -57,12 +57,12 @@ def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     [M], [M] log-probabilities, at most 0 -> [M] float, nats, never negative
     """
     p, q = logprobs.exp(), behavior_logprobs.exp()
-    others_p, others_q = _log_of_others(logprobs), _log_of_others(behavior_logprobs)
-    forward = p * (logprobs - behavior_logprobs) + (1 - p) * (others_p - others_q)
-    backward = q * (behavior_logprobs - logprobs) + (1 - q) * (others_q - others_p)
+    log_not_p, log_not_q = _log_complement(logprobs), _log_complement(behavior_logprobs)
+    forward = p * (logprobs - behavior_logprobs) + (1 - p) * (log_not_p - log_not_q)
+    backward = q * (behavior_logprobs - logprobs) + (1 - q) * (log_not_q - log_not_p)
     return torch.maximum(forward, backward).clamp(min=0.0)
 
 
-def _log_of_others(logprobs: Tensor) -> Tensor:
+def _log_complement(logprobs: Tensor) -> Tensor:
     """Return log(1 - p), finite at p = 1."""
     return torch.log1p(-logprobs.exp().clamp(max=1 - 1e-6))

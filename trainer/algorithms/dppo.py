@@ -9,14 +9,14 @@ from offbeat.trainer.algorithms.ratio import TokenLosses, token_ratio
 def divergence_masked_surrogate(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, mask_low: float, mask_high: float, kl_tau: float
 ) -> TokenLosses:
-    """Return -m A pi/mu + kl_tau (log pi - log mu)^2, where m drops tokens that moved too far in the advantage's direction:
+    """Return -m A pi/mu + kl_tau (log pi - log mu)^2, where m drops tokens that change too far in the advantage's direction:
     pi - mu > high for A > 0, pi - mu < -low for A < 0.
 
     The trust region is in probability, so rare tokens may move freely and frequent ones may not. All [M] float, the bounds
     in probability; `clipped` marks dropped tokens.
     """
     ratio = token_ratio(logprobs, behavior_logprobs)
-    moved = (logprobs.exp() - behavior_logprobs.exp()).detach()
-    dropped = ((advantages > 0) & (moved > mask_high)) | ((advantages < 0) & (moved < -mask_low))
+    change = (logprobs.exp() - behavior_logprobs.exp()).detach()
+    dropped = ((advantages > 0) & (change > mask_high)) | ((advantages < 0) & (change < -mask_low))
     surrogate = torch.where(dropped, torch.zeros_like(ratio), -ratio * advantages)
     return TokenLosses(surrogate + kl_tau * (logprobs - behavior_logprobs).square(), ratio.detach(), dropped)

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (arXiv:1506.02438)."""
+"""Generalized advantage estimation (arXiv:1506.02438)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Group-in-group policy optimisation (GiGPO, arXiv:2505.10978)."""
+"""Group-in-group policy optimization (GiGPO, arXiv:2505.10978)."""
 
 from torch import Tensor
 

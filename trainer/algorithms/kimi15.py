@@ -9,7 +9,7 @@ from offbeat.trainer.algorithms.ratio import TokenLosses
 def mirror_descent(
     ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau: float
 ) -> TokenLosses:
-    """Return -A log pi + tau / 2 (log pi - log pi_old)^2, with ROLL's regulariser per token.
+    """Return -A log pi + tau / 2 (log pi - log pi_old)^2, with ROLL's regularizer per token.
 
     All [M] float; the ratio is only reported.
     """

@@ -1,4 +1,4 @@
-"""Second-moment trust policy optimisation (M2PO, arXiv:2510.01161)."""
+"""Second-moment trust policy optimization (M2PO, arXiv:2510.01161)."""
 
 import torch
 from torch import Tensor

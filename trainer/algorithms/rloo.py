@@ -13,6 +13,6 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
         return rewards.clone()
     size = torch.bincount(group).to(rewards.dtype)
     total = torch.zeros_like(size).index_add_(0, group, rewards)
-    others = (size - 1)[group]
-    baseline = (total[group] - rewards) / others.clamp(min=1)
-    return torch.where(others > 0, rewards - baseline, torch.zeros_like(rewards))
+    num_others = (size - 1)[group]
+    baseline = (total[group] - rewards) / num_others.clamp(min=1)
+    return torch.where(num_others > 0, rewards - baseline, torch.zeros_like(rewards))

@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation (arXiv:2511.20347): a smooth gate instead of PPO's clip."""
+"""Soft adaptive policy optimization (arXiv:2511.20347): a smooth gate instead of PPO's clip."""
 
 import torch
 from torch import Tensor

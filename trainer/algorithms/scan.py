@@ -7,7 +7,7 @@ from torch import Tensor
 def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
     """Return S_t = x_t + decay * S_{t+1}, restarted at each trajectory's end.
 
-    The reach doubles with each pass, so log2(longest trajectory) passes replace a loop over tokens.
+    The stride doubles with each pass, so log2(longest trajectory) passes replace a loop over tokens.
 
     values: [M] float; last: [M] bool, the last token of each trajectory -> [M] float
 
@@ -18,14 +18,14 @@ def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
         return values.clone()
     if not bool(last[-1]):
         raise ValueError("the final token must be the last of its trajectory")
-    places = torch.arange(len(values), device=values.device)
-    ends = places[last]
-    remaining = ends[torch.searchsorted(ends, places)] - places
-    sums, reach = values.clone(), 1
-    while reach <= int(remaining.max()):
-        ahead = torch.where(remaining[:-reach] >= reach, sums[reach:], torch.zeros_like(sums[reach:]))
-        sums = torch.cat([sums[:-reach] + decay**reach * ahead, sums[-reach:]])
-        reach *= 2
+    indexes = torch.arange(len(values), device=values.device)
+    ends = indexes[last]
+    remaining = ends[torch.searchsorted(ends, indexes)] - indexes
+    sums, stride = values.clone(), 1
+    while stride <= int(remaining.max()):
+        ahead = torch.where(remaining[:-stride] >= stride, sums[stride:], torch.zeros_like(sums[stride:]))
+        sums = torch.cat([sums[:-stride] + decay**stride * ahead, sums[-stride:]])
+        stride *= 2
     return sums
 
 
@@ -41,10 +41,10 @@ def weighted_sums(values: Tensor, decays: Tensor, last: Tensor) -> Tensor:
         return values.clone()
     if not bool(last[-1]):
         raise ValueError("the final token must be the last of its trajectory")
-    sums, products, reach = values.clone(), decays.masked_fill(last, 0.0), 1
-    while reach < len(values) and bool(products.any()):
+    sums, products, stride = values.clone(), decays.masked_fill(last, 0.0), 1
+    while stride < len(values) and bool(products.any()):
         ahead, further = torch.zeros_like(sums), torch.zeros_like(products)
-        ahead[:-reach], further[:-reach] = sums[reach:], products[reach:]
+        ahead[:-stride], further[:-stride] = sums[stride:], products[stride:]
         sums, products = sums + products * ahead, products * further
-        reach *= 2
+        stride *= 2
     return sums

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over turns (Turn-PPO, arXiv:2512.17008)."""
+"""Generalized advantage estimation over turns (Turn-PPO, arXiv:2512.17008)."""
 
 from torch import Tensor
 

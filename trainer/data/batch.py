@@ -16,7 +16,7 @@ Micro-batches are bins of sequences under a token budget: as few as possible, ba
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from offbeat.services.messages.types import (
@@ -151,10 +152,10 @@ class _Columns:
             if not len(sampled):
                 continue
             if sampled[0] == 0 or turns[sampled].min() < 0:
-                fault = (
+                problem = (
                     "a segment starts with a sampled token" if sampled[0] == 0 else "a sampled token belongs to no turn"
                 )
-                raise ValueError(f"{trajectory.group_id}/{trajectory.index}: {fault}")
+                raise ValueError(f"{trajectory.group_id}/{trajectory.index}: {problem}")
             end = int(sampled[-1]) + 1
             self.tokens.append(segment.tokens[:end])
             self.positions.append(sampled + self.num_tokens)
@@ -274,32 +275,32 @@ def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, mul
     by_sequence = torch.argsort(batch.sequence, stable=True)
     borders = torch.searchsorted(batch.sequence[by_sequence], torch.arange(batch.num_sequences + 1)).tolist()
     sampled = [by_sequence[start:end] for start, end in pairwise(borders)]
-    return [_micro(batch, sampled, sorted(sequences[i] for i in chosen)) for chosen in bins]
+    return [_micro(batch, sampled, sorted(sequences[i] for i in members)) for members in bins]
 
 
-def _micro(batch: Batch, sampled: Sequence[Tensor], chosen: Sequence[int]) -> MicroBatch:
+def _micro(batch: Batch, sampled: Sequence[Tensor], sequence_ids: Sequence[int]) -> MicroBatch:
     """Cut a micro-batch. sampled: indexes into [M] arrays of each sequence's sampled tokens."""
-    starts = batch.cu_seqlens[:-1][chosen]
-    ends = batch.cu_seqlens[1:][chosen]
+    starts = batch.cu_seqlens[:-1][sequence_ids]
+    ends = batch.cu_seqlens[1:][sequence_ids]
     borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
-    index = torch.cat([sampled[s] for s in chosen])
-    shift = (borders[:-1] - starts).repeat_interleave(torch.tensor([len(sampled[s]) for s in chosen]))
+    index = torch.cat([sampled[s] for s in sequence_ids])
+    shift = (borders[:-1] - starts).repeat_interleave(torch.tensor([len(sampled[s]) for s in sequence_ids]))
     return MicroBatch(
         tokens=torch.cat([batch.tokens[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]),
         cu_seqlens=borders,
         positions=batch.positions[index] + shift,
         index=index,
         temperatures=None if batch.temperatures is None else batch.temperatures[index],
-        pictures=_pictures(batch, chosen, borders.tolist()),
+        pictures=_pictures(batch, sequence_ids, borders.tolist()),
     )
 
 
-def _pictures(batch: Batch, chosen: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
-    """Return the images of the chosen sequences, which start at `borders`."""
+def _pictures(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
+    """Return the images of the given sequences, which start at `borders`."""
     if not batch.pictures:
         return ()
-    shifted = zip(chosen, borders[:-1], strict=True)
-    return tuple(replace(p, start=p.start + shift) for s, shift in shifted for p in batch.pictures[s])
+    shifted = zip(sequence_ids, borders[:-1], strict=True)
+    return tuple(structs.replace(p, start=p.start + shift) for s, shift in shifted for p in batch.pictures[s])
 
 
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:

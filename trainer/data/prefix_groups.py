@@ -5,10 +5,11 @@ token. Invariant: every sequence, with its sampled tokens, is in exactly one pre
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from offbeat.services.messages.types import Picture
@@ -32,13 +33,13 @@ def shared_microbatches(
     batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1
 ) -> list[MicroBatch]:
     """Pack like `batch.microbatches`, keeping prefix groups together; a too large one is split and its prefix repeated."""
-    sampled = _sampled(batch)
+    sampled = _sampled_indexes(batch)
     prefix_groups = _prefix_groups(batch, sequences, sampled, max_tokens)
     bins = balanced_bins([prefix_group.num_tokens for prefix_group in prefix_groups], max_tokens, multiple_of)
-    return [_micro(batch, sampled, [prefix_groups[i] for i in sorted(chosen)]) for chosen in bins]
+    return [_build_micro_batch(batch, sampled, [prefix_groups[i] for i in sorted(indexes)]) for indexes in bins]
 
 
-def _sampled(batch: Batch) -> list[Tensor]:
+def _sampled_indexes(batch: Batch) -> list[Tensor]:
     """Return the indexes into [M] arrays of each sequence's sampled tokens."""
     by_sequence = torch.argsort(batch.sequence, stable=True)
     borders = torch.searchsorted(batch.sequence[by_sequence], torch.arange(batch.num_sequences + 1)).tolist()
@@ -54,15 +55,15 @@ def _prefix_groups(
         siblings.setdefault(int(batch.group[batch.trajectory[sampled[s][0]]]), []).append(s)
     prefix_groups: list[PrefixGroup] = []
     for members in siblings.values():
-        common = _common(batch, members, sampled)
+        common = _common_prefix_len(batch, members, sampled)
         if common < MIN_PREFIX_TOKENS:
             prefix_groups += [PrefixGroup([s], 0, lengths[s]) for s in members]
             continue
-        prefix_groups += _parts(members, common, lengths, max_tokens)
+        prefix_groups += _split(members, common, lengths, max_tokens)
     return prefix_groups
 
 
-def _common(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> int:
+def _common_prefix_len(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> int:
     """Return the length of the members' common unsampled prefix; 0 for a single member or sequences with images."""
     if len(members) < 2 or (batch.pictures and any(batch.pictures[s] for s in members)):
         return 0
@@ -73,24 +74,24 @@ def _common(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> 
     return first if bool(is_equal.all()) else int(is_equal.long().argmin())
 
 
-def _parts(members: Sequence[int], common: int, lengths: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
+def _split(members: Sequence[int], common: int, lengths: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
     parts: list[PrefixGroup] = []
-    chosen, total = list[int](), common
+    part, total = list[int](), common
     for s in sorted(members, key=lambda s: lengths[s]):
-        own = lengths[s] - common
-        if chosen and total + own > max_tokens:
-            parts.append(_make_group(chosen, common, total))
-            chosen, total = [], common
-        chosen.append(s)
-        total += own
-    return [*parts, _make_group(chosen, common, total)]
+        suffix_len = lengths[s] - common
+        if part and total + suffix_len > max_tokens:
+            parts.append(_make_group(part, common, total))
+            part, total = [], common
+        part.append(s)
+        total += suffix_len
+    return [*parts, _make_group(part, common, total)]
 
 
-def _make_group(chosen: list[int], common: int, total: int) -> PrefixGroup:
-    return PrefixGroup(chosen, common if len(chosen) > 1 else 0, total)
+def _make_group(members: list[int], common: int, total: int) -> PrefixGroup:
+    return PrefixGroup(members, common if len(members) > 1 else 0, total)
 
 
-def _micro(batch: Batch, sampled: Sequence[Tensor], prefix_groups: Sequence[PrefixGroup]) -> MicroBatch:
+def _build_micro_batch(batch: Batch, sampled: Sequence[Tensor], prefix_groups: Sequence[PrefixGroup]) -> MicroBatch:
     starts, ends = batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist()
     pieces: list[Tensor] = []
     parents: list[int] = []
@@ -115,15 +116,15 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], prefix_groups: Sequence[Pref
             positions.append(batch.positions[sampled[s]] - begin + row)
             index.append(sampled[s])
             if batch.pictures:
-                pictures += [replace(picture, start=picture.start + row) for picture in batch.pictures[s]]
+                pictures += [structs.replace(picture, start=picture.start + row) for picture in batch.pictures[s]]
             add(batch.tokens[begin : ends[s]], root)
-    where = torch.cat(index)
+    indexes = torch.cat(index)
     return MicroBatch(
         tokens=torch.cat(pieces),
         cu_seqlens=torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0),
         positions=torch.cat(positions),
-        index=where,
-        temperatures=None if batch.temperatures is None else batch.temperatures[where],
+        index=indexes,
+        temperatures=None if batch.temperatures is None else batch.temperatures[indexes],
         pictures=tuple(pictures),
         parents=torch.tensor(parents) if max(parents) >= 0 else None,
     )

@@ -21,8 +21,8 @@ from offbeat.services.messages.types import Group
 from offbeat.trainer.config.replay import ReplayConfig
 from offbeat.trainer.data.group_codec import pack_group, unpack_group
 
-FILE = Path("state", "replay.msgpack")
-STREAM = 0x4E91A7
+REPLAY_FILE = Path("state", "replay.msgpack")
+SEED_STREAM = 0x4E91A7
 """Separates these random draws from others with the run's seed."""
 
 
@@ -69,7 +69,7 @@ class ReplayBuffer:
         if not num_due or not eligible:
             return NO_REPLAY
         count = min(num_due, len(eligible))
-        rng = np.random.default_rng([self._seed, STREAM, step])
+        rng = np.random.default_rng([self._seed, SEED_STREAM, step])
         probabilities = self._probabilities(eligible)
         match self._config.sampler:
             case "fifo":
@@ -94,12 +94,12 @@ class ReplayBuffer:
     def save(self, folder: Path) -> None:
         """Write the entries to a checkpoint's folder."""
         rows = [[entry.times, pack_group(entry.group)] for entry in self._entries]
-        (folder / FILE).parent.mkdir(exist_ok=True)
-        (folder / FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
+        (folder / REPLAY_FILE).parent.mkdir(exist_ok=True)
+        (folder / REPLAY_FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
 
     def load(self, folder: Path) -> None:
         """Load the entries from a checkpoint's folder; empty if it has none."""
-        path = folder / FILE
+        path = folder / REPLAY_FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
         self._entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
 
@@ -118,8 +118,8 @@ class ReplayBuffer:
         """Return the probability of each entry in one draw, [N]."""
         if self._config.sampler != "prioritized":
             return np.full(len(entries), 1.0 / len(entries))
-        raw = np.array([entry.priority + 1e-6 for entry in entries]) ** self._config.priority_exponent
-        return raw / raw.sum()
+        scores = np.array([entry.priority + 1e-6 for entry in entries]) ** self._config.priority_exponent
+        return scores / scores.sum()
 
     def _weights(self, probabilities: npt.NDArray[np.float64], size: int) -> tuple[float, ...]:
         if self._config.sampler != "prioritized":

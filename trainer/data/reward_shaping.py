@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from offbeat.services.messages.types import Group, Trajectory
 from offbeat.trainer.algorithms.shaping import overlong_penalty
 from offbeat.trainer.config.algorithm import AlgorithmConfig
@@ -28,7 +30,7 @@ def _shape(trajectory: Trajectory, shaping: RewardShaping) -> Trajectory:
         return trajectory
     *earlier, last = trajectory.turns
     reward = last.reward + compute_shaping(trajectory, shaping)
-    return replace(trajectory, turns=(*earlier, last._replace(reward=reward)))
+    return structs.replace(trajectory, turns=(*earlier, last._replace(reward=reward)))
 
 
 def compute_shaping(trajectory: Trajectory, shaping: RewardShaping) -> float:

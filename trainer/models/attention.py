@@ -37,10 +37,10 @@ def packed_attention(
     Raises:
         NotImplementedError: the model's attention needs an unsupported feature (soft caps, sinks, a custom mask).
     """
-    unknown = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-    if unknown or attention_mask is not None or not getattr(module, "is_causal", True):
+    unsupported = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if unsupported or attention_mask is not None or not getattr(module, "is_causal", True):
         raise NotImplementedError(
-            f"{type(module).__name__} needs {', '.join(unknown) or 'a mask of its own'}: "
+            f"{type(module).__name__} needs {', '.join(unsupported) or 'a custom mask'}: "
             "set actor_train.model_args.attn_implementation to eager"
         )
     if packing.branches is not None:
@@ -61,10 +61,10 @@ def _varlen(
 
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     borders, longest = packing.cu_seqlens, packing.max_len
-    reach = (-1 if window is None else window - 1, 0)
+    window_size = (-1 if window is None else window - 1, 0)
     gqa = query.shape[1] != key.shape[1]
     out = varlen_attn(
-        q, k, v, borders, borders, longest, longest, scale=scale, window_size=reach, enable_gqa=gqa
+        q, k, v, borders, borders, longest, longest, scale=scale, window_size=window_size, enable_gqa=gqa
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out[None]
@@ -80,7 +80,11 @@ def _padded(
     window: int | None,
 ) -> Tensor:
     q, k, v = (_pad(states, packing) for states in (query, key, value))
-    mask = None if window is None or window >= packing.max_len else _band(packing.max_len, window, query.device)
+    mask = (
+        None
+        if window is None or window >= packing.max_len
+        else _sliding_window_mask(packing.max_len, window, query.device)
+    )
     out = scaled_dot_product_attention(
         q,
         k,
@@ -104,7 +108,7 @@ def _pad(states: Tensor, packing: Packing) -> Tensor:
     return out.view(packing.num_sequences, packing.max_len, *rows.shape[1:]).transpose(1, 2)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
+def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """Return the sliding-window mask, [L, L] bool: a token attends to itself and the `window - 1` tokens before it."""
     offset = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (offset >= 0) & (offset < window)

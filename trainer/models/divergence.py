@@ -37,9 +37,9 @@ class _FullKL(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, hidden, head, divergence = ctx.saved_tensors
         out = torch.empty_like(logits)
-        for p, q, rows, heat in _distributions(logits, hidden, head, ctx.temperature):
-            slope = p.exp() * (p - q - divergence[rows, None])
-            out[rows] = (slope * grads[0][rows, None]).div_(heat).to(out.dtype)
+        for p, q, rows, row_temperature in _distributions(logits, hidden, head, ctx.temperature):
+            gradient = p.exp() * (p - q - divergence[rows, None])
+            out[rows] = (gradient * grads[0][rows, None]).div_(row_temperature).to(out.dtype)
         return out, None, None, None
 
 
@@ -51,9 +51,14 @@ def _distributions(
     step = rows_per_chunk(logits)
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
-        heat = temperature[rows, None] if isinstance(temperature, Tensor) else temperature
+        row_temperature = temperature[rows, None] if isinstance(temperature, Tensor) else temperature
         reference = (hidden[rows] @ head.T).to(dtype)
-        yield (logits[rows].to(dtype) / heat).log_softmax(1), (reference / heat).log_softmax(1), rows, heat
+        yield (
+            (logits[rows].to(dtype) / row_temperature).log_softmax(1),
+            (reference / row_temperature).log_softmax(1),
+            rows,
+            row_temperature,
+        )
 
 
 def full_kl(logits: Tensor, reference: ReferenceStates, temperature: float | Tensor = 1.0) -> Tensor:

@@ -17,21 +17,21 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
 def export_weights(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write `tensors` as safetensors; each is copied before the next is requested."""
     shards: list[tuple[Path, list[str]]] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     size = total = 0
 
     def flush() -> None:
         path = folder / f"shard-{len(shards)}.safetensors"
-        save_file(held, path, metadata={"format": "pt"})
-        shards.append((path, list(held)))
-        held.clear()
+        save_file(pending, path, metadata={"format": "pt"})
+        shards.append((path, list(pending)))
+        pending.clear()
 
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        if held and size + num_bytes > shard_bytes:
+        if pending and size + num_bytes > shard_bytes:
             flush()
             size = 0
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += num_bytes
         total += num_bytes
     flush()
@@ -44,9 +44,9 @@ def _name_shards(folder: Path, shards: list[tuple[Path, list[str]]], total: int)
         return
     weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(shards, start=1):
-        final = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        path.rename(folder / final)
-        weight_map |= dict.fromkeys(names, final)
+        shard_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path.rename(folder / shard_name)
+        weight_map |= dict.fromkeys(names, shard_name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

@@ -25,7 +25,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # entropies often need no gradient
-        parts = [_forward(chunk, t, heat) for chunk, t, heat in _chunks(logits, targets, temperature)]
+        parts = [
+            _forward(chunk, t, row_temperature) for chunk, t, row_temperature in _chunks(logits, targets, temperature)
+        ]
         logprobs, entropies, normalizers = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(logits, targets, entropies, normalizers)
         ctx.temperature = temperature
@@ -33,48 +35,48 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
-        of_logprob, of_entropy = grads
+        logprob_grad, entropy_grad = grads
         logits, targets, entropies, normalizers = ctx.saved_tensors
         out = torch.empty_like(logits)
         start = 0
         for chunk, target, temperature in _chunks(logits, targets, ctx.temperature):
             rows = slice(start, start := start + len(chunk))
-            logp = _scaled(chunk, temperature).sub_(normalizers[rows, None])
+            logp = _scale(chunk, temperature).sub_(normalizers[rows, None])
             probs = logp.exp()
             # d logprob = onehot - p;  d entropy = -p (log p + entropy)
             grad = torch.zeros_like(logp[:, :1])
-            if of_entropy is not None:
-                grad = logp.clamp_(min=MIN_LOGPROB).add_(entropies[rows, None]).mul_(-of_entropy[rows, None])
-            if of_logprob is not None:
-                grad = grad.sub_(of_logprob[rows, None])
+            if entropy_grad is not None:
+                grad = logp.clamp_(min=MIN_LOGPROB).add_(entropies[rows, None]).mul_(-entropy_grad[rows, None])
+            if logprob_grad is not None:
+                grad = grad.sub_(logprob_grad[rows, None])
             grad = probs.mul_(grad)
-            if of_logprob is not None:
-                grad.scatter_add_(1, target[:, None], of_logprob[rows, None])
-            out[rows] = _over(grad, temperature)
+            if logprob_grad is not None:
+                grad.scatter_add_(1, target[:, None], logprob_grad[rows, None])
+            out[rows] = _divide_(grad, temperature)
         return out, None, None
 
 
 def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any:
     """Return chunks of logits, targets and temperature (scalar or [rows, 1])."""
     rows = rows_per_chunk(logits)
-    pieces, chosen = logits.split(rows), targets.split(rows)
-    heats = temperature[:, None].split(rows) if isinstance(temperature, Tensor) else [temperature] * len(pieces)
-    return zip(pieces, chosen, heats, strict=True)
+    chunks, chosen = logits.split(rows), targets.split(rows)
+    temperatures = temperature[:, None].split(rows) if isinstance(temperature, Tensor) else [temperature] * len(chunks)
+    return zip(chunks, chosen, temperatures, strict=True)
 
 
-def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+def _scale(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Return the logits divided by the temperature, as a new tensor of at least float32."""
-    kind = torch.promote_types(logits.dtype, torch.float32)
-    return _over(logits.to(kind, copy=True), temperature)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return _divide_(logits.to(dtype, copy=True), temperature)
 
 
-def _over(values: Tensor, temperature: float | Tensor) -> Tensor:
+def _divide_(values: Tensor, temperature: float | Tensor) -> Tensor:
     """Divide in place."""
     return values if isinstance(temperature, float) and temperature == 1.0 else values.div_(temperature)
 
 
 def _forward(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = _scaled(logits, temperature)
+    scaled = _scale(logits, temperature)
     highest = scaled.amax(1, keepdim=True)
     shares = (scaled - highest).exp_()
     total = shares.sum(1)

@@ -40,8 +40,8 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
     for name, layer in _layers(model).items():
         if not isinstance(layer, Linear) or id(layer.base_layer.weight) in shared:
             raise ValueError(
-                f"lora_target {args.lora_target!r} names {name}, which is no linear layer with a weight of its own: name "
-                "others, or take all-linear"
+                f"lora_target {args.lora_target!r} names {name}, which is not a linear layer with an unshared weight: "
+                "name other layers, or set all-linear"
             )
 
 

@@ -42,7 +42,7 @@ class Packing:
         starts = cu_seqlens.to(torch.int64)
         lengths = starts.diff()
         if len(starts) < 2 or int(starts[0]) != 0 or int(lengths.min()) < 1:
-            raise ValueError(f"not the borders of packed sequences: {starts.tolist()}")
+            raise ValueError(f"invalid borders of packed sequences: {starts.tolist()}")
         num_tokens, max_len = int(starts[-1]), int(lengths.max())
         positions = torch.arange(num_tokens, device=starts.device) - starts[:-1].repeat_interleave(lengths)
         rows = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)

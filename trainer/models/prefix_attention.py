@@ -52,20 +52,20 @@ class SharedPrefixLayout:
         if not len(branches) or int(branches.max()) >= len(parents) or not bool(is_root[branches].all()):
             raise ValueError(f"not branches of roots: parents {parents.tolist()}")
         block = torch.arange(len(lengths), device=starts.device).repeat_interleave(lengths)
-        inside = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1][block]
+        offset_in_block = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1][block]
         index = torch.where(is_root, is_root.cumsum(0), (~is_root).cumsum(0)) - 1  # among roots or branches
         root_len, branch_len = int(lengths[is_root].max()), int(lengths[~is_root].max())
         width = torch.where(is_root, root_len, branch_len)
-        slots = index[block] * width[block] + inside
-        of_root = is_root[block]
+        slots = index[block] * width[block] + offset_in_block
+        in_root = is_root[block]
         before = torch.arange(len(block), device=starts.device) - 1
-        first = (inside == 0) & ~of_root
+        first = (offset_in_block == 0) & ~in_root
         before[first] = starts[1:][parents[block[first]]] - 1
         return cls(
-            root_rows=of_root.nonzero()[:, 0],
-            root_slots=slots[of_root],
-            branch_rows=(~of_root).nonzero()[:, 0],
-            branch_slots=slots[~of_root],
+            root_rows=in_root.nonzero()[:, 0],
+            root_slots=slots[in_root],
+            branch_rows=(~in_root).nonzero()[:, 0],
+            branch_slots=slots[~in_root],
             owner=index[branches],
             prefix_len=lengths[branches],
             before=before.clamp(min=0),
@@ -76,12 +76,12 @@ class SharedPrefixLayout:
         )
 
     def to(self, device: torch.device) -> "SharedPrefixLayout":
-        moved: dict[str, Any] = {
+        tensors: dict[str, Any] = {
             name: getattr(self, name).to(device)
             for name in ("root_rows", "root_slots", "branch_rows", "branch_slots", "owner", "prefix_len", "before")
         }
         return SharedPrefixLayout(
-            **moved,
+            **tensors,
             num_roots=self.num_roots,
             root_len=self.root_len,
             branch_len=self.branch_len,
@@ -92,13 +92,13 @@ class SharedPrefixLayout:
         """Return the attention mask of branches, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len]
         bool."""
         steps = torch.arange(self.branch_len, device=self.owner.device)
-        own = steps[:, None] >= steps[None]
+        is_causal = steps[:, None] >= steps[None]
         lengths = self.prefix_len.unique()
-        seen = torch.arange(self.longest_prefix, device=self.owner.device) < lengths[:1, None]
+        visible = torch.arange(self.longest_prefix, device=self.owner.device) < lengths[:1, None]
         if len(lengths) > 1:
-            seen = torch.arange(self.longest_prefix, device=self.owner.device) < self.prefix_len[:, None]
-        wide = seen[:, None].expand(-1, self.branch_len, -1)
-        return torch.cat([wide, own.expand(len(wide), -1, -1)], 2)[:, None]
+            visible = torch.arange(self.longest_prefix, device=self.owner.device) < self.prefix_len[:, None]
+        visible_prefix = visible[:, None].expand(-1, self.branch_len, -1)
+        return torch.cat([visible_prefix, is_causal.expand(len(visible_prefix), -1, -1)], 2)[:, None]
 
 
 def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
@@ -119,24 +119,26 @@ def shared_prefix_attention(
     roots = [
         _pad(states, branches.root_rows, branches.root_slots, branches.num_roots, branches.root_len) for states in rows
     ]
-    of_roots = scaled_dot_product_attention(*roots, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
+    root_out = scaled_dot_product_attention(*roots, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=gqa)
     count = len(branches.owner)
-    own = [_pad(states, branches.branch_rows, branches.branch_slots, count, branches.branch_len) for states in rows]
-    seen = [
-        torch.cat([root[:, :, : branches.longest_prefix].index_select(0, branches.owner), branch], 2)
-        for root, branch in zip(roots[1:], own[1:], strict=True)
+    branch_parts = [
+        _pad(states, branches.branch_rows, branches.branch_slots, count, branches.branch_len) for states in rows
     ]
-    of_branches = scaled_dot_product_attention(
-        own[0], *seen, attn_mask=branches.mask(), dropout_p=dropout, scale=scale, enable_gqa=gqa
+    visible = [
+        torch.cat([root[:, :, : branches.longest_prefix].index_select(0, branches.owner), branch], 2)
+        for root, branch in zip(roots[1:], branch_parts[1:], strict=True)
+    ]
+    branch_out = scaled_dot_product_attention(
+        branch_parts[0], *visible, attn_mask=branches.mask(), dropout_p=dropout, scale=scale, enable_gqa=gqa
     )
     out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
-    out = out.index_copy(0, branches.root_rows, _rows(of_roots, branches.root_slots))
-    return out.index_copy(0, branches.branch_rows, _rows(of_branches, branches.branch_slots))[None]
+    out = out.index_copy(0, branches.root_rows, _rows(root_out, branches.root_slots))
+    return out.index_copy(0, branches.branch_rows, _rows(branch_out, branches.branch_slots))[None]
 
 
-def _pad(rows: Tensor, chosen: Tensor, slots: Tensor, count: int, length: int) -> Tensor:
+def _pad(rows: Tensor, row_ids: Tensor, slots: Tensor, count: int, length: int) -> Tensor:
     """Right-pad with zeros: [N, H, D] -> [count, H, length, D]."""
-    out = rows.new_zeros(count * length, *rows.shape[1:]).index_copy(0, slots, rows.index_select(0, chosen))
+    out = rows.new_zeros(count * length, *rows.shape[1:]).index_copy(0, slots, rows.index_select(0, row_ids))
     return out.view(count, length, *rows.shape[1:]).transpose(1, 2)
 
 

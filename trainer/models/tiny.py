@@ -26,7 +26,7 @@ MAX_SIDE_PIXELS = 1024
 """Side of the largest square image that is not downscaled."""
 ROLES = ("system", "user", "assistant")
 
-_READ_TOKENIZER_JSON_AS_IT_IS = {"AutoTokenizer": [None, None]}
+_EMPTY_AUTO_MAP = {"AutoTokenizer": [None, None]}
 """Workaround: transformers 5 loads Qwen2's byte-level tokenizer for every Qwen2 folder without an `auto_map`. An empty one
 runs no code and makes `tokenizer_class` effective."""
 
@@ -89,12 +89,12 @@ def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[st
     tokenizer = build_tokenizer(words, special)
     ids = vocabulary(words, special)
     folder.mkdir(parents=True, exist_ok=True)
-    ends = {"bos_token_id": None, "eos_token_id": ids[TURN_END], "pad_token_id": ids[PAD]}
+    special_ids = {"bos_token_id": None, "eos_token_id": ids[TURN_END], "pad_token_id": ids[PAD]}
     _write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(config))
-    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / "generation_config.json", special_ids)
     # No pad id for the model itself: transformers would start that row at zero, where norms amplify 1,000 times
-    model = _model_config(config, len(ids)) | ends | {"pad_token_id": None}
+    model = _model_config(config, len(ids)) | special_ids | {"pad_token_id": None}
     if config.vision is not None:
         model = _vision_model_config(model, config.vision, config, ids)
         _write_json(folder / "preprocessor_config.json", _image_config(config.vision))
@@ -128,11 +128,11 @@ def _vision_model_config(
     text: dict[str, object], vision: TinyVisionConfig, config: TinyPolicyConfig, ids: dict[str, int]
 ) -> dict[str, object]:
     """Return the configuration of a Qwen2-VL around the Qwen2 of `text`."""
-    half = config.hidden_size // config.num_attention_heads // 2
+    half_dim = config.hidden_size // config.num_attention_heads // 2
     sections = [
-        half - 2 * (3 * half // 8),
-        3 * half // 8,
-        3 * half // 8,
+        half_dim - 2 * (3 * half_dim // 8),
+        3 * half_dim // 8,
+        3 * half_dim // 8,
     ]  # time, rows, columns, as Qwen2-VL's 16, 24, 24
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, "mrope_section": sections}
     tower = {
@@ -148,11 +148,11 @@ def _vision_model_config(
         "temporal_patch_size": 2,
         "initializer_range": config.initializer_range,
     }
-    inner = {key: value for key, value in text.items() if key != "architectures"}
+    text_settings = {key: value for key, value in text.items() if key != "architectures"}
     return {
         "architectures": ["Qwen2VLForConditionalGeneration"],
         "model_type": "qwen2_vl",
-        "text_config": inner | {"model_type": "qwen2_vl_text", "rope_parameters": rope},
+        "text_config": text_settings | {"model_type": "qwen2_vl_text", "rope_parameters": rope},
         "vision_config": tower,
         "image_token_id": ids[IMAGE],
         "video_token_id": ids[VIDEO],
@@ -179,7 +179,7 @@ def _image_config(vision: TinyVisionConfig) -> dict[str, object]:
 def _tokenizer_config(config: TinyPolicyConfig) -> dict[str, object]:
     return {
         "tokenizer_class": "TokenizersBackend",
-        "auto_map": _READ_TOKENIZER_JSON_AS_IT_IS,
+        "auto_map": _EMPTY_AUTO_MAP,
         "eos_token": TURN_END,
         "pad_token": PAD,
         "unk_token": UNKNOWN,

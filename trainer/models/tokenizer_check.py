@@ -11,17 +11,18 @@ def check_same_tokens(policy: Path, other: Path, path: str) -> None:
     Raises:
         ValueError: a token's id differs, or a folder has no tokenizer.json.
     """
-    ours, theirs = (_vocabulary(folder, path) for folder in (policy, other))
-    if ours != theirs:
-        odd = next(token for token in (*ours, *theirs) if ours.get(token) != theirs.get(token))
+    policy_ids, other_ids = (_vocabulary(folder, path) for folder in (policy, other))
+    if policy_ids != other_ids:
+        differing = next(token for token in (*policy_ids, *other_ids) if policy_ids.get(token) != other_ids.get(token))
         raise ValueError(
-            f"{path}: {other} has another tokenizer than the policy: {odd!r} is token {theirs.get(odd)} there and "
-            f"{ours.get(odd)} here. On-policy distillation needs the same"
+            f"{path}: {other} has another tokenizer than the policy: {differing!r} is token "
+            f"{other_ids.get(differing)} instead of {policy_ids.get(differing)}. On-policy distillation "
+            "needs equal tokenizers"
         )
 
 
 def _vocabulary(folder: Path, path: str) -> dict[str, int]:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"{path}: {folder} holds no tokenizer.json to compare tokens by")
+        raise ValueError(f"{path}: {folder} has no tokenizer.json")
     return Tokenizer.from_file(str(file)).get_vocab()

@@ -53,14 +53,14 @@ def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequenc
     plain = packing.position_ids[0].cpu().numpy()
     axes = np.stack([plain, plain, plain, plain])
     borders = packing.cu_seqlens.cpu().numpy()
-    for picture, (_, down, across) in zip(pictures, grids, strict=True):
-        rows, columns = down // merge, across // merge
+    for picture, (_, patch_rows, patch_columns) in zip(pictures, grids, strict=True):
+        rows, columns = patch_rows // merge, patch_columns // merge
         start, end = picture.start, picture.start + picture.count
         stop = int(borders[np.searchsorted(borders, start, side="right")])
-        at = axes[1, start]
-        axes[1, start:end] = at
-        axes[2, start:end] = at + np.repeat(np.arange(rows), columns)
-        axes[3, start:end] = at + np.tile(np.arange(columns), rows)
+        origin = axes[1, start]
+        axes[1, start:end] = origin
+        axes[2, start:end] = origin + np.repeat(np.arange(rows), columns)
+        axes[3, start:end] = origin + np.tile(np.arange(columns), rows)
         if end < stop:
-            axes[1:, end:stop] += at + max(rows, columns) - axes[1, end]
+            axes[1:, end:stop] += origin + max(rows, columns) - axes[1, end]
     return torch.from_numpy(axes)[:, None].to(packing.position_ids.device)

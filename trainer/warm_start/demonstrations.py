@@ -6,11 +6,12 @@ text-only conversations, later observations too, but never the first prompt.
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from offbeat.envs import registry
@@ -120,7 +121,9 @@ def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
         borders,
         torch.cat([offset + demo.learned for offset, demo in offset_demos]),
         pictures=tuple(
-            replace(picture, start=offset + picture.start) for offset, demo in offset_demos for picture in demo.pictures
+            structs.replace(picture, start=offset + picture.start)
+            for offset, demo in offset_demos
+            for picture in demo.pictures
         ),
     )
 

@@ -106,9 +106,9 @@ class _RecordingEnv:
     def step(self, action: str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = self._env.step(action)
         self.answers.append(action)
-        over = bool(terminated or truncated)
+        is_done = bool(terminated or truncated)
         result = StepResult(observation, float(reward), bool(terminated), bool(truncated), {})
-        self.steps.append(_RecordedStep(result, b"" if over else do_picture(self._env)))
+        self.steps.append(_RecordedStep(result, b"" if is_done else do_picture(self._env)))
         return observation, reward, terminated, truncated, info
 
     def __getattr__(self, name: str) -> Any:

@@ -132,7 +132,7 @@ def test_the_adapters_start_depends_on_the_seed_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "says"), [("nothing", "nothing"), ("embed_tokens", "no linear layer"), ("lm_head", "own")]
+    ("target", "says"), [("nothing", "nothing"), ("embed_tokens", "not a linear layer"), ("lm_head", "unshared")]
 )
 def test_what_can_have_no_adapter_is_refused_by_name(folder: Path, target: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
