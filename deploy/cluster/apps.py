@@ -39,23 +39,23 @@ RedisUrl = Annotated[str, AfterValidator(_check_address)]
 
 
 class RedisArguments(Config):
-    """`args` of an application that is a redis-server."""
+    """`args` of the Redis application."""
 
     redis_url: RedisUrl
-    """URL at which clients reach it; sets port and password. The server listens on loopback."""
+    """Client URL; sets port and password. The server listens on loopback."""
     folder: Path
-    """Folder of the append-only file; deploying with the same folder restores the state."""
+    """Folder of the append-only file, from which a later deployment restores the state."""
     appendfsync: Literal["everysec", "always"] = "everysec"
 
 
 class GenerationArguments(Config):
-    """`args` of a generation application that serves whichever run claims it."""
+    """`args` of a generation application that any run may claim."""
 
     redis_url: RedisUrl
     folder: Path
-    """Takes logs, and the tiny policy's files where `pretrain` is `tiny`."""
+    """Folder of logs, and of the tiny policy if `pretrain` is `tiny`."""
     run: str | None = None
-    """A run's YAML file, or the name of one in `deploy/configs`; the application fits runs like it."""
+    """YAML file of a run like those to serve, or the name of one in `deploy/configs`."""
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Overrides of `run`: `pretrain`, `sequence_length`, `actor_infer`, `weights`, ..."""
 
@@ -66,17 +66,17 @@ class ControlAppArgs(Config):
     redis_url: RedisUrl
     """Redis of all runs, reachable from every node."""
     working_dir: Path | None = None
-    """Folder that relative paths in a run's configuration start from; None takes the one in which `ray start` ran."""
+    """Base of relative paths in runs' configurations; None: the folder in which `ray start` ran."""
     token_file: Path | None = None
-    """File with the bearer token that calls must carry; without one, only programs on the service's host have access."""
+    """File with the bearer token; without one, only programs on the service's host have access."""
     read_token_file: Path | None = None
     """File with a second, read-only token."""
     log_dir: Path = Path("runs/control")
-    """Takes the service's own log."""
+    """Folder of the service's log."""
 
 
 def redis(args: dict[str, Any]) -> Application:
-    """Build a redis-server, for a mesh on one machine."""
+    """Build the Redis application, for a mesh on one machine."""
     arguments = parse_arguments(RedisArguments, args)
     config = RedisConfig(appendfsync=arguments.appendfsync)
     folder = arguments.folder.resolve()
@@ -84,7 +84,7 @@ def redis(args: dict[str, Any]) -> Application:
 
 
 def generation(args: dict[str, Any]) -> Application:
-    """Build engines with a model of their own, which serve one run after another."""
+    """Build engines that serve one run after another."""
     arguments = parse_arguments(GenerationArguments, args)
     folder = arguments.folder.resolve()
     config = _load_run_config(arguments).model_copy(update={"output_dir": folder})
@@ -103,7 +103,6 @@ def generation(args: dict[str, Any]) -> Application:
 
 
 def control(args: dict[str, Any]) -> Application:
-    """Build the control service."""
     arguments = parse_arguments(ControlAppArgs, args)
     working_dir = (arguments.working_dir or Path()).resolve()
     if arguments.read_token_file is not None and arguments.token_file is None:
@@ -133,7 +132,6 @@ def parse_arguments(kind: type[T], args: dict[str, Any]) -> T:
 
 
 def _load_run_config(arguments: GenerationArguments) -> RunConfig:
-    """Return the configuration of the runs that the application is made for."""
     from omegaconf import OmegaConf  # noqa: PLC0415
 
     tree: dict[str, Any] = {"custom_envs": {}}

@@ -1,7 +1,7 @@
 # pyright: basic
-"""Matches a run to a deployed generation application.
+"""Matching of runs to deployed generation applications.
 
-Invariant: an application serves one run at a time; a run that names none only gets one that equals its configuration.
+Invariant: an application serves one run at a time; a run that names none gets only one that equals its configuration.
 """
 
 import tempfile
@@ -19,17 +19,17 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 APP_KEY = "actor_infer.app"
 IGNORED_ARCHITECTURE_KEYS = {"_name_or_path", "transformers_version", "initializer_range", "dtype", "torch_dtype"}
-"""Keys of `config.json` that an engine which gets its weights from the broker does not go by."""
+"""Keys of `config.json` without effect on an engine that gets its weights from the broker."""
 RUN_SPECIFIC_KEYS = {"app", "generating_args", "request_timeout_s", "update_timeout_s", "cpus_per_replica"}
-"""Keys of `actor_infer` that may differ between a run and an application that it did not name."""
+"""Keys of `actor_infer` that may differ between a run and an unnamed application."""
 
 
 def choose_app(
     config: RunConfig, offers: Mapping[str, EngineOffer], is_free: Callable[[str], bool]
 ) -> tuple[str | None, list[ConfigIssue]]:
-    """Return the deployed application for the run, None if it starts its own, and the issues that forbid it.
+    """Return the application for the run (None: it deploys its own) and the issues that prevent its use.
 
-    offers: the deployed applications. is_free: True if no other active run has claimed the application.
+    is_free: returns True if no other active run has claimed an application.
     """
     named = config.actor_infer.app
     if named == app_name(config.exp_name):
@@ -46,7 +46,7 @@ def choose_app(
         return next(matching, None), []
     offer = offers.get(named)
     if offer is None and not is_free(named):
-        return named, []  # a run's own: who creates the run is told which one has it
+        return named, []  # deployed by the run that holds it: claiming it fails with that run's name
     if offer is None:
         available = ", ".join(sorted(offers)) or "none"
         return None, [
@@ -61,12 +61,12 @@ def choose_app(
 
 
 def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
-    """Yield the reasons why the application can't sample for the run."""
+    """Yield the reasons why the application can't serve the run."""
     different = sorted(
         key for key in architecture.keys() | offer.architecture.keys() if _is_different(key, architecture, offer)
     )
     if different:
-        yield f"its model is another one: {', '.join(different)} of config.json differ"
+        yield f"its model differs from the run's: {', '.join(different)} of config.json differ"
     if config.sequence_length > offer.sequence_length:
         yield f"its context of {offer.sequence_length} tokens is below the run's sequence_length of {config.sequence_length}"
     if BACKENDS[config.weights.transport] != BACKENDS[offer.transport]:
@@ -79,12 +79,12 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
 
 
 def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
-    """Return True if the application equals what the run would deploy."""
+    """Return True if the run would deploy the same application."""
     return requested.model_dump(exclude=RUN_SPECIFIC_KEYS) == offer.config.model_dump(exclude=RUN_SPECIFIC_KEYS)
 
 
 def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
-    """Return `config.json` of the run's policy, which may not have been written yet."""
+    """Return `config.json` of the run's policy, which may not exist yet."""
     if config.pretrain != "tiny":
         return read_architecture(Path(config.pretrain))
     from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Run factory of a control service that was started by `serve deploy`; does what `offbeat train` does around its own.
+"""Run factory of a control service started by `serve deploy`.
 
-Invariants: relative paths of runs start at one folder, whoever submits them; a run is checked against the cluster, not
-the host of the control service.
+Invariants: all runs' relative paths start at one folder; a run is checked against the cluster, not the control service's
+host.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
 MAX_OUTPUT_CHARS = 2000
-"""Characters of a failed command's output in the log."""
+"""Length to which a failed command's output is cut in its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,13 @@ class Cluster:
 
     @classmethod
     def from_ray(cls) -> "Cluster":
-        """Return the resources of this process's cluster."""
         resources = ray.cluster_resources()
         hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
         return cls(resources.get("CPU", 0.0), resources.get("GPU", 0.0), len(hosts))
 
 
 class RayRunFactory(MeshRunFactory):
-    """`RunFactory` of a cluster that outlives its runs."""
+    """Run factory for a cluster that outlives its runs."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
@@ -85,12 +84,12 @@ class RayRunFactory(MeshRunFactory):
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
         app = RunConfig.model_validate_json(record.config).actor_infer.app
         if "num_replicas" in values and app not in (None, app_name(record.run_id)):
-            message = f"the run samples from {app} of the deploy file: change num_replicas there, and `serve deploy` it"
+            message = f"the run uses {app} of the deploy file: change num_replicas there and run `serve deploy`"
             raise InvalidRunError([ProblemView(path="actor_infer.num_replicas", message=message)])
         super().validate_change(record, values)
 
     def _find_active_run(self, run_id: str) -> RunConfig | None:
-        """Return the active run of that name: submitted again, it keeps the application that was chosen for it."""
+        """Return the active run's configuration: submitted again, a run keeps its application."""
         config, state = cast(list[bytes | None], self._redis.hmget(RunKeys(run_id).record, ["config", "state"]))
         if config is None or state is None or RunState(state.decode()).over:
             return None
@@ -101,7 +100,6 @@ class RayRunFactory(MeshRunFactory):
         return {app: offer for app, offer in read_offers(self._redis).items() if app in deployed}
 
     def _is_free(self, app: str, run_id: str) -> bool:
-        """Return True if no other active run has claimed the application."""
         holder = cast(bytes | None, self._redis.hget(claims_key(APP), app))
         if holder is None or holder.decode() == run_id:
             return True
@@ -115,17 +113,16 @@ class RayRunFactory(MeshRunFactory):
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim_id(record))
 
     async def write_report(self, record: RunRecord) -> None:
-        """Run `offbeat report` in a separate process: rendering episodes runs the user's envs, which may hang or crash.
+        """Run `offbeat report` in a separate process: it renders the user's envs, which may hang or crash.
 
-        The Redis URL is passed through the environment: every user of the host sees arguments, and it may contain a
-        password.
+        The Redis URL is passed in the environment, because it may contain a password.
 
         Raises:
             ControlError: the report was not written; the message names the command that writes it.
         """
         folder = Path(record.output_dir)
         if not holds_claim(folder, _claim_id(record)):
-            return  # the run failed before it had the folder, which may hold another run
+            return  # the run failed before it claimed the folder, which may belong to another run
         await asyncio.to_thread(self._run_report, folder)
 
     def _run_report(self, folder: Path) -> None:
@@ -153,17 +150,17 @@ class RayRunFactory(MeshRunFactory):
 
 
 def _claim_id(record: RunRecord) -> str:
-    """Return the text that marks the folder of this run."""
+    """Return the id of this start of a run."""
     return f"{record.run_id} {record.created_at}"
 
 
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:
-    """Yield what can't work on this cluster, or would be ignored here."""
+    """Yield settings that can't work on this cluster."""
     if config.redis.url not in (None, redis_url):
-        yield ConfigIssue("redis.url", "the runs of a deployed mesh live in its own Redis: leave it out")
+        yield ConfigIssue("redis.url", "runs of a deployed mesh use its Redis: remove this key")
     if cluster.hosts > 1 and config.weights.transport == "shm":
         yield ConfigIssue(
             "weights.transport",
-            f"shm reaches one host, and this cluster has {cluster.hosts}: take fs (weights.url names a folder or bucket "
-            "that all of them reach)",
+            f"shm reaches one host, and this cluster has {cluster.hosts}: use fs, with weights.url set to a folder or "
+            "bucket that all of them reach",
         )

@@ -1,9 +1,8 @@
 # pyright: basic
-"""Detached actor that ends processes unknown to Serve (env workers, learner hosts) when Serve is shut down.
+"""Detached actor that stops env workers and learner hosts, which Serve does not know, when Serve is shut down.
 
-Invariant: no process outlives `serve shutdown`, while a control replica that dies or is replaced ends nothing. Runs keep
-their state in Redis and checkpoints and resume when deployed again; learners save a checkpoint before the deploy file's
-Redis ends.
+Invariants: no process outlives `serve shutdown`; the death of a control replica stops nothing; learners save a checkpoint
+before the deploy file's Redis stops, and runs resume when deployed again.
 """
 
 import asyncio
@@ -29,30 +28,28 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 LEARNER_GRACE_S = 20.0
-"""Time for learners to finish their step and save a checkpoint."""
+"""Time for learners to finish a step and save a checkpoint."""
 HOST_EXTRA_GRACE_S = 4.0
-"""Additional time for the learner hosts."""
 ENSURE_INTERVAL_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
-"""Key in the store of Serve's controller, set by `serve shutdown`."""
+"""Suffix of the key that `serve shutdown` sets in the store of Serve's controller."""
 SHUTDOWN_FLAG_TTL_S = 30
-"""Time for which no learner is started after a shutdown; a mesh that is deployed again at once waits no longer."""
+"""Time after a shutdown during which no learner is started; bounds the delay of an immediate redeployment."""
 
 
 class Reaper:
-    """An actor that lives as long as Serve."""
+    """Ray actor that exits after Serve."""
 
     def __init__(self) -> None:
         configure_logging(ray_actors.REAPER, None)
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def is_alive(self) -> bool:
-        """Return True while it is watching."""
         return not self._watching.done()
 
     async def _watch(self) -> None:
         await asyncio.to_thread(wait_for_shutdown)
-        logger.info("Serve is shut down: what is left ends")
+        logger.info("Serve is shut down: stopping the remaining actors")
         remaining = [name for name in await asyncio.to_thread(list_actor_names) if name != ray_actors.REAPER]
         await asyncio.gather(*(self._stop_actor(name) for name in remaining))
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
@@ -67,37 +64,35 @@ class Reaper:
                 async with asyncio.timeout(LEARNER_GRACE_S + HOST_EXTRA_GRACE_S):
                     await actor.stop.remote(LEARNER_GRACE_S)  # pyright: ignore[reportGeneralTypeIssues]
             except (RayError, TimeoutError) as error:
-                logger.warning("%s did not end in order: %r", name, error)
+                logger.warning("%s did not stop gracefully and is killed: %r", name, error)
         ray.kill(actor, no_restart=True)
 
 
 def wait_for_shutdown() -> None:
-    """Return once Serve is gone."""
+    """Block until Serve is gone."""
     while is_serve_running():
         time.sleep(CHECK_INTERVAL_S)
 
 
 def stop_learners(redis_url: str) -> None:
-    """Stop the learners before the deploy file's Redis ends. If Serve is shutting down, they save a checkpoint and are not
-    restarted; if only the Redis replica is replaced, they wait for the next one."""
+    """Stop the learners, which save a checkpoint, if Serve is shutting down; do nothing if only Redis is replaced."""
     if not is_serve_shutting_down():
         return
     with connect(redis_url, patience_s=1.0) as redis:
         redis.set(ENDING, "1", ex=SHUTDOWN_FLAG_TTL_S)
     hosts = [name for name in list_actor_names() if name.startswith(ray_actors.LEARNER_HOST_PREFIX)]
-    logger.info("Serve is being shut down: %d learner(s) end before Redis does", len(hosts))
+    logger.info("Serve is shutting down: stopping %d learner(s) before Redis", len(hosts))
     stop_calls: list[ray.ObjectRef[None]] = []
     for name in hosts:
-        with suppress(ValueError):  # it has ended by itself
+        with suppress(ValueError):  # it has already exited
             stop_calls.append(ray.get_actor(name, namespace=ray_actors.NAMESPACE).stop.remote(LEARNER_GRACE_S))
     if stop_calls:
         ray.wait(stop_calls, num_returns=len(stop_calls), timeout=LEARNER_GRACE_S + HOST_EXTRA_GRACE_S)
 
 
 def is_serve_shutting_down() -> bool:
-    """Return True if Serve is shutting down."""
     keys = _internal_kv_list(b"ray-serve-", namespace=SERVE_INTERNAL_KV_NAMESPACE)
-    return any(key.endswith(SHUTDOWN_KEY) for key in keys)  # between stands the namespace of whoever started Serve
+    return any(key.endswith(SHUTDOWN_KEY) for key in keys)  # PREFIX + namespace of Serve's starter + SHUTDOWN_KEY
 
 
 def is_serve_running() -> bool:
@@ -110,14 +105,14 @@ def is_serve_running() -> bool:
 
 
 def list_actor_names() -> list[str]:
-    """Return the names of all living actors of this project."""
+    """Return the names of the live actors in our namespace."""
     actors = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
     return [actor["name"] for actor in actors if actor["namespace"] == ray_actors.NAMESPACE]
 
 
 def ensure_reaper() -> None:
-    """Restart the reaper if it is missing, as long as this process lives."""
-    threading.Thread(target=_ensure_reaper, name="keep reaper", daemon=True).start()
+    """Keep a reaper running from a background thread of this process."""
+    threading.Thread(target=_ensure_reaper, name="reaper starter", daemon=True).start()
 
 
 def _ensure_reaper() -> None:
@@ -125,12 +120,12 @@ def _ensure_reaper() -> None:
         try:
             start_reaper()
         except RayError as error:
-            logger.warning("no reaper can be started: %s", error)
+            logger.warning("can't start the reaper: %s; retrying in %g s", error, ENSURE_INTERVAL_S)
         time.sleep(ENSURE_INTERVAL_S)
 
 
 def start_reaper() -> None:
-    """Start the cluster's reaper, unless there is one; returns as soon as that is under way."""
+    """Start the cluster's reaper unless it exists; does not wait for it."""
     ray.remote(Reaper).options(
         name=ray_actors.REAPER,
         namespace=ray_actors.NAMESPACE,

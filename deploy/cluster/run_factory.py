@@ -1,7 +1,7 @@
-"""Composition root: builds a run's components, and registers runs with the control service.
+"""Composition root: builds the components of runs for the control service.
 
-Invariant: every component is found by name (Serve application, named actor, Redis key), never by a stored handle, so all
-control replicas see and do the same.
+Invariant: every component is found by name (Serve application, named actor, Redis key), never by a stored handle, so that
+control replicas are interchangeable.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ from offbeat.trainer.config.issue import ConfigIssue
 logger = logging.getLogger(__name__)
 
 CLAIM_FILE = ".claim"
-"""Names the start of a run that the folder was made ready for."""
+"""File with the id of the run start that claimed the folder."""
 
 
 class RunComponents:
-    """The parts of one run, in the order in which they are stopped."""
+    """Components of one run, in the order in which they are stopped."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RunComponents:
         *,
         claim: str | None = None,
     ) -> None:
-        """claim: names this start of the run to its folder, which is to be made ready for it; None if that has been done."""
+        """claim: id of this start of the run, by which `prepare` claims the folder; None if it is claimed already."""
         self._config = config
         self._claim = claim
         self._redis = redis
@@ -113,10 +113,10 @@ def _build_generation(
 
 
 class MeshRunFactory:
-    """`offbeat.services.control.interfaces.RunFactory` of this project."""
+    """Builds runs for the control service of `offbeat train`."""
 
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
-        """working_dir: folder that relative paths in a run's configuration start from; None takes the current one."""
+        """working_dir: base of relative paths in runs' configurations; None: the current one."""
         self._async_redis = redis
         self._working_dir = working_dir
         self._redis = connect(redis_url)
@@ -124,24 +124,35 @@ class MeshRunFactory:
         self._serve_status = ServeStatus()
 
     def validate(self, document: str | dict[str, Any]) -> RunSpec:
-        """Return the run described by a YAML text or a tree. Raises `InvalidRunError`."""
+        """Return the run that a YAML text or a tree describes.
+
+        Raises:
+            InvalidRunError: with all issues.
+        """
         try:
             return run_spec(self.load(document))
         except ConfigError as error:
             raise InvalidRunError([_to_problem_view(issue) for issue in error.issues]) from error
 
     def load(self, document: str | dict[str, Any]) -> RunConfig:
-        """Return the checked configuration of a document. Raises `ConfigError`."""
+        """Return the validated configuration of a document.
+
+        Raises:
+            ConfigError: with all issues.
+        """
         return load_document(document, working_dir=self._working_dir)
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        """Build the components of a run."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check whether a run's settings may become `values`. Raises `InvalidRunError`."""
+        """Check a change of a run's live settings.
+
+        Raises:
+            InvalidRunError: with the issues that the change causes.
+        """
         before = json.loads(record.config)
         new = set(self._issues(_apply_values(before, values))) - set(self._issues(before))
         if new:
@@ -151,7 +162,11 @@ class MeshRunFactory:
         """Do nothing: `offbeat train` writes the report of its run."""
 
     def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove what a run wrote into its folder. Raises `BusyError` if a command uses the folder."""
+        """Remove a run's files from its folder.
+
+        Raises:
+            BusyError: a command uses the folder.
+        """
         try:
             return remove_run_files(Path(record.output_dir))
         except FolderInUseError as error:
@@ -165,20 +180,16 @@ class MeshRunFactory:
         return ()
 
     async def snapshot(self, run_id: str) -> Snapshot:
-        """Return a snapshot of the run's buffer."""
         return await BufferWatch(self._async_redis, run_id).snapshot()
 
     async def groups(self, run_id: str) -> list[GroupProgress]:
-        """Return the run's groups in progress."""
         return await BufferWatch(self._async_redis, run_id).groups()
 
     async def quarantine(self, run_id: str) -> list[Quarantined]:
-        """Return the run's undecodable trajectories."""
         return await BufferWatch(self._async_redis, run_id).quarantine()
 
 
 def _apply_values(tree: dict[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the configuration with changed settings."""
     changed = copy.deepcopy(tree)
     for name, value in values.items():
         *parents, leaf = LIVE_SETTINGS[name].info.path.split(".")
@@ -194,9 +205,9 @@ def _to_problem_view(issue: ConfigIssue) -> ProblemView:
 
 
 def claim_folder(config: RunConfig, claim: str) -> None:
-    """Claim the run's folder: an earlier run in it is moved aside unless it is resumed.
+    """Claim the run's folder; an earlier run in it is moved aside unless it is resumed.
 
-    claim: id of this start, stored in the folder so that the claim is made once.
+    claim: id of this start, stored in the folder to make the call idempotent.
 
     Raises:
         FolderInUseError: `offbeat train` is running there.
@@ -210,6 +221,6 @@ def claim_folder(config: RunConfig, claim: str) -> None:
 
 
 def holds_claim(folder: Path, claim: str) -> bool:
-    """Return True if `claim_folder` has prepared the folder for this start of a run."""
+    """Return True if `claim_folder` was called with `claim` last."""
     claim_file = folder / CLAIM_FILE
     return claim_file.exists() and claim_file.read_text() == claim

@@ -21,13 +21,13 @@ from offbeat.services.rollout import actor as rollout_app
 logger = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 2.0
-"""Time after which an actor without an answer counts as starting; a dead one fails at once."""
+"""Time after which an unresponsive actor counts as starting; a dead one fails at once."""
 HANG_TIMEOUT_S = 60.0
-"""Time without an answer after which an env worker that has answered before is killed and replaced."""
+"""Time without an answer after which a started env worker is killed and replaced."""
 
 
 class WorkerPool:
-    """The env workers, actors that Ray itself starts again when their process dies."""
+    """Env workers; Ray restarts those whose process dies."""
 
     name = "env-workers"
 
@@ -43,7 +43,7 @@ class WorkerPool:
         return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
 
     async def resize(self, num_workers: int) -> None:
-        """Set the number of workers. Missing ones are started by `ensure`; surplus ones return their episodes and exit."""
+        """Set the number of workers: `ensure` starts missing ones, surplus ones return their episodes and exit."""
         self._num_workers = num_workers
         for index in itertools.count(num_workers):
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
@@ -52,12 +52,12 @@ class WorkerPool:
             actor.stop.remote()
 
     async def ensure(self) -> None:
-        """Start the workers that are missing."""
+        """Start missing workers."""
         for index in range(self._num_workers):
             await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
 
     async def stop(self, *, now: bool) -> None:
-        """Stop all workers; with `now`, their episodes are returned when the workers are missed."""
+        """Stop all workers; with `now`, their episodes are reassigned when their heartbeats time out."""
         for index in itertools.count():
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
             if actor is None and index >= self._num_workers:
@@ -70,14 +70,13 @@ class WorkerPool:
                 actor.stop.remote()
 
     async def observe(self) -> Observation:
-        """Return the state of the workers."""
         observations = await asyncio.gather(*(self._observe_one(name) for name in self._names))
         for health in (Health.DEAD, Health.ABSENT, Health.STARTING):
-            matching = [each for each in observations if each.health is health]
+            matching = [observation for observation in observations if observation.health is health]
             if matching:
                 count = f" ({len(matching)} of {len(observations)})" if len(observations) > 1 else ""
                 first = matching[0]
-                # Some are there: the pool is not absent but short of some, and `ensure` starts the others alone.
+                # ABSENT also if only some are missing: `ensure` starts those.
                 return Observation(health, f"{first.detail}{count}", first.log, first.incident)
         return Observation(Health.READY)
 
@@ -97,16 +96,16 @@ class WorkerPool:
         return Observation(Health.READY, log=log)
 
     async def _observe_unresponsive(self, name: str, actor: ActorHandle, log: str) -> Observation:
-        """Return the state of a worker that does not answer: starting if it never has, otherwise hung and killed."""
+        """Return STARTING if the worker has never answered; kill it once it has hung for `HANG_TIMEOUT_S`."""
         last_answer_at = self._answered.get(name)
         if last_answer_at is None:
-            return Observation(Health.STARTING, "starts", log)
+            return Observation(Health.STARTING, "starting", log)
         silent_s = time.monotonic() - last_answer_at
         if silent_s < HANG_TIMEOUT_S:
             return Observation(Health.STARTING, f"has not answered for {silent_s:.0f} s", log)
-        logger.error("%s has not answered for %.0f s and is killed", name, silent_s)
+        logger.error("%s has not answered for %.0f s: killed", name, silent_s)
         del self._answered[name]
-        # For good; `ensure` makes a new one. Killed for Ray to start again, one whose node had died was seen to stay away.
+        # no_restart: Ray does not always restart an actor whose node has died; `ensure` creates a new one.
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
         return Observation(Health.DEAD, f"hung for {silent_s:.0f} s", log, f"hung at {last_answer_at}")
 

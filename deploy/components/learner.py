@@ -22,11 +22,11 @@ from offbeat.services.keys import ENDING, RunKeys
 from offbeat.services.weights.config import WeightsConfig
 
 NO_RETRY_EXIT_CODE = 2
-"""Exit code of a learner that a restart can't help: its configuration or checkpoint is unusable."""
+"""Exit code for an unusable configuration or checkpoint; a restart would fail again."""
 
 
 class LearnerHostActor:
-    """A learner host somewhere in the cluster."""
+    """Learner host as a Ray actor."""
 
     def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
         self._run_id = run_id
@@ -45,7 +45,7 @@ class LearnerHostActor:
 
 
 class ManagedLearner:
-    """The learner process, wherever its host is; started and replaced by the mesh."""
+    """Learner process that the mesh starts and replaces."""
 
     name = "learner"
 
@@ -56,10 +56,10 @@ class ManagedLearner:
         self._run_id = config.exp_name
         self._actor_name = ray_actors.learner_host_name(self._run_id)
         self._reported_death = ""
-        """Incarnation whose death, and replacement by the standby, were reported to the reconciler."""
+        """Last incarnation whose replacement by the standby was reported to the reconciler."""
 
     async def ensure(self) -> None:
-        """Start a learner, unless one is alive or the whole mesh is being shut down."""
+        """Start a learner unless one is alive or Serve is shutting down."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.alive and not await asyncio.to_thread(self._redis.exists, ENDING):
             await asyncio.to_thread(self._start)
@@ -91,11 +91,9 @@ class ManagedLearner:
             raise error.cause from error
 
     async def stop(self, *, now: bool) -> None:
-        """Ask its host to end it."""
         await asyncio.to_thread(request_stop, self._redis, self._run_id, now=now)
 
     async def observe(self) -> Observation:
-        """Return the state that its host has reported to Redis."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.started:
             return Observation(Health.ABSENT)
@@ -107,13 +105,13 @@ class ManagedLearner:
         if status.alive:
             if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).progress):
                 return Observation(Health.READY, log=LEARNER_LOG)
-            return Observation(Health.STARTING, "prepares version 0", LEARNER_LOG)
+            return Observation(Health.STARTING, "preparing version 0", LEARNER_LOG)
         if status.stopping:
             return Observation(Health.ABSENT, status.end_reason, LEARNER_LOG)
         if status.exit_code == 0:
             if await asyncio.to_thread(has_finished, self._redis, self._run_id):
-                return Observation(Health.DONE, "has trained all steps", LEARNER_LOG)
-            return Observation(Health.DEAD, "ended before the last step", LEARNER_LOG, status.incarnation)
+                return Observation(Health.DONE, "trained all steps", LEARNER_LOG)
+            return Observation(Health.DEAD, "exited before the last step", LEARNER_LOG, status.incarnation)
         health = Health.BROKEN if status.exit_code == NO_RETRY_EXIT_CODE else Health.DEAD
         return Observation(health, status.end_reason, LEARNER_LOG, status.incarnation)
 
@@ -123,12 +121,12 @@ class ManagedLearner:
 
 
 def has_finished(redis: Redis, run_id: str) -> bool:
-    """Return True if a learner has reported that all steps are trained and evaluated."""
+    """Return True if all steps are trained and evaluated."""
     return redis.hget(RunKeys(run_id).record, "learner_phase") == b"finished"
 
 
 class ExternalLearner:
-    """A learner attached with `offbeat learner attach`."""
+    """Learner attached with `offbeat learner attach`."""
 
     name = "learner"
 
@@ -141,15 +139,14 @@ class ExternalLearner:
         """Do nothing: a user attaches it."""
 
     async def stop(self, *, now: bool) -> None:
-        """Do nothing: it notices the stop. With `now`, its further writes are rejected."""
+        """With `now`, reject its further writes; otherwise do nothing, as it reads the run's desired state itself."""
         if now:
             await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
             await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)
 
     async def observe(self) -> Observation:
-        """Return the state by the learner's lease and phase."""
         if await asyncio.to_thread(has_finished, self._redis, self._run_id):
-            return Observation(Health.DONE, "has trained all steps")
+            return Observation(Health.DONE, "trained all steps")
         if await asyncio.to_thread(self._redis.exists, RunKeys(self._run_id).lease):
             return Observation(Health.READY)
         return Observation(Health.ABSENT, f"waits for `offbeat learner attach {self._run_id}`")

@@ -1,7 +1,6 @@
-"""Hosts a managed learner: starts `offbeat.trainer.cli`, reports to Redis, and may keep a standby learner.
+"""Host of a managed learner: starts `offbeat.trainer.cli`, reports to Redis, and may keep a standby learner.
 
-Invariants: the learner dies with its host, even by SIGKILL; Redis is the only interface, so the host may be the command
-line (which starts the first learner early) or an actor anywhere in the cluster.
+Invariants: the learner dies with its host, even on SIGKILL; Redis is the only interface, so any process can be the host.
 """
 
 import logging
@@ -35,25 +34,24 @@ HEARTBEAT_INTERVAL_S = 0.2
 REDIS_RETRY_TIMEOUT_S = 0.5
 """Retry timeout of Redis calls between two checks of the learner."""
 HEARTBEAT_TTL_S = 6.0
-"""Time without a heartbeat after which a host counts as dead, and its learner with it."""
+"""Time without a heartbeat after which a host and its learner count as dead."""
 KILL_TIMEOUT_S = 2.0
-"""Time for the kernel to end a killed process."""
 HANG_TIMEOUT_S = 30.0
-"""Time without the lease after which a learner that has held it is killed."""
+"""Time after which a learner that has lost its lease is killed."""
 STANDBY_START_INTERVAL_S = 5.0
-"""Interval between starts of a standby learner: the active one has to catch up after a takeover."""
+"""Minimum interval between starts of a standby learner: the active one has to catch up after a takeover."""
 FINAL_EXIT_CODES = (0, 2, 4)
-"""Exit codes after which a restart would fail again, or has nothing to do; see `offbeat.trainer.cli`."""
+"""Exit codes of `offbeat.trainer.cli` after which no restart helps."""
 LEARNER_LOG = "logs/learner.out"
 
 
 def learner_key(run_id: str) -> str:
-    """Hash: how the managed learner is, and whether it shall stop."""
+    """Return the key of the hash with the learner's state and pending stop request."""
     return RunKeys(run_id).key("learner")
 
 
 def alive_key(run_id: str) -> str:
-    """Return the key of a string with expiry, which exists while a host watches the learner."""
+    """Return the key of the host's heartbeat, a string with expiry."""
     return RunKeys(run_id).key("learner", "alive")
 
 
@@ -62,14 +60,13 @@ class LearnerStatus:
     """State of a managed learner, as stored in Redis."""
 
     started: bool
-    """True from the start of a learner until it is forgotten."""
     alive: bool
     exit_code: int | None = None
     stopping: bool = False
-    """True once it was asked to stop."""
+    """True once a stop was requested."""
     incarnation: str = ""
     died: str = ""
-    """Incarnation whose place the standby has taken, the last one if there were several."""
+    """Last incarnation that the standby replaced."""
     death_reason: str = ""
 
     @property
@@ -79,7 +76,7 @@ class LearnerStatus:
 
 def _describe_exit(code: int) -> str:
     if code == EXIT_HUNG:
-        return "its main thread hung: logs/learner.log tells where"
+        return "its main thread hung: see its stack in logs/learner.log"
     return f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
 
 
@@ -91,7 +88,7 @@ def _signal_name(signal_number: int) -> str:
 
 
 def read_status(redis: Redis, run_id: str) -> LearnerStatus:
-    """Return the state of a run's managed learner."""
+    """Read the state of a run's managed learner."""
     raw = cast(dict[bytes, bytes], redis.hgetall(learner_key(run_id)))
     if b"incarnation" not in raw:
         return LearnerStatus(started=False, alive=False)
@@ -108,18 +105,17 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
 
 
 def request_stop(redis: Redis, run_id: str, *, now: bool) -> None:
-    """Ask the host to stop its learner: by SIGTERM (it saves a checkpoint), or `now` by SIGKILL."""
+    """Request that the host stop its learner: by SIGTERM (it saves a checkpoint), or `now` by SIGKILL."""
     if redis.exists(learner_key(run_id)):
         redis.hset(learner_key(run_id), "stop", "kill" if now else "term")
 
 
 def learner_command(run_id: str) -> list[str]:
-    """Return the learner's command line."""
     return [sys.executable, "-m", "offbeat.trainer.cli", run_id]
 
 
 class LearnerHost:
-    """Runs one learner at a time, watched by a thread."""
+    """Runs one active learner, supervised by a thread."""
 
     def __init__(
         self,
@@ -131,11 +127,11 @@ class LearnerHost:
         threads: int = 1,
         standby: bool = False,
     ) -> None:
-        """standby: keep a second learner, which waits for the lease of the first one (`control.standby_learner`)."""
-        self._has_standby = standby
+        """standby: keep a second learner waiting for the first one's lease (`control.standby_learner`)."""
+        self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._next_standby_at = 0.0
-        """Monotonic time before which no other one is started."""
+        """Monotonic time of the earliest next start."""
         self._lease_held_at: float | None = None
         """Monotonic time at which the learner last held its lease."""
         self._run_id = run_id
@@ -160,7 +156,7 @@ class LearnerHost:
             pipe.hset(learner_key(self._run_id), mapping={"incarnation": incarnation, "host": socket.gethostname()})
             pipe.set(alive_key(self._run_id), incarnation, px=int(HEARTBEAT_TTL_S * 1000))
             pipe.execute()
-        # The kernel ends the learner when the thread that forked it ends, so that thread must be the one that waits.
+        # The kernel kills the learner when the thread that forked it ends, so that thread has to wait for it.
         self._thread = threading.Thread(target=self._watch, args=(incarnation,), name="learner host", daemon=True)
         self._thread.start()
 
@@ -169,7 +165,7 @@ class LearnerHost:
         return self._exited.wait(timeout_s)
 
     def end(self, grace_s: float) -> None:
-        """End the learner without asking Redis, which may be gone: in order, or after `grace_s` by force."""
+        """Terminate the learner without Redis, which may be gone; kill it after `grace_s`."""
         self._stopping = True
         for signal_number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
             if self._thread is None or not self._thread.is_alive():
@@ -190,7 +186,7 @@ class LearnerHost:
                     code = process.wait(HEARTBEAT_INTERVAL_S)
                 except subprocess.TimeoutExpired:
                     handled = self._send_heartbeat(redis, process, incarnation, handled)
-                    self._ensure_standby(redis, required=self._has_standby and not handled)
+                    self._ensure_standby(redis, required=self._is_standby_enabled and not handled)
                     continue
                 self._free_lease(redis, process.pid)
                 if (
@@ -212,9 +208,9 @@ class LearnerHost:
             self._exited.set()
 
     def _ensure_standby(self, redis: Redis, *, required: bool) -> None:
-        """Keep a standby learner once the first one has weights, or none."""
+        """Start a missing standby learner once the run has weights; kill it if not `required`."""
         if self._standby is not None and not required:
-            self._standby.kill()  # it holds nothing
+            self._standby.kill()  # it has no state to save
             self._standby.wait()
             self._standby = None
         if (
@@ -226,24 +222,25 @@ class LearnerHost:
         try:
             if redis.exists(RunKeys(self._run_id).progress):
                 self._standby, self._next_standby_at = self._spawn(), time.monotonic() + STANDBY_START_INTERVAL_S
-                logger.info("learner %d stands by", self._standby.pid)
+                logger.info("standby learner %d started", self._standby.pid)
         except RedisError as error:
             logger.warning("can't reach Redis: %s", error)
-        except OSError as error:  # no memory, no process to be had: the one that trains must not end with this thread
+        except OSError as error:  # out of memory or processes; must not end this thread, and the learner with it
             self._next_standby_at = time.monotonic() + STANDBY_START_INTERVAL_S
-            logger.warning("no learner can stand by: %s", error)
+            logger.warning("can't start a standby learner: %s; retrying in %g s", error, STANDBY_START_INTERVAL_S)
 
     def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
         """Make the standby learner the active one; return its incarnation."""
         incarnation = uuid.uuid4().hex
-        logger.warning("learner ended (%s), learner %d takes over", _describe_exit(code), process.pid)
-        environment = {"incarnation": incarnation, "pid": process.pid, "died": before, "died_how": _describe_exit(code)}
+        reason = _describe_exit(code)
+        logger.warning("learner exited (%s); standby learner %d takes over", reason, process.pid)
+        update = {"incarnation": incarnation, "pid": process.pid, "died": before, "died_how": reason}
         while True:
             try:
-                redis.hset(learner_key(self._run_id), mapping=environment)
+                redis.hset(learner_key(self._run_id), mapping=update)
                 return incarnation
-            except RedisError as error:  # the beat would take it for a stranger's
-                logger.warning("can't tell Redis of the new learner: %s", error)
+            except RedisError as error:  # without it, the next heartbeat would kill the new learner
+                logger.warning("can't report the new learner: %s; retrying", error)
                 if self._stopping:
                     return incarnation
                 time.sleep(HEARTBEAT_INTERVAL_S)
@@ -252,7 +249,7 @@ class LearnerHost:
         try:
             free_lease_of(redis, self._run_id, owner_of(pid))
         except RetryableError as error:
-            logger.warning("the lease of learner %d will expire: %s", pid, error)
+            logger.warning("can't free the lease of learner %d, waiting for it to expire: %s", pid, error)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         log = self._output_dir / LEARNER_LOG
@@ -265,12 +262,12 @@ class LearnerHost:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
-                # A session of its own: Ctrl-C in the terminal goes to the command line, which ends the learner in order.
+                # Own session: Ctrl-C in the terminal must reach only the command, which stops the learner gracefully.
                 start_new_session=True,
             )
 
     def _send_heartbeat(self, redis: Redis, process: subprocess.Popen[bytes], incarnation: str, handled: str) -> str:
-        """Write a heartbeat and carry out a pending request once; return the request."""
+        """Write a heartbeat and carry out a new stop request; return the request."""
         try:
             with redis.pipeline() as pipe:
                 pipe.set(alive_key(self._run_id), incarnation, px=int(HEARTBEAT_TTL_S * 1000))
@@ -285,7 +282,7 @@ class LearnerHost:
             )  # it can't renew its lease either
             return handled
         if self._is_hung((holder or b"").decode(), process.pid):
-            logger.error("learner %d has not renewed its lease for %.0f s and is killed", process.pid, HANG_TIMEOUT_S)
+            logger.error("learner %d has not renewed its lease for %.0f s: killed", process.pid, HANG_TIMEOUT_S)
             process.kill()
         request = (stop or b"").decode()
         if current is not None and current.decode() != incarnation:
@@ -296,18 +293,17 @@ class LearnerHost:
         return request
 
     def _is_hung(self, holder: str, pid: int) -> bool:
-        """Return True if the learner has held the lease but lost it for `HANG_TIMEOUT_S`: it is stopped, or its threads don't
-        run."""
+        """Return True if the learner has held the lease and lost it for `HANG_TIMEOUT_S`."""
         if holder.startswith(f"{owner_of(pid)} "):
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S
 
     def _report_exit(self, redis: Redis, incarnation: str, code: int) -> None:
-        logger.info("learner ended with %d", code)
+        logger.info("learner exited: %s", _describe_exit(code))
         try:
             current = cast(bytes | None, redis.hget(learner_key(self._run_id), "incarnation"))
             if current is not None and current.decode() == incarnation:
                 redis.hset(learner_key(self._run_id), "exit_code", str(code))
         except RedisError as error:
-            # Redis went first; whoever looks next sees that the host fell silent.
-            logger.warning("can't report the learner's end: %s", error)
+            # If Redis is gone for good, the heartbeat's expiry reports it.
+            logger.warning("can't report the learner's exit: %s", error)

@@ -4,19 +4,22 @@
 import ray
 from ray.actor import ActorHandle
 
-from offbeat.deploy.components import ray_actors
+NAMESPACE = "offbeat"
+CONTROL_APP = "control"
+REAPER = "reaper"
+LEARNER_HOST_PREFIX = "learner-"
 
 
 def find_actor(name: str) -> ActorHandle | None:
     """Return the named actor, or None."""
     try:
-        return ray.get_actor(name, namespace=ray_actors.NAMESPACE)
+        return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
 def kill_actor(name: str) -> None:
-    """End our named actor, if there is one."""
+    """Kill the named actor if it exists."""
     actor = find_actor(name)
     if actor is not None:
         ray.kill(actor, no_restart=True)
@@ -25,16 +28,9 @@ def kill_actor(name: str) -> None:
 def last_line(text: str) -> str:
     """Return the last line of a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason was given"
-
-
-NAMESPACE = "offbeat"
-"""Ray namespace of our named actors."""
-CONTROL_APP = "control"
-REAPER = "reaper"
-LEARNER_HOST_PREFIX = "learner-"
+    return lines[-1] if lines else "no reason given"
 
 
 def learner_host_name(run_id: str) -> str:
     """Return the name of the actor that hosts the managed learner."""
-    return f"{LEARNER_HOST}{run_id}"
+    return f"{LEARNER_HOST_PREFIX}{run_id}"

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Serve applications of the run's own: the engines that sample, and the weight-sync broker."""
+"""Serve applications that a run deploys: generation engines and the weight broker."""
 
 import asyncio
 import logging
@@ -24,11 +24,10 @@ from offbeat.services.weights import app as weights_app
 logger = logging.getLogger(__name__)
 
 SCALABLE_STATES = (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY)
-"""An application whose replicas may be counted."""
 
 
 class ServeApp:
-    """A Serve application of the run's own; Serve replaces its dead replicas, we bring back the application."""
+    """A run's Serve application. Serve replaces dead replicas; `ensure` redeploys the application."""
 
     def __init__(self, name: str, app: str, build: Callable[[], Application], status: ServeStatus) -> None:
         self.name = name
@@ -39,7 +38,6 @@ class ServeApp:
         """Replica count last requested from Serve."""
 
     async def ensure(self) -> None:
-        """Deploy the application."""
         await asyncio.to_thread(self._deploy)
         self._requested_replicas = None
 
@@ -51,25 +49,23 @@ class ServeApp:
         )
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
-        """Delete the application."""
         await asyncio.to_thread(serve.delete, self._app, _blocking=False)
 
     async def resize(self, num_replicas: int) -> None:
-        """Set the number of replicas of its deployment; existing replicas are kept."""
+        """Set the number of replicas; running ones are kept."""
         app = (await self._status()).get(self._app)
         if num_replicas == self._requested_replicas or app is None or app.status not in SCALABLE_STATES:
             return
         try:
             name, current = await asyncio.to_thread(count_replicas, self._app)
             if num_replicas != current:
-                logger.info("%s: %d replicas, wanted are %d", self._app, current, num_replicas)
+                logger.info("%s: scaling from %d to %d replicas", self._app, current, num_replicas)
                 await asyncio.to_thread(set_num_replicas, self._app, name, num_replicas)
-        except (RayError, LookupError) as error:  # an application of somebody else's that may not be scaled
-            logger.error("%s does not get %d replicas: %s", self._app, num_replicas, last_line(str(error)))
+        except (RayError, LookupError) as error:  # e.g. an application that may not be scaled
+            logger.error("can't scale %s to %d replicas: %s", self._app, num_replicas, last_line(str(error)))
         self._requested_replicas = num_replicas
 
     async def observe(self) -> Observation:
-        """Return the state reported by Serve's controller."""
         app = (await self._status()).get(self._app)
         if app is None:
             return Observation(Health.ABSENT, log=LOGS)
@@ -77,7 +73,7 @@ class ServeApp:
             case ApplicationStatus.RUNNING:
                 return Observation(Health.READY, log=LOGS)
             case ApplicationStatus.DEPLOY_FAILED:
-                # Serve has tried its constructor again and again by now: once more would not help.
+                # Serve has already retried the constructor.
                 return Observation(Health.BROKEN, last_line(app.message), LOGS)
             case ApplicationStatus.UNHEALTHY:
                 return Observation(Health.STARTING, "a replica is being replaced", LOGS)
@@ -86,7 +82,7 @@ class ServeApp:
 
 
 def set_num_replicas(app: str, deployment: str, count: int) -> None:
-    """Set a deployment's number of replicas; running ones continue. (Deploying again would replace them all.)"""
+    """Set a deployment's number of replicas; deploying again would replace all running ones."""
     from ray.serve._private.common import DeploymentID  # noqa: PLC0415
     from ray.serve.context import _get_global_client  # noqa: PLC0415
 

@@ -12,18 +12,18 @@ from ray.serve.schema import ApplicationStatus
 
 @dataclass(frozen=True, slots=True)
 class AppStatus:
-    """One application."""
+    """Status of one application."""
 
     status: ApplicationStatus
     message: str
-    """Message of the first deployment that has one, or of the application."""
+    """First deployment's message, or the application's."""
 
 
 class ServeStatus:
     """Status of all applications by name; concurrent callers share one request.
 
-    `serve.status` is not used: it parses all of Serve's state and pickles each deployment's router class, which was most of
-    the control service's work (docs/performance.md).
+    `serve.status` would parse all of Serve's state and pickle each deployment's router class, which was most of the control
+    service's work (docs/performance.md).
     """
 
     def __init__(self) -> None:
@@ -37,26 +37,26 @@ class ServeStatus:
 
 
 def read_app_statuses() -> dict[str, AppStatus]:
-    """Return the status of each application; empty if Serve is not running."""
+    """Read the status of each application; empty if Serve is not running."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return {}
-    found: dict[str, AppStatus] = {}
+    statuses: dict[str, AppStatus] = {}
     for app in client.list_serve_statuses():
         messages = [deployment.message for deployment in app.deployment_statuses if deployment.message]
         status = app.app_status
-        found[app.name] = AppStatus(status.status, messages[0] if messages else status.message)
-    return found
+        statuses[app.name] = AppStatus(status.status, messages[0] if messages else status.message)
+    return statuses
 
 
 def count_replicas(app: str) -> tuple[str, int]:
     """Return the name of an application's deployment, and its number of replicas in any state.
 
     Raises:
-        LookupError: there is no such application.
+        LookupError: no such application, or one of several deployments.
     """
-    found = serve.status().applications.get(app)
-    if found is None or len(found.deployments) != 1:
-        raise LookupError(f"there is no application {app!r} of one deployment")
-    ((name, deployment),) = found.deployments.items()
+    status = serve.status().applications.get(app)
+    if status is None or len(status.deployments) != 1:
+        raise LookupError(f"no application {app!r} with exactly one deployment")
+    ((name, deployment),) = status.deployments.items()
     return name, sum(deployment.replica_states.values())

@@ -1,8 +1,5 @@
 # pyright: basic
-"""Generation application of the deploy file, claimed by a run.
-
-Invariant: the application is never started, stopped or resized here; it is claimed, awaited and released.
-"""
+"""Generation application of the deploy file, claimed and released by a run, but never started, stopped or resized."""
 
 import asyncio
 from typing import cast
@@ -18,7 +15,7 @@ from offbeat.services.keys import claims_key
 
 
 class SharedGeneration:
-    """The engines that sample, claimed for one run."""
+    """Deployed engines that one run has claimed."""
 
     name = "generation"
 
@@ -29,14 +26,18 @@ class SharedGeneration:
         self._serve_app = ServeApp(self.name, app, _reject_deployment, status)
 
     async def ensure(self) -> None:
-        """Claim the application, if the run has lost it. Raises `ControlError` where another run has it."""
+        """Claim the application.
+
+        Raises:
+            ControlError: another run has claimed it.
+        """
         await asyncio.to_thread(self._redis.hsetnx, claims_key(APP), self._app, self._run_id)
         holder = await asyncio.to_thread(self._holder)
         if holder != self._run_id:
             raise ControlError(f"application {self._app!r} serves run {holder!r}")
 
     async def resize(self, num_replicas: int) -> None:
-        """Do nothing: the deploy file sets the number of replicas."""
+        """Do nothing: the deploy file sets it."""
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
         """Release the application."""
@@ -44,8 +45,7 @@ class SharedGeneration:
             await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
 
     async def observe(self) -> Observation:
-        """Return the state reported by Serve's controller; while it is missing or broken, the run waits until it is
-        deployed again."""
+        """Return the state; STARTING while the application is missing or broken: the run waits for its redeployment."""
         if await asyncio.to_thread(self._holder) != self._run_id:
             return Observation(Health.ABSENT)
         observation = await self._serve_app.observe()
@@ -66,4 +66,4 @@ class SharedGeneration:
 
 
 def _reject_deployment():
-    raise ControlError("an application of the deploy file is deployed by nobody else")
+    raise ControlError("an application of the deploy file can only be deployed by `serve deploy`")

@@ -69,7 +69,7 @@ async def test_a_failed_report_names_the_command_that_writes_it(factory: RayRunF
 
 
 async def test_no_report_is_written_into_a_folder_of_another_run(factory: RayRunFactory, tmp_path: Path):
-    """The run failed because another one uses the folder."""
+    """The run failed because another run uses the folder."""
     (tmp_path / CLAIM_FILE).write_text("other 1.0")
     await factory.write_report(record(tmp_path))
     assert not (tmp_path / "report.json").exists()

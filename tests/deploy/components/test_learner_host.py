@@ -50,40 +50,40 @@ def is_up(folder: Path) -> bool:
     return log.exists() and "up" in log.read_text()
 
 
-def ended(redis: Redis) -> bool:
+def has_exited(redis: Redis) -> bool:
     return read_status(redis, "r").exit_code is not None
 
 
-def test_nobody_has_started_a_learner_yet(redis: Redis):
+def test_status_is_absent_before_a_learner_is_started(redis: Redis):
     assert read_status(redis, "r") == LearnerStatus(started=False, alive=False)
     request_stop(redis, "r", now=True)
     assert not read_status(redis, "r").started
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
-    [(0, "exit code 0"), (3, "exit code 3"), (EXIT_HUNG, "its main thread hung: logs/learner.log tells where")],
+    ("code", "reason"),
+    [(0, "exit code 0"), (3, "exit code 3"), (EXIT_HUNG, "its main thread hung: see its stack in logs/learner.log")],
 )
-def test_how_a_learner_ended_is_told(redis: Redis, redis_url: str, tmp_path: Path, code: int, told: str):
-    may_end = tmp_path / "may end"
-    ending = f"import os, time\nwhile not os.path.exists({str(may_end)!r}): time.sleep(0.01)\nraise SystemExit({code})"
+def test_exit_reason_is_reported(redis: Redis, redis_url: str, tmp_path: Path, code: int, reason: str):
+    may_exit = tmp_path / "may exit"
+    ending = f"import os, time\nwhile not os.path.exists({str(may_exit)!r}): time.sleep(0.01)\nraise SystemExit({code})"
     host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-c", ending])
     host.start()
     assert read_status(redis, "r").alive
-    may_end.touch()
-    wait_until_sync(lambda: ended(redis))
+    may_exit.touch()
+    wait_until_sync(lambda: has_exited(redis))
     status = read_status(redis, "r")
     assert (status.alive, status.exit_code, status.stopping) == (False, code, False)
-    assert status.end_reason == told
+    assert status.end_reason == reason
 
 
-def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: Redis, redis_url: str, tmp_path: Path):
+def test_killed_learner_is_reported_by_signal_and_can_be_restarted(redis: Redis, redis_url: str, tmp_path: Path):
     host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
     host.start()
     wait_until_sync(lambda: is_up(tmp_path) and redis.hexists(learner_key("r"), "pid"))
     first = read_status(redis, "r")
     os.kill(int(redis.hget(learner_key("r"), "pid")), signal.SIGKILL)
-    wait_until_sync(lambda: ended(redis))
+    wait_until_sync(lambda: has_exited(redis))
     assert read_status(redis, "r").end_reason == "killed by SIGKILL"
     assert host.wait(30)
     host.start()
@@ -94,18 +94,18 @@ def test_a_killed_learner_is_told_by_its_signal_and_can_be_started_again(redis: 
     assert host.wait(30)
 
 
-def test_a_graceful_stop_lets_it_finish(redis: Redis, redis_url: str, tmp_path: Path):
+def test_graceful_stop_lets_learner_finish(redis: Redis, redis_url: str, tmp_path: Path):
     host = LearnerHost("r", redis_url, tmp_path, command=GRACEFUL)
     host.start()
     wait_until_sync(lambda: is_up(tmp_path))
     request_stop(redis, "r", now=False)
-    wait_until_sync(lambda: ended(redis))
+    wait_until_sync(lambda: has_exited(redis))
     status = read_status(redis, "r")
     assert (status.exit_code, status.stopping) == (0, True)
 
 
 @pytest.mark.parametrize(("command", "code"), [(GRACEFUL, 0), (STUBBORN, -signal.SIGKILL)])
-def test_a_host_stops_its_learner_gracefully_or_kills_it(
+def test_host_stops_its_learner_gracefully_or_kills_it(
     redis: Redis, redis_url: str, tmp_path: Path, command: list[str], code: int
 ):
     host = LearnerHost("r", redis_url, tmp_path, command=command)
@@ -117,7 +117,7 @@ def test_a_host_stops_its_learner_gracefully_or_kills_it(
     host.end(grace_s=30.0)
 
 
-def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path: Path):
+def test_start_is_idempotent(redis: Redis, redis_url: str, tmp_path: Path):
     host = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
     host.start()
     first = read_status(redis, "r").incarnation
@@ -127,7 +127,7 @@ def test_starting_twice_is_starting_once(redis: Redis, redis_url: str, tmp_path:
     assert host.wait(30)
 
 
-def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_url: str, tmp_path: Path):
+def test_learner_exits_when_another_host_replaces_it(redis: Redis, redis_url: str, tmp_path: Path):
     first = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
     first.start()
     second = LearnerHost("r", redis_url, tmp_path, command=FOREVER)
@@ -138,7 +138,7 @@ def test_a_learner_ends_when_another_host_has_replaced_it(redis: Redis, redis_ur
     assert second.wait(30)
 
 
-def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis_url: str, tmp_path: Path):
+def test_learner_dies_with_its_host_and_counts_as_dead(redis: Redis, redis_url: str, tmp_path: Path):
     code = f"""
         import sys, time
         from pathlib import Path
@@ -152,13 +152,13 @@ def test_a_learner_dies_with_its_host_and_the_host_is_missed(redis: Redis, redis
     host.kill()
     host.wait()
 
-    def gone() -> bool:
+    def is_gone() -> bool:
         try:
             return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
         except FileNotFoundError:
             return True
 
-    wait_until_sync(gone)
+    wait_until_sync(is_gone)
     redis.delete(alive_key("r"))  # what its expiry does in a few seconds
     status = read_status(redis, "r")
     assert (status.started, status.alive, status.end_reason) == (True, False, "its host is gone")
@@ -185,11 +185,11 @@ WAITS_FOR_THE_LEASE = [
 ]
 
 
-def told(folder: Path, what: str) -> list[int]:
-    """Processes that have said so, in their order."""
+def pids_that_logged(folder: Path, prefix: str) -> list[int]:
+    """Return the processes with a log line `PREFIX PID`, in order."""
     log = folder / LEARNER_LOG
     lines = log.read_text().splitlines() if log.exists() else []
-    return list(dict.fromkeys(int(line.split()[-1]) for line in lines if line.startswith(what)))
+    return list(dict.fromkeys(int(line.split()[-1]) for line in lines if line.startswith(prefix)))
 
 
 def test_a_standby_learner_takes_over_and_is_replaced(
@@ -199,17 +199,20 @@ def test_a_standby_learner_takes_over_and_is_replaced(
     monkeypatch.setattr("offbeat.deploy.components.learner_host.STANDBY_START_INTERVAL_S", 0.0)
     host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
     host.start()
-    wait_until_sync(lambda: told(tmp_path, "up") != [])
-    assert told(tmp_path, "stands by") == [], "nobody stands by before there are weights"
+    wait_until_sync(lambda: pids_that_logged(tmp_path, "up") != [])
+    assert pids_that_logged(tmp_path, "stands by") == [], "a standby started before there were weights"
     redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
-    wait_until_sync(lambda: told(tmp_path, "stands by") != [])
-    before, (first, second) = read_status(redis, "r"), (told(tmp_path, "up")[0], told(tmp_path, "stands by")[0])
+    wait_until_sync(lambda: pids_that_logged(tmp_path, "stands by") != [])
+    before, (first, second) = (
+        read_status(redis, "r"),
+        (pids_that_logged(tmp_path, "up")[0], pids_that_logged(tmp_path, "stands by")[0]),
+    )
     os.kill(first, signal.SIGKILL)
-    wait_until_sync(lambda: told(tmp_path, "up") == [first, second])
-    wait_until_sync(lambda: len(told(tmp_path, "stands by")) == 2)
+    wait_until_sync(lambda: pids_that_logged(tmp_path, "up") == [first, second])
+    wait_until_sync(lambda: len(pids_that_logged(tmp_path, "stands by")) == 2)
     status = read_status(redis, "r")
     assert (status.alive, status.died, status.death_reason) == (True, before.incarnation, "killed by SIGKILL")
-    third = told(tmp_path, "stands by")[1]
+    third = pids_that_logged(tmp_path, "stands by")[1]
     request_stop(redis, "r", now=True)
     assert host.wait(30)
     assert read_status(redis, "r").exit_code == -signal.SIGKILL
@@ -223,14 +226,14 @@ def test_a_replaced_learner_is_reported_once_redis_accepts_writes(
     monkeypatch.setattr("offbeat.deploy.components.learner_host.STANDBY_START_INTERVAL_S", 0.0)
     host = LearnerHost("r", redis_url, tmp_path, command=WAITS_FOR_THE_LEASE, standby=True)
     host.start()
-    wait_until_sync(lambda: told(tmp_path, "up") != [])
+    wait_until_sync(lambda: pids_that_logged(tmp_path, "up") != [])
     redis.hset(RunKeys("r").progress, mapping={"step": 0, "version": 0})
-    wait_until_sync(lambda: told(tmp_path, "stands by") != [])
+    wait_until_sync(lambda: pids_that_logged(tmp_path, "stands by") != [])
     before = read_status(redis, "r")
     redis.config_set("min-replicas-to-write", 1)
     try:
-        os.kill(told(tmp_path, "up")[0], signal.SIGKILL)
-        wait_until_sync(lambda: "can't tell Redis of the new learner: Redis refuses writes" in caplog.text)
+        os.kill(pids_that_logged(tmp_path, "up")[0], signal.SIGKILL)
+        wait_until_sync(lambda: "can't report the new learner: Redis refuses writes" in caplog.text)
     finally:
         redis.config_set("min-replicas-to-write", 0)
     wait_until_sync(lambda: read_status(redis, "r").died == before.incarnation)
@@ -261,49 +264,49 @@ def test_a_standby_that_fails_to_start_does_not_end_the_learner(
     assert host.wait(30)
 
 
-def test_a_standby_of_a_learner_that_people_attach_is_refused():
+def test_standby_of_external_learner_is_rejected():
     with pytest.raises(ConfigError, match="attach a second learner instead"):
         load_run(QUICKSTART, ["control.standby_learner=true", "control.learner=external"])
 
 
-def test_a_learner_that_hangs_is_killed_once_its_lease_has_run_out(
+def test_hung_learner_is_killed_after_its_lease_expires(
     redis: Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("offbeat.deploy.components.learner_host.HANG_TIMEOUT_S", 1.0)
     command = [*WAITS_FOR_THE_LEASE[:-1], WAITS_FOR_THE_LEASE[-1].replace("600.0", "0.5")]
     host = LearnerHost("r", redis_url, tmp_path, command=command)
     host.start()
-    wait_until_sync(lambda: told(tmp_path, "up") != [])
-    assert not host.wait(2.0), "one that renews its lease lives on"
-    os.kill(told(tmp_path, "up")[0], signal.SIGSTOP)
+    wait_until_sync(lambda: pids_that_logged(tmp_path, "up") != [])
+    assert not host.wait(2.0), "a learner that renews its lease was killed"
+    os.kill(pids_that_logged(tmp_path, "up")[0], signal.SIGSTOP)
     assert host.wait(20)
     assert read_status(redis, "r").end_reason == "killed by SIGKILL"
 
 
-async def test_the_reconciler_is_told_once_of_a_learner_whose_place_was_taken(redis: Redis, redis_url: str):
+async def test_takeover_is_reported_once_to_the_reconciler(redis: Redis, redis_url: str):
     config = load_run(QUICKSTART)
-    known = {"incarnation": "two", "pid": 1, "died": "one", "died_how": "killed by SIGKILL"}
-    redis.hset(learner_key(config.exp_name), mapping=known)
+    stored = {"incarnation": "two", "pid": 1, "died": "one", "died_how": "killed by SIGKILL"}
+    redis.hset(learner_key(config.exp_name), mapping=stored)
     redis.set(alive_key(config.exp_name), "two")
     learner = ManagedLearner(config, redis, redis_url)
-    seen = await learner.observe()
-    assert (seen.health, seen.incident) == (Health.DEAD, "one")
-    assert seen.detail == "killed by SIGKILL; the standby has taken over"
+    observation = await learner.observe()
+    assert (observation.health, observation.incident) == (Health.DEAD, "one")
+    assert observation.detail == "killed by SIGKILL; the standby has taken over"
     assert (await learner.observe()).health is Health.STARTING
 
 
-def test_the_password_of_redis_is_on_no_command_line(redis_url: str, tmp_path: Path):
-    tells = "import os, sys; print(os.environ['OFFBEAT_REDIS'] == sys.argv[1], 'up')"
-    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-u", "-c", tells, redis_url])
+def test_redis_password_is_not_on_the_command_line(redis_url: str, tmp_path: Path):
+    report = "import os, sys; print(os.environ['OFFBEAT_REDIS'] == sys.argv[1], 'up')"
+    host = LearnerHost("r", redis_url, tmp_path, command=[sys.executable, "-u", "-c", report, redis_url])
     host.start()
     wait_until_sync(lambda: is_up(tmp_path))
     assert (tmp_path / LEARNER_LOG).read_text() == "True up\n"
     assert learner_command("r")[1:] == ["-m", "offbeat.trainer.cli", "r"]
 
 
-async def test_no_learner_is_started_while_the_mesh_is_shut_down(redis: Redis, redis_url: str):
+async def test_no_learner_is_started_while_serve_shuts_down(redis: Redis, redis_url: str):
     redis.set(ENDING, "1")
     config = load_run(QUICKSTART)
     await ManagedLearner(config, redis, redis_url).ensure()
     assert not read_status(redis, config.exp_name).started
-    assert not ray.is_initialized(), "nobody has even looked for its host"
+    assert not ray.is_initialized(), "no actor was looked up"

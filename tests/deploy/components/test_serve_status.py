@@ -11,19 +11,19 @@ from offbeat.deploy.components.serve_status import AppStatus, ServeStatus
 async def test_components_share_one_status_request_per_check(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    asked: list[int] = []
+    requests: list[int] = []
     answer = threading.Event()
 
     def statuses() -> dict[str, AppStatus]:
-        asked.append(len(asked))
+        requests.append(len(requests))
         answer.wait(10)
-        return {"app": AppStatus(ApplicationStatus.RUNNING, str(asked[-1]))}
+        return {"app": AppStatus(ApplicationStatus.RUNNING, str(requests[-1]))}
 
     monkeypatch.setattr(serve_status, "read_app_statuses", statuses)
     shared = ServeStatus()
-    look = [asyncio.create_task(shared()) for _ in range(5)]
+    calls = [asyncio.create_task(shared()) for _ in range(5)]
     await asyncio.sleep(0)
     answer.set()
-    assert [told["app"].message for told in await asyncio.gather(*look)] == ["0"] * 5
+    assert [status["app"].message for status in await asyncio.gather(*calls)] == ["0"] * 5
     assert (await shared())["app"].message == "1"
-    assert asked == [0, 1]
+    assert requests == [0, 1]

@@ -10,8 +10,8 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.errors import ControlError
 
 
-class ToldStatus(ServeStatus):
-    """What Serve's controller is said to say."""
+class FakeServeStatus(ServeStatus):
+    """Fixed statuses instead of those of Serve's controller."""
 
     def __init__(self, **apps: ApplicationStatus) -> None:
         super().__init__()
@@ -22,10 +22,10 @@ class ToldStatus(ServeStatus):
 
 
 def generation(redis: Redis, run_id: str, **apps: ApplicationStatus) -> SharedGeneration:
-    return SharedGeneration(run_id, "engines", redis, ToldStatus(**apps))
+    return SharedGeneration(run_id, "engines", redis, FakeServeStatus(**apps))
 
 
-async def test_a_run_claims_the_application_and_lets_go_of_it(redis: Redis):
+async def test_run_claims_and_releases_the_application(redis: Redis):
     one = generation(redis, "one", engines=ApplicationStatus.RUNNING)
     assert (await one.observe()).health is Health.ABSENT
     await one.ensure()
@@ -34,7 +34,7 @@ async def test_a_run_claims_the_application_and_lets_go_of_it(redis: Redis):
     assert (await one.observe()).health is Health.ABSENT
 
 
-async def test_another_runs_application_is_neither_taken_nor_given_up(redis: Redis):
+async def test_another_runs_application_is_neither_claimed_nor_released(redis: Redis):
     one, two = (generation(redis, name, engines=ApplicationStatus.RUNNING) for name in ("one", "two"))
     await one.ensure()
     with pytest.raises(ControlError, match="'one'"):
@@ -44,9 +44,9 @@ async def test_another_runs_application_is_neither_taken_nor_given_up(redis: Red
 
 
 @pytest.mark.parametrize("apps", [{}, {"engines": ApplicationStatus.DEPLOY_FAILED}])
-async def test_a_run_waits_for_an_application_that_was_removed_or_broken(redis: Redis, apps: dict[str, Any]):
+async def test_run_waits_for_a_removed_or_broken_application(redis: Redis, apps: dict[str, Any]):
     one = generation(redis, "one", **apps)
     await one.ensure()
-    seen = await one.observe()
-    assert seen.health is Health.STARTING
-    assert "engines" in seen.detail
+    observation = await one.observe()
+    assert observation.health is Health.STARTING
+    assert "engines" in observation.detail
