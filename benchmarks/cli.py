@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from offbeat.deploy.local.signals import interrupt_at_signals
+from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
 bench_app = typer.Typer(help="Measure: medians and ratios from one call, on the real components.", no_args_is_help=True)
 
 
 @bench_app.callback()
 def before_each() -> None:
-    interrupt_at_signals()
+    raise_interrupt_on_signals()
 
 
 JsonFile = Annotated[

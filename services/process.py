@@ -41,7 +41,7 @@ def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SI
         os._exit(1)
 
 
-def die_with_this_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
+def bind_to_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
     """Return the command line that runs `command` as a child that dies with the thread that starts it."""
     return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
 

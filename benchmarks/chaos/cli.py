@@ -12,7 +12,7 @@ from offbeat.benchmarks.chaos.options import (
     RunFolder,
     write_report,
 )
-from offbeat.deploy.local.signals import interrupt_at_signals
+from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
 if TYPE_CHECKING:
     from offbeat.benchmarks.chaos.report import ChaosReport
@@ -39,7 +39,7 @@ def chaos(
     """
     from offbeat.benchmarks.chaos.session import run_chaos
 
-    interrupt_at_signals()
+    raise_interrupt_on_signals()
     folder = out or Path(tempfile.mkdtemp(prefix="offbeat-chaos-")) / "run"
     report = run_chaos(
         folder,

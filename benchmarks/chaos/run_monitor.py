@@ -20,9 +20,9 @@ from redis.exceptions import RedisError
 
 from offbeat.deploy import run_folder
 from offbeat.deploy.components.learner_host import learner_key
-from offbeat.deploy.local.processes import SHARED_MEMORY, shared_memory_of_nobody
+from offbeat.deploy.local.processes import SHARED_MEMORY, find_orphaned_shared_memory
 from offbeat.services.keys import RunKeys
-from offbeat.services.process import die_with_this_thread
+from offbeat.services.process import bind_to_thread
 
 STOP_S = 30.0
 FOLDER_S = 60.0
@@ -49,7 +49,7 @@ class RunUnderChaos:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                die_with_this_thread([*command, f"exp_name={run_id}", *overrides], by=signal.SIGTERM),
+                bind_to_thread([*command, f"exp_name={run_id}", *overrides], by=signal.SIGTERM),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -146,7 +146,7 @@ class RunUnderChaos:
         left = [f"process {pid}: {_line(pid)}" for pid, started in self.seen.items() if _lives(pid, started)]
         files = {
             path for path in SHARED_MEMORY.iterdir() if f"-{self._run_id}-" in path.name
-        } | shared_memory_of_nobody()
+        } | find_orphaned_shared_memory()
         return left + [str(path) for path in sorted(files) if path.name not in self._shm_before]
 
     def close(self) -> None:

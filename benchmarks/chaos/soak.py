@@ -17,7 +17,7 @@ from offbeat.benchmarks.chaos.options import (
     RunFolder,
     write_report,
 )
-from offbeat.deploy.local.signals import interrupt_at_signals
+from offbeat.deploy.local.signals import raise_interrupt_on_signals
 
 if TYPE_CHECKING:
     from offbeat.benchmarks.chaos.memory import Growth, Series
@@ -68,7 +68,7 @@ def soak(
     Exit codes: 0 none goes on growing by more than 2 % (and 1 MiB) an hour, surely or in floor and ceiling alike, the audit
     proves the run, nothing is left; 1 otherwise.
     """
-    interrupt_at_signals()
+    raise_interrupt_on_signals()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()
     report = _run_soak(folder, minutes, overrides or [], picture, typer.echo)
     write_report(as_json, report.as_tree())

@@ -13,7 +13,7 @@ from offbeat.benchmarks.peer.options import SideError
 from offbeat.benchmarks.peer.trl_worker import job as jobs
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
-from offbeat.services.process import die_with_this_thread
+from offbeat.services.process import bind_to_thread
 
 GUEST = "offbeat.benchmarks.peer.trl_worker"
 BIG = str(1 << 32)
@@ -85,7 +85,7 @@ def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str,
         SideError: it failed or took too long.
     """
     with log.open("wb") as out:
-        mortal = die_with_this_thread(command, by=signal.SIGTERM)
+        mortal = bind_to_thread(command, by=signal.SIGTERM)
         process = subprocess.Popen(mortal, stdout=out, stderr=subprocess.STDOUT, env=environment)
         meter = CpuMeter(process.pid, cpu) if cpu is not None else None
         try:

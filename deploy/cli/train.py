@@ -22,7 +22,7 @@ from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.mesh import LocalMesh
-from offbeat.deploy.local.signals import ending_signals
+from offbeat.deploy.local.signals import termination_signals
 from offbeat.deploy.report.history import RunHistory
 from offbeat.deploy.report.report import ReportMaker
 from offbeat.deploy.run_setup import LOGS
@@ -148,10 +148,10 @@ class TrainCommand:
     async def _run_to_its_end(self) -> None:
         self._view.say("Starting Redis, Ray, the learner and the services ...")
         async with await self._start() as client:
-            self._view.say(f"Control service at {client.url}, Redis at {self._mesh.redis_place}")
+            self._view.say(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
             self._report.timings = self._mesh.timings
             # Beside the watch: who asks a service whose Redis is gone waits for its answer
-            chores = {"keep redis": self._mesh.keep_redis(), "watch memory": self._mesh.watch_shared_memory()}
+            chores = {"keep redis": self._mesh.supervise_redis(), "watch memory": self._mesh.watch_shared_memory()}
             keepers = [asyncio.create_task(chore, name=name) for name, chore in chores.items()]
             try:
                 view = await self._watch(client)
@@ -218,7 +218,7 @@ class TrainCommand:
         return FAILED
 
     async def _end_stopped(self) -> int:
-        published = await self._mesh.end_learner()
+        published = await self._mesh.stop_learner()
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._write_report()
@@ -240,7 +240,7 @@ class TrainCommand:
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        for number in ending_signals():
+        for number in termination_signals():
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:

@@ -33,7 +33,7 @@ from offbeat.services.errors import ControlError
 from offbeat.services.generation.config import app_name
 from offbeat.services.generation.tenancy import APP, EngineOffer, read_offers
 from offbeat.services.keys import RunKeys, claims_key
-from offbeat.services.process import die_with_this_thread
+from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.url import place
 from offbeat.trainer.cli import REDIS_VARIABLE
 from offbeat.trainer.config.issue import ConfigIssue
@@ -129,7 +129,7 @@ class RayRunFactory(MeshRunFactory):
         command = f"offbeat report {shlex.quote(str(folder))} --redis {place(self._redis_url)}"
         try:
             process = subprocess.run(
-                die_with_this_thread([sys.executable, "-m", "offbeat.deploy.cli.app", "report", str(folder)]),
+                bind_to_thread([sys.executable, "-m", "offbeat.deploy.cli.app", "report", str(folder)]),
                 cwd=self._working_dir,
                 env={
                     **os.environ,

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError
 
 from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
-from offbeat.services.process import die_with_this_thread
+from offbeat.services.process import bind_to_thread
 from offbeat.services.redis.connection import OutageRetry, connect
 from offbeat.services.redis.lease import free_lease_of, owner_of
 from offbeat.trainer.cli import REDIS_VARIABLE
@@ -257,7 +257,7 @@ class LearnerHost:
         environment = {REDIS_VARIABLE: self._redis_url, "OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as out:
             return subprocess.Popen(
-                die_with_this_thread(self._command),
+                bind_to_thread(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

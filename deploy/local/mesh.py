@@ -28,12 +28,12 @@ from redis.exceptions import RedisError
 from offbeat.deploy.components.learner_host import LearnerHost, read_status, request_stop
 from offbeat.deploy.components.ray_actors import CONTROL_APP, NAMESPACE
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.local.parent_guard import guarded
+from offbeat.deploy.local.parent_guard import guard_command
 from offbeat.deploy.local.processes import (
     adopt_orphans,
-    end_descendants,
-    remove_left_behind,
-    shared_memory_held,
+    terminate_descendants,
+    remove_orphaned_shared_memory,
+    find_shared_memory,
 )
 from offbeat.deploy.local.ray_process import (
     CONTROL,
@@ -68,16 +68,16 @@ from offbeat.trainer.trackers.registry import STOP_S, has_processes
 
 logger = logging.getLogger(__name__)
 
-CONTROL_WIRING = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
+RUN_FACTORY_PATH = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
 OBJECT_STORE_BYTES = 128 * 2**20
 """Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
 SPARE_CPUS = 2.0
 """Logical CPUs beyond those of engines and workers, for Ray's own actors; they wait more than they compute."""
 RAY_STARTUP_TIMEOUT_S = 600.0
-RAY_SHUTDOWN_S = 3.0
+RAY_SHUTDOWN_TIMEOUT_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
-SLOW_START = "Ray was not up after its 30 s, on a machine that is this busy: it is started again."
+SLOW_START_MESSAGE = "Ray was not up after its 30 s, on a machine that is this busy: it is started again."
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Each call's events are for Ray's dashboard, which does not run here; the GCS keeps 3 KiB of 100,000 calls
@@ -89,14 +89,14 @@ RAY_ENVIRONMENT = {
 }
 LEARNER_GRACE_S = 4.0
 """Time, beyond that of its last steps, for a learner to save a checkpoint when the command is interrupted."""
-END_GRACE_S = 1.0
-ANSWER_S = 120.0
+EXIT_GRACE_S = 1.0
+SUBMIT_TIMEOUT_S = 120.0
 """Time for the control service to accept the run once it is up."""
-REDIS_LOOK_S = 0.2
+REDIS_CHECK_INTERVAL_S = 0.2
 """Upper bound of the time for which a dead embedded Redis is not noticed."""
-MEMORY_LOOK_S = 1.0
+SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
 """Interval at which the run's shared memory is measured."""
-REDIS_PING_S, REDIS_HUNG_S = 2.0, 15.0
+REDIS_PING_INTERVAL_S, REDIS_HANG_TIMEOUT_S = 2.0, 15.0
 """Ping interval, and time without an answer after which the embedded Redis is killed. A restart completes before the retry
 timeout of clients (`offbeat.services.redis.connection`)."""
 
@@ -119,12 +119,12 @@ class LocalMesh:
         self._ray_temp: Path | None = None
         self._ray: subprocess.Popen[bytes] | None = None
         self._ray_pipe: JsonLines | None = None
-        self._held: set[Path] = set()
+        self._shared_memory: set[Path] = set()
         self.timings: dict[str, float] = {}
         """Seconds from the command's start until each part was up."""
 
     @property
-    def redis_place(self) -> str:
+    def redis_address(self) -> str:
         """Address of the run's Redis, without a password."""
         return place(self._redis_url)
 
@@ -140,12 +140,12 @@ class LocalMesh:
         port = control.port or free_port()
         self._start_ray(port)
         await self._start_redis()
-        await self._give_the_learner_a_head_start()
+        await self._start_learner_early()
         await self._wait_for_ray(UP)
-        self._mark("ray")
+        self._record_timing("ray")
         arguments = LocalControlArgs(
             redis_url=self._redis_url,
-            wiring=CONTROL_WIRING,
+            wiring=RUN_FACTORY_PATH,
             token=control.token,
             read_token=control.read_token,
             reconcile_s=control.reconcile_s,
@@ -154,10 +154,10 @@ class LocalMesh:
         )
         self._send_to_ray(arguments)
         await self._wait_for_ray(CONTROL)
-        self._mark("control")
+        self._record_timing("control")
         url = f"http://{_reachable(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
-        await retry_until_answered(lambda: client.create(self._config.model_dump_json()), ANSWER_S)
+        await retry_until_answered(lambda: client.create(self._config.model_dump_json()), SUBMIT_TIMEOUT_S)
         write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
         return client
 
@@ -166,12 +166,12 @@ class LocalMesh:
             self._server = EmbeddedRedis(self._folder / "redis", self._config.redis)
             await asyncio.get_running_loop().run_in_executor(self._redis_thread, self._server.start)
             self._redis_url = self._server.url
-        elif why := await asyncio.to_thread(refusal, self._redis_url):
-            raise MeshError(f"redis.url: {why}")
+        elif reason := await asyncio.to_thread(refusal, self._redis_url):
+            raise MeshError(f"redis.url: {reason}")
         self._redis = connect(self._redis_url)
-        self._mark("redis")
+        self._record_timing("redis")
 
-    async def _give_the_learner_a_head_start(self) -> None:
+    async def _start_learner_early(self) -> None:
         """Start the learner before there is a control service: it needs Redis alone, and warms up for the longest.
 
         The control service finds it running, and replaces it if it dies. On a GPU machine Ray places the learner, so that it
@@ -194,7 +194,7 @@ class LocalMesh:
                 config.exp_name, self._redis_url, self._folder, threads=threads, standby=standby
             )
             await asyncio.to_thread(self._learner.start)
-            self._mark("learner")
+            self._record_timing("learner")
 
     def _start_ray(self, port: int) -> None:
         """Start the process that runs Ray; called on the main thread, with which it dies."""
@@ -213,10 +213,10 @@ class LocalMesh:
         )
         logs = self._folder / LOGS
         logs.mkdir(parents=True, exist_ok=True)
-        _link(logs / "ray", self._ray_temp / "session_latest" / "logs")
+        _replace_with_link(logs / "ray", self._ray_temp / "session_latest" / "logs")
         with (logs / RAY_LOG).open("ab") as log:
             self._ray = subprocess.Popen(
-                guarded([sys.executable, "-m", "offbeat.deploy.local.ray_process"]),
+                guard_command([sys.executable, "-m", "offbeat.deploy.local.ray_process"]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -239,39 +239,39 @@ class LocalMesh:
         try:
             async with asyncio.timeout(RAY_STARTUP_TIMEOUT_S):
                 while (answer := await asyncio.to_thread(self._ray_pipe.receive)) == {STATE: RETRYING}:
-                    logger.warning(SLOW_START)
-                    self._say(SLOW_START)
+                    logger.warning(SLOW_START_MESSAGE)
+                    self._say(SLOW_START_MESSAGE)
         except TimeoutError:
             raise MeshError(f"Ray did not start in {RAY_STARTUP_TIMEOUT_S:.0f} s\nRead {log}") from None
         if answer != {STATE: expected}:
             raise MeshError(f"Ray could not be started\nRead {log}")
 
-    async def keep_redis(self) -> None:
+    async def supervise_redis(self) -> None:
         """Restart the embedded Redis when it dies or hangs, until cancelled; acknowledged writes are kept."""
-        answered = looked = time.monotonic()
+        last_answer_at = last_ping_at = time.monotonic()
         while (server := self._server) is not None:
             now = time.monotonic()
-            if server.is_alive() and now > looked + REDIS_PING_S:
-                looked = now
-                answered = time.monotonic() if await asyncio.to_thread(server.answers) else answered
-            if not server.is_alive() or now > answered + REDIS_HUNG_S:
+            if server.is_alive() and now > last_ping_at + REDIS_PING_INTERVAL_S:
+                last_ping_at = now
+                last_answer_at = time.monotonic() if await asyncio.to_thread(server.answers) else last_answer_at
+            if not server.is_alive() or now > last_answer_at + REDIS_HANG_TIMEOUT_S:
                 logger.warning("redis-server %s and is started again", "hangs" if server.is_alive() else "died")
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
                 except MeshError as error:
                     logger.error("it does not come back, and is tried again: %s", error)
-                answered = time.monotonic()
-            await asyncio.sleep(REDIS_LOOK_S)
+                last_answer_at = time.monotonic()
+            await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
 
     async def watch_shared_memory(self) -> None:
         """Record shared memory of the run's processes until cancelled: an engine that is killed while it starts leaves
         its semaphore if its resource tracker is killed with it, as Ray does."""
         while True:
-            held = await asyncio.to_thread(shared_memory_held)
-            self._held = held | {path for path in self._held if path.exists()}
-            await asyncio.sleep(MEMORY_LOOK_S)
+            held = await asyncio.to_thread(find_shared_memory)
+            self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
+            await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
-    async def end_learner(self) -> int:
+    async def stop_learner(self) -> int:
         """Stop the learner after its step and a checkpoint; kill it if that takes too long.
 
         Returns:
@@ -305,26 +305,26 @@ class LocalMesh:
 
     def kill(self) -> None:
         """Kill everything at once; saved state is kept."""
-        end_descendants(0.0)
-        remove_left_behind(self._held)
+        terminate_descendants(0.0)
+        remove_orphaned_shared_memory(self._shared_memory)
         self._remove_leftovers()
 
     def _stop(self, outcome: RunState | None) -> None:
         spared = [self._server.pid] if self._server and self._server.pid else []
-        held = self._held | shared_memory_held()  # before Ray ends its workers in its own way
+        held = self._shared_memory | find_shared_memory()  # before Ray ends its workers in its own way
         self._stop_ray()
-        killed = end_descendants(END_GRACE_S, besides=spared)
-        if killed:
-            logger.info("killed %d processes that did not end in %s s", killed, END_GRACE_S)
-        self._keep_ray_logs()
+        num_killed = terminate_descendants(EXIT_GRACE_S, excluding=spared)
+        if num_killed:
+            logger.info("killed %d processes that did not end in %s s", num_killed, EXIT_GRACE_S)
+        self._copy_ray_logs()
         if outcome is not None and self._redis is not None:
             self._write_outcome(self._redis, outcome)
         if self._redis is not None:
             self._redis.close()
         if self._server is not None:
             self._server.stop()
-        end_descendants(END_GRACE_S)
-        remove_left_behind(held)
+        terminate_descendants(EXIT_GRACE_S)
+        remove_orphaned_shared_memory(held)
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
@@ -341,9 +341,9 @@ class LocalMesh:
         with suppress(BrokenPipeError):
             self._ray.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._ray.wait(RAY_SHUTDOWN_S)
+            self._ray.wait(RAY_SHUTDOWN_TIMEOUT_S)
 
-    def _keep_ray_logs(self) -> None:
+    def _copy_ray_logs(self) -> None:
         """Put Ray's own logs where they outlive it."""
         link = self._folder / LOGS / "ray"
         target = link.resolve()
@@ -358,7 +358,7 @@ class LocalMesh:
         except RedisError as error:
             logger.warning("can't record that the run is %s: %s", outcome, error)
 
-    def _mark(self, part: str) -> None:
+    def _record_timing(self, part: str) -> None:
         self.timings[part] = time.time() - self._began
 
 
@@ -380,11 +380,11 @@ def _remove_orphaned_temp() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _reachable(host: str) -> str:
+def _client_host(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "localhost") else f"[{host}]" if ":" in host else host
 
 
-def _link(link: Path, target: Path) -> None:
+def _replace_with_link(link: Path, target: Path) -> None:
     if link.is_symlink():
         link.unlink()
     elif link.is_dir():

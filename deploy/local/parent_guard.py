@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from offbeat.deploy.local.processes import adopt_orphans, end_descendants
+from offbeat.deploy.local.processes import adopt_orphans, terminate_descendants
 from offbeat.services.process import die_with_parent
 
 
@@ -18,7 +18,7 @@ class _ParentEndedError(Exception):
     pass
 
 
-def guarded(command: Sequence[str]) -> list[str]:
+def guard_command(command: Sequence[str]) -> list[str]:
     """Return the command line that runs `command` under a guard, which watches the thread that starts it."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
@@ -42,7 +42,7 @@ def guard(parent: int, command: Sequence[str]) -> int:
             if pid == child.pid:
                 return os.waitstatus_to_exitcode(status)
     except _ParentEndedError:
-        end_descendants(0.0)
+        terminate_descendants(0.0)
         return 1
 
 

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
-MULTIPROCESSING = ("sem.mp-*", "psm_*")
+MULTIPROCESSING_PATTERNS = ("sem.mp-*", "psm_*")
 """Semaphores and blocks of memory."""
-TRACKER_S = 2.0
+RESOURCE_TRACKER_GRACE_S = 2.0
 """Time for resource trackers to clean up after their processes have exited."""
 
 
@@ -27,9 +27,9 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(besides: Collection[int] = ()) -> list[psutil.Process]:
-    """Return all living descendants, except those in `besides` and their descendants."""
-    spared = set(besides)
+def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
+    """Return all living descendants, except those in `excluding` and their descendants."""
+    spared = set(excluding)
     found: list[psutil.Process] = []
     for child in psutil.Process().children():
         if child.pid in spared:
@@ -41,60 +41,60 @@ def descendants(besides: Collection[int] = ()) -> list[psutil.Process]:
     return [process for process in found if process.pid not in spared]
 
 
-def end_descendants(grace_s: float, besides: Collection[int] = ()) -> int:
+def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> int:
     """Terminate every descendant, kill the rest after `grace_s`, and return the number killed.
 
     Shared memory of killed processes is removed: by Python's resource trackers, which get time to exit, and otherwise here.
 
     besides: pids that are left alone, with their descendants.
     """
-    held = shared_memory_held()
-    for process in descendants(besides):
+    held = find_shared_memory()
+    for process in descendants(excluding):
         _signal(process, kill=False)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
-        if not _living(descendants(besides)):
-            remove_left_behind(held)
+        if not _exclude_zombies(descendants(excluding)):
+            remove_orphaned_shared_memory(held)
             return 0
         time.sleep(0.05)
-    held |= shared_memory_held()
-    killed = _kill([each for each in _living(descendants(besides)) if not _is_resource_tracker(each)])
-    deadline = time.monotonic() + TRACKER_S
-    while _living(descendants(besides)) and time.monotonic() < deadline:
+    held |= find_shared_memory()
+    killed = _kill([each for each in _exclude_zombies(descendants(excluding)) if not _is_resource_tracker(each)])
+    deadline = time.monotonic() + RESOURCE_TRACKER_GRACE_S
+    while _exclude_zombies(descendants(excluding)) and time.monotonic() < deadline:
         # Who was forked between the look and the kill is killed here.
-        killed |= _kill([each for each in _living(descendants(besides)) if not _is_resource_tracker(each)])
+        killed |= _kill([each for each in _exclude_zombies(descendants(excluding)) if not _is_resource_tracker(each)])
         time.sleep(0.02)
-    killed |= _kill(_living(descendants(besides)))
-    if left := _living(descendants(besides)):
+    killed |= _kill(_exclude_zombies(descendants(excluding)))
+    if left := _exclude_zombies(descendants(excluding)):
         logger.error("processes that can't be killed: %s", [process.pid for process in left])
-    remove_left_behind(held)
+    remove_orphaned_shared_memory(held)
     return len(killed)
 
 
-def shared_memory_held() -> set[Path]:
+def find_shared_memory() -> set[Path]:
     """Return the files in shared memory that multiprocessing created for our descendants."""
-    return _made_by_multiprocessing(descendants())[0]
+    return _split_by_use(descendants())[0]
 
 
-def shared_memory_of_nobody() -> set[Path]:
+def find_orphaned_shared_memory() -> set[Path]:
     """Return the files in shared memory that multiprocessing created and no process of this machine uses."""
-    return _made_by_multiprocessing(psutil.process_iter())[1]
+    return _split_by_use(psutil.process_iter())[1]
 
 
-def remove_left_behind(held: Collection[Path]) -> None:
-    """Remove shared memory that `shared_memory_held` found before its processes were killed, if it still exists."""
+def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
+    """Remove shared memory that `find_shared_memory` found before its processes were killed, if it still exists."""
     if held:
-        for path in shared_memory_of_nobody().intersection(held):
+        for path in find_orphaned_shared_memory().intersection(held):
             path.unlink(missing_ok=True)
 
 
-def _made_by_multiprocessing(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
+def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
     """Return multiprocessing's files that the processes have mapped, and the others.
 
     By inode: a process maps a semaphore before it gets its name.
     """
     # Listed first: what is made meanwhile would seem nobody's
-    files = {path for pattern in MULTIPROCESSING for path in SHARED_MEMORY.glob(pattern)}
+    files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}
     mapped: set[int] = set()
     for process in processes if files else ():
         with suppress(OSError):
@@ -124,7 +124,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return False
 
 
-def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def _exclude_zombies(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that are not zombies; own zombie children are reaped."""
     living: list[psutil.Process] = []
     for process in processes:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat.deploy.local.processes import end_descendants
+from offbeat.deploy.local.processes import terminate_descendants
 from offbeat.services.process import JsonLines, claim_stdout
 
 STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
@@ -89,7 +89,7 @@ def _clean_up() -> None:
     import ray
 
     ray.shutdown()
-    end_descendants(CLEANUP_GRACE_S)
+    terminate_descendants(CLEANUP_GRACE_S)
 
 
 def start_control(arguments: LocalControlArgs) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from offbeat.deploy.local.parent_guard import guarded
+from offbeat.deploy.local.parent_guard import guard_command
 from tests.waiting import wait_until_sync
 
 ORPHAN_MAKER = """
@@ -22,8 +22,8 @@ time.sleep(60)
 """
 GUARDING_PARENT = """
 import subprocess, sys
-from offbeat.deploy.local.parent_guard import guarded
-subprocess.run(guarded(sys.argv[1:]))
+from offbeat.deploy.local.parent_guard import guard_command
+subprocess.run(guard_command(sys.argv[1:]))
 """
 
 
@@ -43,7 +43,7 @@ def test_a_guard_exits_with_its_command_and_ignores_signals(tmp_path: Path):
     """Signals are ignored while the parent lives."""
     begun = tmp_path / "begun"
     command = f"import pathlib, sys; pathlib.Path({str(begun)!r}).touch(); sys.stdin.read(); sys.exit(3)"
-    guard = subprocess.Popen(guarded([sys.executable, "-c", command]), stdin=subprocess.PIPE)
+    guard = subprocess.Popen(guard_command([sys.executable, "-c", command]), stdin=subprocess.PIPE)
     assert guard.stdin is not None
     wait_until_sync(begun.exists, timeout_s=30)
     guard.terminate()

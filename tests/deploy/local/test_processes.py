@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 FAMILY = """
     import subprocess, sys, time
-    from offbeat.deploy.local.processes import adopt_orphans, descendants, end_descendants
+    from offbeat.deploy.local.processes import adopt_orphans, descendants, terminate_descendants
 
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(100)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); input()"
@@ -21,12 +21,12 @@ FAMILY = """
     assert child.stdout.readline() == "up\\n"
     child.stdin.close()
     child.wait()
-    orphans = descendants(besides=[spared.pid])
+    orphans = descendants(excluding=[spared.pid])
     assert len(orphans) == 1, orphans
-    assert end_descendants(0.3, besides=[spared.pid]) == 1
-    assert descendants(besides=[spared.pid]) == []
+    assert terminate_descendants(0.3, excluding=[spared.pid]) == 1
+    assert descendants(excluding=[spared.pid]) == []
     assert spared.poll() is None
-    assert end_descendants(5.0) == 0
+    assert terminate_descendants(5.0) == 0
     assert spared.poll() is not None
     print("done")
 """
@@ -42,7 +42,7 @@ def test_orphans_stay_descendants_and_who_ignores_the_request_is_killed():
 def test_a_strangers_process_is_never_touched():
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
-        code = "from offbeat.deploy.local.processes import end_descendants; end_descendants(0.1)"
+        code = "from offbeat.deploy.local.processes import terminate_descendants; terminate_descendants(0.1)"
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
         wait_until_sync(lambda: stranger.poll() is None)
         assert stranger.poll() is None
@@ -53,7 +53,7 @@ def test_a_strangers_process_is_never_touched():
 
 TRACKED = """
     import os, subprocess, sys
-    from offbeat.deploy.local.processes import adopt_orphans, descendants, end_descendants
+    from offbeat.deploy.local.processes import adopt_orphans, descendants, terminate_descendants
 
     hold = (
         "import time; from multiprocessing import shared_memory; "
@@ -67,7 +67,7 @@ TRACKED = """
     for tracker in starved:
         adopt_orphans()  # or it would not be ours once its parent is gone
         tracker.suspend()
-    assert end_descendants(0.2) == 1 + len(starved)
+    assert terminate_descendants(0.2) == 1 + len(starved)
     assert not os.path.exists("/dev/shm/" + name)
     print("done")
 """
@@ -89,7 +89,7 @@ UNTRACKED = """
     import os, subprocess, sys
     import psutil
     from offbeat.deploy.local.processes import (
-        adopt_orphans, descendants, remove_left_behind, shared_memory_held, shared_memory_of_nobody
+        adopt_orphans, descendants, remove_orphaned_shared_memory, find_shared_memory, find_orphaned_shared_memory
     )
 
     hold = (
@@ -99,15 +99,15 @@ UNTRACKED = """
     adopt_orphans()
     child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
-    held = shared_memory_held()
+    held = find_shared_memory()
     assert [str(path) for path in held] == [name]
-    assert held.isdisjoint(shared_memory_of_nobody())
+    assert held.isdisjoint(find_orphaned_shared_memory())
     killed = descendants()  # its resource tracker, too, which would have tidied up
     for process in killed:
         process.kill()
     assert not psutil.wait_procs(killed, timeout=30)[1]
-    assert held <= shared_memory_of_nobody()
-    remove_left_behind(held)
+    assert held <= find_orphaned_shared_memory()
+    remove_orphaned_shared_memory(held)
     assert not os.path.exists(name)
     print("done")
 """
@@ -129,7 +129,7 @@ DIED_EARLY = """
 
     async def watch(mesh, child, name):
         watching = asyncio.create_task(mesh.watch_shared_memory())
-        while name not in map(str, mesh._held):
+        while name not in map(str, mesh._shared_memory):
             await asyncio.sleep(0.01)
         for process in descendants():  # its resource tracker, too
             process.kill()
@@ -175,8 +175,8 @@ time.sleep(100)
 """
 MORTAL_PARENT = """
 import signal, subprocess, sys
-from offbeat.services.process import die_with_this_thread
-subprocess.run(die_with_this_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
+from offbeat.services.process import bind_to_thread
+subprocess.run(bind_to_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
 """
 
 

@@ -21,15 +21,15 @@ pytestmark = pytest.mark.slow
 async def test_a_redis_that_died_or_hangs_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ):
-    monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_PING_S", 0.1)
-    monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_HUNG_S", 0.5)
+    monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_PING_INTERVAL_S", 0.1)
+    monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_HANG_TIMEOUT_S", 0.5)
     monkeypatch.setattr("offbeat.services.redis.server.STOP_TIMEOUT_S", 0.5)
     config = load_run(QUICKSTART)
     mesh = LocalMesh(config, began=time.time())
     server = EmbeddedRedis(tmp_path / "redis", config.redis)
     mesh._redis_thread.submit(server.start).result()
     mesh._server = server
-    keeping = asyncio.create_task(mesh.keep_redis())
+    keeping = asyncio.create_task(mesh.supervise_redis())
     try:
         before = server.pid
         assert before is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offbeat.deploy.local.signals import ending_signals, interrupt_at_signals
+from offbeat.deploy.local.signals import termination_signals, raise_interrupt_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +20,13 @@ def own_signals() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_of_them_interrupts(number: signal.Signals):
-    interrupt_at_signals()
+    raise_interrupt_on_signals()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
 
 def test_a_terminal_that_goes_away_does_not_end_what_runs_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    interrupt_at_signals()
+    raise_interrupt_on_signals()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert ending_signals() == (signal.SIGINT, signal.SIGTERM)
+    assert termination_signals() == (signal.SIGINT, signal.SIGTERM)
