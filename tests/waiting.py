@@ -1,4 +1,4 @@
-"""Waiting for what must become true, instead of sleeping and hoping."""
+"""Waiting for conditions instead of sleeping."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Every env of the project holds the contract, and each rule finds an env that breaks it."""
+"""Contract of all envs, and an env that breaks each rule."""
 
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def _faulty_envs_can_be_imported(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("env_type", "env_config"),
-    [pytest.param(*each, marks=needs_sandbox if each[0] == "tools" else ()) for each in ENVS],
+    [pytest.param(*env, marks=needs_sandbox if env[0] == "tools" else ()) for env in ENVS],
 )
-def test_every_env_holds_the_contract(env_type: str, env_config: dict[str, object]):
+def test_every_env_meets_the_contract(env_type: str, env_config: dict[str, object]):
     report = check_contract(env_type, env_config)
     assert report.findings == []
     assert report.num_turns > 20
@@ -45,7 +45,7 @@ def test_every_built_in_env_is_among_those_checked():
 
 
 @pytest.mark.parametrize(
-    ("faulty", "rule", "says"),
+    ("faulty", "rule", "message"),
     [
         ("GlobalDraw", "own generator", "`random`: use self.np_random"),
         ("Unseeded", "determinism", "two episodes of seed 0 differ"),
@@ -57,13 +57,13 @@ def test_every_built_in_env_is_among_those_checked():
         ("NoSuchEnv", "settings", "has no attribute 'NoSuchEnv'"),
     ],
 )
-def test_a_broken_rule_is_named_and_what_was_seen_is_shown(faulty: str, rule: str, says: str):
+def test_a_broken_rule_is_reported_with_the_observation(faulty: str, rule: str, message: str):
     problems = check_contract(f"faulty_envs:{faulty}", {}).problems
     assert [problem.rule for problem in problems] == [rule]
-    assert says in problems[0].message
+    assert message in problems[0].message
 
 
-def test_a_sound_env_has_no_problem_and_is_told_what_it_could_have():
+def test_a_sound_env_gets_only_advice():
     report = check_contract("faulty_envs:Sound", {})
     assert [(finding.severity, finding.rule) for finding in report.findings] == [("advice", "gymnasium")]
     constant = check_contract("faulty_envs:Constant", {})
@@ -74,14 +74,14 @@ def test_a_sound_env_has_no_problem_and_is_told_what_it_could_have():
 
 
 @pytest.mark.parametrize(
-    ("faulty", "rule", "says"),
+    ("faulty", "rule", "message"),
     [
         ("Hashing", "determinism", "episodes of the same seeds differ between processes"),
         ("Hanging", "timeout", "faulty_envs.py"),
         ("Dying", "process", "ended the process: exit code 3"),
     ],
 )
-def test_what_shows_in_another_process_alone_is_found_too(faulty: str, rule: str, says: str):
+def test_problems_visible_only_across_processes_are_found(faulty: str, rule: str, message: str):
     problems = check_in_processes(f"faulty_envs:{faulty}", {}, limit_s=1).problems
     assert [problem.rule for problem in problems] == [rule]
-    assert says in problems[0].message
+    assert message in problems[0].message

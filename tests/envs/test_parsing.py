@@ -10,7 +10,7 @@ from offbeat.envs.parsing import (
 LOOKUP = {"Left": 0, "Down": 1}
 
 
-def test_an_answer_of_one_group_is_looked_up_whatever_its_case():
+def test_lookup_of_one_group_ignores_case():
     parse = ActionParser(ANSWER_PATTERN, LOOKUP)
     assert parse("I go <answer> dOWN\n</answer>") == (1, "dOWN", "")
 
@@ -26,7 +26,7 @@ def test_special_tokens_are_stripped_before_and_inside():
 
 
 @pytest.mark.parametrize("text", ["", "<answer>Up</answer>", "Left", "<answer></answer>"])
-def test_what_names_no_action_is_none(text: str):
+def test_an_unknown_action_is_none(text: str):
     assert ActionParser(ANSWER_PATTERN, LOOKUP)(text).action is None
 
 
@@ -37,6 +37,6 @@ def test_the_whole_answer_must_be_the_action():
 @pytest.mark.parametrize(
     ("pattern", "why"), [("(", "no regular expression"), ("abc", "0 groups"), ("(a)(b)(c)", "3 groups")]
 )
-def test_a_pattern_that_cannot_work_is_refused(pattern: str, why: str):
+def test_an_invalid_pattern_is_refused(pattern: str, why: str):
     with pytest.raises(ValueError, match=why):
         ActionParser(pattern, LOOKUP)

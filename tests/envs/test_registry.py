@@ -85,7 +85,7 @@ def test_an_entry_point_names_an_env(monkeypatch: pytest.MonkeyPatch):
         (":", {}, "env_type ':'"),
     ],
 )
-def test_what_cannot_work_is_named_before_anything_starts(env_type: str, settings: dict[str, Any], expected: str):
+def test_invalid_settings_are_named_up_front(env_type: str, settings: dict[str, Any], expected: str):
     problems = registry.check_env_config(env_type, settings)
     assert len(problems) == 1
     assert expected in problems[0]
@@ -94,17 +94,17 @@ def test_what_cannot_work_is_named_before_anything_starts(env_type: str, setting
     assert str(refused.value) == problems[0]
 
 
-def test_all_wrong_settings_are_told_together():
+def test_all_wrong_settings_are_reported_together():
     assert len(registry.check_env_config("frozen_lake", {"siez": 4, "p": 2.0})) == 2
 
 
-def test_right_settings_are_no_problem():
+def test_valid_settings_have_no_problem():
     assert registry.check_env_config("frozen_lake", {"size": 4, "p": 0.7, "is_slippery": False}) == []
     assert registry.check_env_config(HERE + "Echo", {"word": "a"}) == []
     assert registry.check_env_config(HERE + "anything", {"whatever": 1}) == []
 
 
-def test_what_is_no_env_is_refused():
+def test_a_factory_of_something_else_is_refused():
     with pytest.raises(ValueError, match=r"makes a str, not a gymnasium\.Env"):
         registry.make(HERE + "no_env", {})
 
@@ -126,14 +126,14 @@ def test_distinct_seeds_bring_distinct_maps():
     assert registry.distinct_seeds(64, 1000, "frozen_lake", settings) == seeds[:64]
 
 
-def test_where_tasks_run_out_they_are_played_again_in_order():
+def test_exhausted_tasks_repeat_in_order():
     seeds = registry.distinct_seeds(40, 0, "frozen_lake", {"size": 2, "split": "any"})
     distinct = len(set(seeds))
     assert 1 < distinct < 10
     assert seeds[distinct : 2 * distinct] == seeds[:distinct]
 
 
-def test_an_env_that_names_no_tasks_gets_consecutive_seeds():
+def test_an_env_without_task_id_gets_consecutive_seeds():
     assert registry.distinct_seeds(3, 7, HERE + "Echo", {"word": "a"}) == [7, 8, 9]
 
 

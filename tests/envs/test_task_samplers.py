@@ -1,4 +1,4 @@
-"""Levels: the next begins when the newest is mastered, earlier ones stay in play, and what was learnt can be kept."""
+"""Levels: unlocking, review of earlier levels, state."""
 
 import json
 from collections import Counter
@@ -18,12 +18,12 @@ def test_mastering_a_level_unlocks_the_next_and_keeps_earlier_ones():
     assert drawn(levels) == {"easy": 400}
     levels.learn("easy", 1, [1.0, 0.0], [1.0, 0.0])
     levels.learn("easy", 2, [1.0, 1.0], [1.0, 1.0])
-    seen = drawn(levels)
-    assert set(seen) == {"easy", "middle"}
-    assert 60 < seen["easy"] < 140
+    counts = drawn(levels)
+    assert set(counts) == {"easy", "middle"}
+    assert 60 < counts["easy"] < 140
     levels.learn("easy", 3, [1.0], [1.0])
     levels.learn("easy", 4, [1.0], [1.0])
-    assert drawn(levels) == seen, "mastering an old level again moves nothing"
+    assert drawn(levels) == counts, "mastering an old level again moves nothing"
     for success in (1.0, 0.4, 1.0, 1.0, 1.0, 1.0):
         levels.learn("middle", 5, [success], [success])
     assert set(drawn(levels)) == {"easy", "middle", "hard"}
@@ -38,17 +38,17 @@ def test_the_window_is_the_newest_groups():
     assert drawn(levels) == {"hard": 400}
 
 
-def test_what_was_learnt_survives_json():
+def test_state_survives_json():
     levels, again = Levels(("easy", "hard"), window=3), Levels(("easy", "hard"), window=3)
     for _ in range(2):
         levels.learn("easy", 1, [1.0], [1.0])
     again.load_state_dict(json.loads(json.dumps(levels.state_dict())))
-    for each in (levels, again):
-        each.learn("easy", 1, [1.0], [1.0])
+    for sampler in (levels, again):
+        sampler.learn("easy", 1, [1.0], [1.0])
     assert drawn(again) == drawn(levels)
     assert "hard" in drawn(again)
 
 
-def test_settings_that_can_not_be_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ValueError, match=r"at in \(0, 1\]"):
         Levels(("a",), at=0.0)

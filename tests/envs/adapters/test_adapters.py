@@ -1,4 +1,4 @@
-"""Each adapter holds the contract over the real library; what is not installed is skipped."""
+"""Contract of each adapter over the real library; skipped if it is not installed."""
 
 import random
 
@@ -22,7 +22,7 @@ CASES = [
 
 @pytest.mark.parametrize(("module", "env_type", "env_config"), CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_an_adapted_env_holds_the_contract(module: str, env_type: str, env_config: dict[str, object]):
+def test_an_adapted_env_meets_the_contract(module: str, env_type: str, env_config: dict[str, object]):
     pytest.importorskip(module)
     report = check_contract(env_type, env_config, num_seeds=4)
     assert report.problems == []
@@ -38,10 +38,10 @@ def test_rewards_and_observations_equal_the_gymnasium_envs():
     assert env.reset(seed=5)[0] == " ".join(f"{value:.3f}" for value in shown)
     for turn, answer in enumerate(("Right", "left ", "right"), 1):
         observation, reward, *ends = own.step(1 if "ight" in answer else 0)[:4]
-        said = env.step(answer)
-        assert said[:2] == (" ".join(f"{value:.3f}" for value in observation), reward)
-        assert list(said[2:4]) == ends
-        assert said[4]["success"] is (turn == 3)
+        result = env.step(answer)
+        assert result[:2] == (" ".join(f"{value:.3f}" for value in observation), reward)
+        assert list(result[2:4]) == ends
+        assert result[4]["success"] is (turn == 3)
 
 
 def test_an_invalid_answer_costs_the_penalty_without_a_step():
@@ -51,7 +51,7 @@ def test_an_invalid_answer_costs_the_penalty_without_a_step():
     assert (observation, reward, terminated, info["action_is_valid"]) == (before, -0.5, False, False)
 
 
-def test_numbers_are_read_into_a_box_and_cut_to_its_bounds():
+def test_numbers_of_a_box_are_parsed_and_clipped():
     env = registry.make("gymnasium", {"id": "Pendulum-v1"})
     own = gymnasium.make("Pendulum-v1")
     env.reset(seed=1)
@@ -61,7 +61,7 @@ def test_numbers_are_read_into_a_box_and_cut_to_its_bounds():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_reasoning_gym_scores_by_its_own_rule_and_keeps_evaluation_apart():
+def test_reasoning_gym_scores_answers_and_separates_splits():
     library = pytest.importorskip("reasoning_gym")
     env = registry.make("reasoning_gym", {"dataset": "chain_sum", "format_penalty": -0.1})
     question, _ = env.reset(seed=3)
@@ -73,7 +73,7 @@ def test_reasoning_gym_scores_by_its_own_rule_and_keeps_evaluation_apart():
     assert not {env.task_id(seed) for seed in range(50)} & {held_out.task_id(seed) for seed in range(50)}
 
 
-def test_a_game_tells_only_what_is_new_and_is_won_by_guessing():
+def test_a_game_shows_only_new_log_lines_and_can_be_won():
     pytest.importorskip("textarena")
     env = registry.make("textarena", {"id": "GuessTheNumber-v0"})
     first, _ = env.reset(seed=3)
@@ -97,13 +97,13 @@ def test_a_game_tells_only_what_is_new_and_is_won_by_guessing():
         ("reasoning_gym", "reasoning_gym", {"dataset": "nope"}, "not registered"),
     ],
 )
-def test_what_there_is_not_is_named(module: str, env_type: str, env_config: dict[str, object], message: str):
+def test_an_unknown_env_or_setting_is_named(module: str, env_type: str, env_config: dict[str, object], message: str):
     pytest.importorskip(module)
     with pytest.raises(ValueError, match=message):
         registry.make(env_type, env_config)
 
 
-def test_a_library_that_is_missing_names_what_brings_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "gem", None)
     with pytest.raises(ValueError, match=r"gem is not installed: .* --no-deps gem-llm"):
         registry.make("gem", {"id": "x"})
@@ -112,7 +112,7 @@ def test_a_library_that_is_missing_names_what_brings_it(monkeypatch: pytest.Monk
         registry.make("textarena", {"id": "x"})
 
 
-def test_global_generators_are_an_envs_own_within_and_untouched_outside():
+def test_private_random_state_leaves_global_generators_unchanged():
     first, second = PrivateRandomState(), PrivateRandomState()
     first.seed(1)
     second.seed(1)

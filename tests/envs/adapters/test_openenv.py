@@ -41,7 +41,7 @@ def env(url: str) -> Iterator[registry.TextEnv]:
     made.close()
 
 
-def test_a_session_holds_the_contract(url: str):
+def test_a_session_meets_the_contract(url: str):
     report = check_contract(
         "openenv", {"base_url": url, "action_field": "number", "observation_field": "text"}, num_seeds=4
     )
@@ -49,17 +49,17 @@ def test_a_session_holds_the_contract(url: str):
     assert report.num_turns > 10
 
 
-def test_a_game_is_played_to_its_end_and_begun_again(env: registry.TextEnv):
+def test_a_game_runs_to_its_end_and_restarts(env: registry.TextEnv):
     for _ in range(2):
         assert env.reset(seed=3)[0] == "0 to 9"
-        said = [env.step(str(number)) for number in range(10)]
-        end = next(i for i, step in enumerate(said) if step[2])
-        assert [step[:3] for step in said[:end]] == [("higher", 0.0, False)] * end
-        assert said[end][:3] == ("yes", 1.0, True)
-        assert said[end][4]["success"] is True
+        results = [env.step(str(number)) for number in range(10)]
+        end = next(i for i, step in enumerate(results) if step[2])
+        assert [step[:3] for step in results[:end]] == [("higher", 0.0, False)] * end
+        assert results[end][:3] == ("yes", 1.0, True)
+        assert results[end][4]["success"] is True
 
 
-def test_what_the_server_refuses_costs_the_penalty_and_plays_nothing(env: registry.TextEnv):
+def test_a_rejected_action_costs_the_penalty_without_a_step(env: registry.TextEnv):
     env.reset(seed=3)
     observation, reward, terminated, _, info = env.step("seven")
     assert (observation, reward, terminated, info["action_is_valid"]) == ("0 to 9", -0.1, False, False)
@@ -82,7 +82,7 @@ def test_a_server_failure_fails_the_episode_and_reset_reconnects(env: registry.T
     assert env.reset(seed=3)[0] == "0 to 9"
 
 
-def test_a_server_without_room_for_another_session_is_told_of(url: str):
+def test_a_full_server_is_reported(url: str):
     made = [registry.make("openenv", {"base_url": url, "action_field": "number"}) for _ in range(25)]
     for env in made[:24]:
         env.reset(seed=1)

@@ -22,13 +22,13 @@ def right(question: str) -> str:
     return str(int(first) + int(second))
 
 
-def test_a_taskset_holds_the_contract():
+def test_a_taskset_meets_the_contract():
     report = check_contract("verifiers", {"id": "vf_sums"}, num_seeds=4)
     assert report.problems == []
     assert report.num_turns > 10
 
 
-def test_the_reward_is_the_tasks_own_weighted_sum_and_its_metrics_are_told():
+def test_the_reward_is_the_tasks_weighted_sum_with_its_metrics():
     env = registry.make("verifiers", {"id": "vf_sums", "success_reward": 1.5})
     assert env.system_prompt == "Add."
     question, _ = env.reset(seed=3)
@@ -43,12 +43,12 @@ def test_the_reward_is_the_tasks_own_weighted_sum_and_its_metrics_are_told():
 def test_splits_are_disjoint_and_evaluation_covers_its_own():
     train = registry.make("verifiers", {"id": "vf_sums"})
     held_out = registry.make("verifiers", {"id": "vf_sums", "split": "held_out"})
-    seen = [held_out.task_id(seed) for seed in range(40)]
-    assert not {train.task_id(seed) for seed in range(200)} & set(seen)
-    assert seen[: len(set(seen))] == list(dict.fromkeys(seen))
+    task_ids = [held_out.task_id(seed) for seed in range(40)]
+    assert not {train.task_id(seed) for seed in range(200)} & set(task_ids)
+    assert task_ids[: len(set(task_ids))] == list(dict.fromkeys(task_ids))
 
 
-def test_what_one_answer_can_not_play_is_refused_and_told_how_else():
+def test_multi_turn_tasks_are_refused_with_a_hint():
     with pytest.raises(ValueError, match=r"needs tools: set agent_runner.path"):
         registry.make("verifiers", {"id": "vf_shop"})
     env = registry.make("verifiers", {"id": "vf_shop", "played_by": "agent"})
@@ -70,7 +70,7 @@ def test_what_one_answer_can_not_play_is_refused_and_told_how_else():
         ({"id": "vf_endless"}, "is unbounded: set num_tasks"),
     ],
 )
-def test_what_there_is_not_is_named(env_config: dict[str, object], message: str):
+def test_an_unknown_env_or_setting_is_named(env_config: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         registry.make("verifiers", env_config)
 

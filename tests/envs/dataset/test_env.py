@@ -37,7 +37,7 @@ def judged(env: Any, answer: str) -> tuple[float, bool, bool]:
     return reward, info["success"], info["action_is_valid"]
 
 
-def test_the_env_over_a_file_holds_the_contract(sums: str):
+def test_the_env_over_a_file_meets_the_contract(sums: str):
     report = check_contract("math", {"dataset_name": sums})
     assert report.findings == []
     assert 0 < report.bytes_per_env < 16 * 1024, "a worker holds thousands over one file"
@@ -45,13 +45,13 @@ def test_the_env_over_a_file_holds_the_contract(sums: str):
 
 def test_training_draws_rows_by_seed_and_never_a_held_out_one(sums: str):
     env = make("math", dataset_name=sums)
-    asked = [env.reset(seed=seed)[0] for seed in range(200)]
+    questions = [env.reset(seed=seed)[0] for seed in range(200)]
     other = make("math", dataset_name=sums)
-    assert asked == [other.reset(seed=seed)[0] for seed in range(200)]
+    assert questions == [other.reset(seed=seed)[0] for seed in range(200)]
     held_out = make("math", dataset_name=sums, split="held_out")
-    kept = {held_out.reset(seed=seed)[0] for seed in range(200)}
-    assert len(kept) + len(set(asked)) <= 60
-    assert not kept & set(asked)
+    held_out_questions = {held_out.reset(seed=seed)[0] for seed in range(200)}
+    assert len(held_out_questions) + len(set(questions)) <= 60
+    assert not held_out_questions & set(questions)
 
 
 class Tasks:
@@ -67,9 +67,9 @@ def test_evaluation_covers_the_validation_file_before_repeating(sums: str, tmp_p
     settings = {"dataset_name": sums, "val_dataset_name": val}
     tasks = EvalTasks(Tasks(CustomEnv(env_type="math", env_config=settings)), seed=3)
     env = make("math", **settings, split="held_out")
-    asked = [env.reset(seed=tasks.task(number).seed)[0] for number in range(20)]
-    assert sorted(asked[:10]) == sorted(f"q{i}" for i in range(10))
-    assert asked[10:] == asked[:10]
+    questions = [env.reset(seed=tasks.task(number).seed)[0] for number in range(20)]
+    assert sorted(questions[:10]) == sorted(f"q{i}" for i in range(10))
+    assert questions[10:] == questions[:10]
     assert make("math", **settings).reset(seed=0)[0].startswith("What is")
 
 
@@ -91,7 +91,7 @@ def test_math_compares_expressions_and_the_last_boxed_one_counts(tmp_path: Path,
     assert judged(env, answer) == (float(right), right, True)
 
 
-def test_an_answer_in_which_none_can_be_found_costs_the_penalty(sums: str):
+def test_a_response_without_an_answer_costs_the_penalty(sums: str):
     env = make("math", dataset_name=sums, format_penalty=-0.2)
     env.reset(seed=0)
     assert judged(env, "it is 12") == (-0.2, False, False)
@@ -153,7 +153,7 @@ def test_parquet_csv_and_saved_folders_are_read(tmp_path: Path):
         make("qa", dataset_name=str(tmp_path / "splits"))
 
 
-def test_what_can_not_be_read_is_told_with_what_would_be_right(sums: str, tmp_path: Path):
+def test_unreadable_data_is_reported_with_a_correction(sums: str, tmp_path: Path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{nope")
     (tmp_path / "notes.md").write_text("x")
@@ -179,11 +179,11 @@ def test_an_unmatched_group_gives_an_empty_answer():
 
 
 @pytest.mark.parametrize("tests", [[], {"inputs": [], "outputs": []}])
-def test_a_task_without_tests_is_told(tests: object):
+def test_a_task_without_tests_is_reported(tests: object):
     with pytest.raises(ValueError, match="the task has no tests"):
         read_tests(tests)
 
 
-def test_a_program_is_judged_by_one_test_at_least():
+def test_a_program_runs_at_least_one_test():
     with pytest.raises(ValidationError, match="max_tests"):
         CodeConfig.model_validate({"dataset_name": "tasks.jsonl", "max_tests": 0})

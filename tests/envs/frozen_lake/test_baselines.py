@@ -7,18 +7,18 @@ from offbeat.envs.frozen_lake.maps import ACTIONS, LakeMap
 
 
 @pytest.mark.parametrize("is_slippery", [False, True])
-def test_the_optimum_beats_the_scripted_walker_and_that_the_random_one(is_slippery: bool):
-    found = baselines(range(100), FrozenLakeConfig(is_slippery=is_slippery), max_steps=12)
-    assert 0 < found.random < found.scripted < found.optimal <= 1
+def test_optimal_beats_scripted_beats_random(is_slippery: bool):
+    success = baselines(range(100), FrozenLakeConfig(is_slippery=is_slippery), max_steps=12)
+    assert 0 < success.random < success.scripted < success.optimal <= 1
 
 
-def test_no_single_map_has_an_order_that_cannot_be():
+def test_baselines_of_single_maps_are_consistent():
     env = FrozenLakeEnv(FrozenLakeConfig(start_goal="random"))
     for seed in range(100):
         env.reset(seed=seed)
-        found = map_baselines(env.lake, 12)
-        assert found.optimal >= max(found.scripted, found.random) - 1e-12
-        assert found.optimal in (0.0, 1.0)
+        success = map_baselines(env.lake, 12)
+        assert success.optimal >= max(success.scripted, success.random) - 1e-12
+        assert success.optimal in (0.0, 1.0)
 
 
 def test_a_corridor_has_the_chances_worked_out_by_hand():
@@ -30,7 +30,7 @@ def test_a_corridor_has_the_chances_worked_out_by_hand():
 
 
 @pytest.mark.parametrize("is_slippery", [False, True])
-def test_the_scripted_chance_is_that_of_playing(is_slippery: bool):
+def test_the_scripted_probability_equals_simulation(is_slippery: bool):
     env = FrozenLakeEnv(FrozenLakeConfig(is_slippery=is_slippery))
     env.reset(seed=11)
     expected = map_baselines(env.lake, 12, is_slippery=is_slippery).scripted

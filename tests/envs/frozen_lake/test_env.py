@@ -56,7 +56,7 @@ def test_a_hole_pays_nothing_and_ends_the_episode():
 
 
 @pytest.mark.parametrize("answer", ["", "Sideways", "Down Left", "<unk>"])
-def test_an_answer_without_a_direction_costs_the_penalty_and_moves_nobody(answer: str):
+def test_an_invalid_answer_costs_the_penalty_without_a_move(answer: str):
     env = FrozenLakeEnv()
     env.reset(seed=1)
     before = env.agent
@@ -110,7 +110,7 @@ def test_the_task_id_is_that_of_the_map_that_a_reset_draws():
     assert len(set(ids)) > 20
 
 
-def test_asking_for_a_task_id_leaves_the_episode_alone():
+def test_task_id_does_not_change_the_episode():
     env = FrozenLakeEnv()
     env.reset(seed=1)
     env.task_id(2)
@@ -140,7 +140,7 @@ def test_every_word_of_an_episode_is_in_the_word_list():
     assert len(set(WORDS)) == len(WORDS)
 
 
-def test_the_picture_shows_agent_goal_and_holes():
+def test_the_image_shows_agent_goal_and_holes():
     env = FrozenLakeEnv(FrozenLakeConfig(render_mode="rgb_array"))
     env.reset(seed=1)
     picture = env.render()

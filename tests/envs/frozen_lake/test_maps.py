@@ -10,15 +10,15 @@ from offbeat.envs.frozen_lake.maps import LakeMap, draw_map
 
 def distance_to_goal(lake: LakeMap) -> int | None:
     """Breadth-first search written apart from the code's own."""
-    queue, seen = deque([(lake.start, 0)]), {lake.start}
+    queue, visited = deque([(lake.start, 0)]), {lake.start}
     while queue:
         (row, column), steps = queue.popleft()
         if (row, column) == lake.goal:
             return steps
         for there in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
-            inside = 0 <= there[0] < lake.size and 0 <= there[1] < lake.size
-            if inside and there not in seen and there not in lake.holes:
-                seen.add(there)
+            is_inside = 0 <= there[0] < lake.size and 0 <= there[1] < lake.size
+            if is_inside and there not in visited and there not in lake.holes:
+                visited.add(there)
                 queue.append((there, steps + 1))
     return None
 
@@ -63,7 +63,7 @@ def test_which_maps_are_held_out_is_the_same_on_every_machine():
     assert held_out == [(2, 5)]
 
 
-def test_maps_that_cannot_be_are_refused_in_words():
+def test_impossible_maps_raise_an_explanation():
     with pytest.raises(RuntimeError, match=r"no solvable 2x2 map of split 'held_out' with p=1"):
         draw_map(np.random.default_rng(0), 2, 1.0, "corners", "held_out")
 

@@ -21,7 +21,7 @@ from tests.waiting import wait_until_sync
 pytestmark = [needs_sandbox, pytest.mark.slow]
 
 FULL, CONTAINER, NO_FILTERS = LAYERS, ("landlock", "seccomp"), ("namespaces", "mounts")
-"""All layers; what a container without user namespaces gives; a kernel with namespaces alone."""
+"""All layers; the layers of a container without user namespaces; a kernel with namespaces alone."""
 SECRET = "the answer is 42"
 
 SERVERS = {
@@ -86,7 +86,7 @@ def held(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
 
 
 def attack(program: str, layers: tuple[Layer, ...] = FULL, limits: Limits | None = None) -> str:
-    """What the program prints, or the name of what it ended with."""
+    """Return the program's output, or the name of the error that ended it."""
     outcome = run_python(program, layers=held(layers), limits=limits or Limits())
     assert outcome.layers == layers
     return outcome.stdout.strip() or outcome.error
@@ -117,15 +117,15 @@ REFUSALS = (
 def assert_succeed_outside(attacks: dict[str, str]) -> None:
     code = TRIES.format(attacks=attacks)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    found = dict(line.split(" -> ") for line in done.stdout.split("\n")[:-1])
-    possible = {how: what for how, what in found.items() if not what.startswith("PermissionError")}
+    outcomes = dict(line.split(" -> ") for line in done.stdout.split("\n")[:-1])
+    possible = {how: outcome for how, outcome in outcomes.items() if not outcome.startswith("PermissionError")}
     assert possible == dict.fromkeys(possible, "SUCCEEDED"), "not an attack at all"
 
 
 def assert_refused(attacks: dict[str, str], layers: tuple[Layer, ...]) -> None:
-    said = attack(TRIES.format(attacks=attacks), layers).split("\n")
-    assert len(said) == len(attacks), said
-    for line in said:
+    output = attack(TRIES.format(attacks=attacks), layers).split("\n")
+    assert len(output) == len(attacks), output
+    for line in output:
         assert line.split(" -> ")[1].startswith(REFUSALS), line
 
 
@@ -190,20 +190,20 @@ def test_no_file_is_written_but_its_own(layers: tuple[Layer, ...], tmp_path: Pat
     assert_refused(outside | into_library, layers)
     attack(TRIES.format(attacks=own), layers)
     assert secret.read_text() == SECRET
-    assert not [path for path in left if path.exists()], "what it wrote there was its own"
+    assert not [path for path in left if path.exists()], "the files it wrote were its own"
 
 
 @pytest.mark.parametrize("layers", [FULL, CONTAINER, NO_FILTERS], ids="+".join)
-def test_no_other_process_is_touched_or_seen(layers: tuple[Layer, ...], victim: int):
-    attacks = {what: code.format(victim=victim) for what, code in PROCESSES.items()}
+def test_other_processes_are_out_of_reach(layers: tuple[Layer, ...], victim: int):
+    attacks = {attack_name: code.format(victim=victim) for attack_name, code in PROCESSES.items()}
     assert_succeed_outside(attacks)
     assert_refused(attacks, layers)
 
 
 @pytest.mark.parametrize("layers", [FULL, CONTAINER], ids="+".join)
-def test_what_was_dropped_can_not_be_taken_back(layers: tuple[Layer, ...]):
+def test_dropped_privileges_cannot_be_regained(layers: tuple[Layer, ...]):
     namespaces = {"users": 0x10000000, "mounts": 0x20000, "processes": 0x20000000}
-    attacks = {f"new {what}": CALL + f"assert libc.unshare({flag}) == 0" for what, flag in namespaces.items()}
+    attacks = {f"new {kind}": CALL + f"assert libc.unshare({flag}) == 0" for kind, flag in namespaces.items()}
     attacks["root"] = "import os; os.setuid(0); open('/etc/shadow').read()"
     attacks["a mount"] = CALL + "assert libc.mount(b'none', b'.', b'tmpfs', 0, None) == 0"
     attacks["no death with the supervisor"] = CALL + "assert libc.prctl(1, 0, 0, 0, 0) == 0"
@@ -237,7 +237,7 @@ def test_a_daemon_that_ignores_every_signal_ends_with_its_program(layers: tuple[
     wait_until_sync(lambda: not running(mark))
 
 
-def test_a_program_ends_with_the_process_that_asked_for_it(tmp_path: Path):
+def test_a_program_dies_with_its_caller(tmp_path: Path):
     mark = f"offbeat-orphan-{os.getpid()}"
     limits = "Limits(timeout_s=600, max_processes=8)"
     asks = (
@@ -269,10 +269,10 @@ except OSError as error:
 
 @pytest.mark.parametrize(("max_processes", "made"), [(1, 0), (8, 7)])
 def test_a_fork_bomb_makes_no_more_processes_than_allowed(max_processes: int, made: int):
-    said = attack(FORKS, limits=Limits(max_processes=max_processes))
-    assert said in (f"{made} PermissionError", f"{made} BlockingIOError")
+    output = attack(FORKS, limits=Limits(max_processes=max_processes))
+    assert output in (f"{made} PermissionError", f"{made} BlockingIOError")
     if max_processes == 1:
-        assert attack(FORKS, CONTAINER) == said
+        assert attack(FORKS, CONTAINER) == output
 
 
 MEMORY = {
@@ -285,11 +285,11 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("what", MEMORY)
-def test_memory_is_bounded_whatever_holds_it(what: str):
-    limits = Limits(max_processes=4 if what == "many processes" else 1, timeout_s=10)
-    said = attack(MEMORY[what], limits=limits)
-    assert said.startswith(("MemoryError", "PermissionError", "AssertionError", "RuntimeError: can't start")), said
+@pytest.mark.parametrize("attack_name", MEMORY)
+def test_memory_of_every_kind_is_bounded(attack_name: str):
+    limits = Limits(max_processes=4 if attack_name == "many processes" else 1, timeout_s=10)
+    output = attack(MEMORY[attack_name], limits=limits)
+    assert output.startswith(("MemoryError", "PermissionError", "AssertionError", "RuntimeError: can't start")), output
 
 
 FILES = """

@@ -23,7 +23,7 @@ def test_a_program_reads_writes_and_ends():
     assert run_python("import sys; sys.exit(3)").exit_code == 3
 
 
-def test_what_a_program_raises_is_told_with_its_own_lines_alone():
+def test_a_traceback_has_only_the_programs_lines():
     outcome = run_python("def f():\n    return 1 / 0\nf()")
     assert outcome.exit_code == 1
     assert outcome.error == "ZeroDivisionError: division by zero"
@@ -48,7 +48,7 @@ def test_memory_files_and_output_are_limited():
     assert "characters left out" in noisy.stdout
 
 
-def test_a_program_sees_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatch):
+def test_a_program_gets_none_of_our_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OFFBEAT_SECRET", "x")
     assert run_python("import os; print('OFFBEAT_SECRET' in os.environ, os.listdir())").stdout == "False []\n"
 
@@ -62,7 +62,7 @@ def test_more_than_one_process_is_a_setting():
         assert run_python(code, limits=Limits(max_processes=4, memory_mib=1024)).stdout == "b'1\\n'\n"
 
 
-def test_a_program_that_the_kernel_can_not_hold_in_is_not_run(tmp_path: Path):
+def test_a_program_that_cannot_be_isolated_is_not_run(tmp_path: Path):
     made = tmp_path / "made"
     code = f"open({str(made)!r}, 'w')"
     with pytest.raises(IsolationError, match="files that are not theirs"):
@@ -82,7 +82,7 @@ def test_isolation_warn_runs_behind_audit_hooks_and_warns_once(caplog: pytest.Lo
     assert [record.message.count("the network") for record in caplog.records] == [1]
 
 
-def test_what_a_machine_lacks_is_said_by_promise():
+def test_missing_guarantees_are_described():
     check_isolation(Limits(), ("namespaces", "mounts"))
     check_isolation(Limits(), ("landlock", "seccomp"))
     with pytest.raises(IsolationError, match=r"the network.*other processes.*Landlock.*`isolation: warn`"):

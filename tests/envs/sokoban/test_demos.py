@@ -22,7 +22,7 @@ def sampled_success(room, policy, max_steps: int, episodes: int) -> float:
     return solved / episodes
 
 
-def test_two_pushes_to_the_right_have_the_chance_that_one_can_count():
+def test_the_probability_of_two_pushes_equals_a_hand_count():
     # In two turns both must be Right: 1/16. In three, one of the others may come first or between; Left after the first
     # push walks back. First wasted: 3/4 * 1/16. Between: Up or Down, 1/4 * 2/4 * 1/4.
     assert room_baselines(CORRIDOR, 2) == pytest.approx((1 / 16, 1.0, 1.0))
@@ -30,7 +30,7 @@ def test_two_pushes_to_the_right_have_the_chance_that_one_can_count():
     assert room_baselines(CORRIDOR, 1) == (0.0, 0.0, 0.0)
 
 
-def test_the_random_players_success_is_the_one_that_is_sampled():
+def test_the_random_probability_equals_simulation():
     env = SokobanEnv(SokobanConfig(search_depth=5))
     env.reset(seed=4)
     exact = room_baselines(env.room, 12)
@@ -45,9 +45,9 @@ def test_the_optimum_is_one_if_the_shortest_solution_fits():
         assert room_baselines(env.room, 9).optimal == float(len(solve(env.room)) <= 9)
 
 
-def test_baselines_are_ordered_as_the_players_are_good():
-    found = baselines(range(12), SokobanConfig(split="held_out", search_depth=8), max_steps=12)
-    assert 0 < found.random < found.scripted <= found.optimal <= 1
+def test_baselines_are_ordered_by_skill():
+    success = baselines(range(12), SokobanConfig(split="held_out", search_depth=8), max_steps=12)
+    assert 0 < success.random < success.scripted <= success.optimal <= 1
     with pytest.raises(ValueError, match="no seeds"):
         baselines([])
 

@@ -16,7 +16,7 @@ def placed(config: SokobanConfig | None = None, room: str = ROOM) -> SokobanEnv:
     return env
 
 
-def test_solving_pays_the_step_the_box_and_the_finish_and_ends_the_episode():
+def test_solving_pays_step_box_and_finish_and_ends_the_episode():
     env = placed()
     steps = [env.step(answer) for answer in ("Right", "Down", "Right", "Up")]
     assert [round(reward, 6) for _, reward, *_ in steps] == [-0.1, -0.1, -0.1, 10.9]
@@ -55,7 +55,7 @@ def test_max_steps_truncates():
     assert env.step("?")[3] is False
 
 
-def test_ways_are_shown_from_the_player_to_boxes_and_from_these_to_targets():
+def test_relative_text_shows_distances_to_boxes_and_targets():
     env = placed(SokobanConfig(observation_format="relative"))
     assert env.relative_text() == "Up _ Down _ Left # Right X X 0 Down 1 Right O 1 Up 1 Right"
     assert env.step("Up")[0] == "Up # Down _ Left # Right _ X 1 Down 1 Right O 1 Up 1 Right"
@@ -65,7 +65,7 @@ def test_ways_are_shown_from_the_player_to_boxes_and_from_these_to_targets():
     assert shown.endswith(" X 1 Down 2 Right X 2 Down 0 Right O 1 Up 1 Left O 0 Down 1 Right")
 
 
-def test_rows_places_or_both_are_shown():
+def test_observations_show_rows_coordinates_or_both():
     places = "P 2 1 Up _ Down _ Left # Right X X 2 2 O 1 3"
     moved = "P 2 2 Up _ Down _ Left _ Right X X 2 3 O 1 3"
     assert placed()._observation() == ROOM
@@ -77,7 +77,7 @@ def test_rows_places_or_both_are_shown():
     assert once.step("Right")[0] == moved
 
 
-def test_a_grid_vocabulary_of_ones_own_is_shown_explained_and_answered_in():
+def test_a_custom_vocabulary_is_shown_explained_and_parsed():
     signs = {0: "W", 1: ".", 2: "G", 3: "D", 4: "B", 5: "A", 6: "C"}
     words = {1: "North", 2: "South", 3: "West", 4: "East"}
     env = placed(SokobanConfig(grid_lookup=signs, action_lookup=words, grid_vocab={"W": "wall", "B": "box"}))
@@ -88,7 +88,7 @@ def test_a_grid_vocabulary_of_ones_own_is_shown_explained_and_answered_in():
     assert env.step("South")[0] in env.observation_space
 
 
-def test_roll_yaml_settings_are_taken_as_they_are():
+def test_settings_of_roll_yaml_are_accepted():
     settings = {
         "dim_room": [6, 6],
         "num_boxes": 1,
@@ -115,7 +115,7 @@ def test_roll_yaml_settings_are_taken_as_they_are():
         ({"num_box": 1}, "did you mean env_config.num_boxes?"),
     ],
 )
-def test_settings_that_can_not_be_are_refused_with_what_would_be_right(settings: dict[str, object], message: str):
+def test_invalid_settings_are_refused_with_a_correction(settings: dict[str, object], message: str):
     assert message in "; ".join(registry.check_env_config("sokoban", settings))
 
 
@@ -135,7 +135,7 @@ def test_every_word_of_an_episode_is_in_the_word_list():
     assert set(env.system_prompt.split()) <= set(WORDS)
 
 
-def test_the_picture_tells_wall_floor_target_box_and_player_apart():
+def test_the_image_distinguishes_every_kind_of_cell():
     env = placed(SokobanConfig(render_mode="rgb_array"))
     tiles = {
         cell: env.render()[r * 32 : r * 32 + 32, c * 32 : c * 32 + 32]

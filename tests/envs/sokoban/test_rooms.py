@@ -55,7 +55,7 @@ def test_a_smaller_search_depth_makes_shorter_solutions():
     assert max(shallow) <= 4 < np.mean(deep)
 
 
-def test_held_out_rooms_never_turn_up_in_training():
+def test_held_out_rooms_never_occur_in_training():
     train, held_out = rooms(80, split="train", search_depth=6), rooms(80, split="held_out", search_depth=6)
     assert not any(room.is_held_out for room in train)
     assert all(room.is_held_out for room in held_out)
@@ -67,7 +67,7 @@ def test_rooms_depend_on_the_seed_alone():
     assert len({room.task_id for room in rooms(60)}) > 55
 
 
-def test_a_room_without_place_is_refused_and_says_what_would_help():
+def test_a_room_too_small_for_its_boxes_is_refused():
     with pytest.raises(RuntimeError, match="larger dim_room or search_depth"):
         make_room(np.random.default_rng(0), (4, 4), 2, 30, "any")
 
@@ -93,7 +93,7 @@ def test_the_solver_finds_a_shortest_solution_and_none_where_there_is_none():
     assert solve(after(room, solve(room))) == []
 
 
-def test_a_room_reads_back_from_its_own_signs():
+def test_a_rendered_room_parses_back():
     room = parse_room("# # # # #\n# √ S X #\n# _ _ O #\n# _ X _ #\n# # # # #")
     assert room.task_id == "00000/03640/01120/01410/00000"
     assert len(ACTIONS) == 4

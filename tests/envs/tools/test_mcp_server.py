@@ -31,7 +31,7 @@ def env_with(*tools: dict[str, Any], **settings: Any) -> Any:
     return env
 
 
-def said(env: Any, answer: str) -> str:
+def observe(env: Any, answer: str) -> str:
     return env.step(answer)[0].removeprefix("<tool_response>\n").removesuffix("\n</tool_response>")
 
 
@@ -42,7 +42,7 @@ def shop() -> Iterator[Any]:
     env.close()
 
 
-def test_functions_are_told_and_called_as_chat_templates_do(shop: Any):
+def test_functions_are_described_and_called_as_in_chat_templates(shop: Any):
     assert (
         '{"type": "function", "function": {"name": "price", "description": "What so many cost."' in shop.system_prompt
     )
@@ -52,10 +52,10 @@ def test_functions_are_told_and_called_as_chat_templates_do(shop: Any):
     assert (info["tool_use_counter"], info["tool_success_counter"]) == (1, 1)
 
 
-def test_a_servers_functions_are_offered_for_the_template_to_tell_and_call(shop: Any):
+def test_a_servers_functions_are_offered_to_the_chat_template(shop: Any):
     env = env_with(STDIO, function_calling="template", tool_success_reward=0.5)
     try:
-        price = next(each["function"] for each in env.functions if each["function"]["name"] == "price")
+        price = next(schema["function"] for schema in env.functions if schema["function"]["name"] == "price")
         assert price["parameters"]["properties"]["count"]["type"] == "integer"
         assert "<tools>" in shop.system_prompt
         assert "<tools>" not in env.system_prompt
@@ -81,7 +81,7 @@ def test_a_servers_functions_are_offered_for_the_template_to_tell_and_call(shop:
         ('<tool_call>{"name": "price", "arguments": 3}</tool_call>', "must be"),
     ],
 )
-def test_a_call_that_fails_says_why(shop: Any, answer: str, message: str):
+def test_a_failing_call_returns_its_error(shop: Any, answer: str, message: str):
     observation, reward, _, _, info = shop.step(answer)
     assert message in observation
     assert (reward, info["tool_success_counter"]) == (0.0, 0)
@@ -89,50 +89,52 @@ def test_a_call_that_fails_says_why(shop: Any, answer: str, message: str):
 
 def test_envs_share_a_server_and_the_last_one_ends_it(shop: Any):
     other = env_with(STDIO)
-    pid = int(said(other, call("who")))
-    assert int(said(shop, call("who"))) == pid
+    pid = int(observe(other, call("who")))
+    assert int(observe(shop, call("who"))) == pid
     other.close()
-    assert int(said(shop, call("who"))) == pid
+    assert int(observe(shop, call("who"))) == pid
     alone = env_with({**STDIO, "timeout_s": 31.0})
-    own = int(said(alone, call("who")))
-    assert own != pid
+    own_pid = int(observe(alone, call("who")))
+    assert own_pid != pid
     alone.close()
-    wait_until_sync(lambda: not Path(f"/proc/{own}").exists())
+    wait_until_sync(lambda: not Path(f"/proc/{own_pid}").exists())
 
 
-def test_a_server_that_died_is_started_again(shop: Any):
-    pid = int(said(shop, call("who")))
+def test_a_dead_server_is_restarted(shop: Any):
+    pid = int(observe(shop, call("who")))
     os.kill(pid, signal.SIGKILL)
     wait_until_sync(lambda: not Path(f"/proc/{pid}").exists())
     shop.step(call("who"))  # may be the one that finds out
-    assert int(said(shop, call("who"))) != pid
+    assert int(observe(shop, call("who"))) != pid
 
 
-def test_a_call_that_hangs_is_given_up():
+def test_a_hanging_call_times_out():
     env = env_with({**STDIO, "timeout_s": 2.0, "functions": ["sleeps", "price"]})
     assert "price" in env.system_prompt
     assert "broken" not in env.system_prompt
     assert "gave no answer in 2 s" in env.step(call("sleeps"))[0]
-    assert said(env, call("price", item="tea")) == "1 tea: 3"
+    assert observe(env, call("price", item="tea")) == "1 tea: 3"
     env.close()
 
 
-def test_a_server_is_spoken_to_over_http():
+def test_a_server_is_reached_over_http():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen([sys.executable, SERVER, str(port)])
     try:
         wait_until_sync(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, timeout_s=30)
         env = env_with({"tool_id": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "functions": ["who"]}, STDIO)
-        assert int(said(env, call("who"))) == server.pid
-        assert said(env, call("price", item="tea")) == "1 tea: 3", "the call goes to the server that has the function"
+        assert int(observe(env, call("who"))) == server.pid
+        assert observe(env, call("price", item="tea")) == "1 tea: 3", (
+            "the call goes to the server that has the function"
+        )
         env.close()
     finally:
         server.kill()
         server.wait()
 
 
-def test_a_server_that_is_not_there_is_told():
+def test_an_unreachable_server_is_reported():
     for tool, message in (
         ({"tool_id": "mcp", "command": ["no-such-server"]}, "no-such-server failed"),
         ({"tool_id": "mcp", "url": "http://127.0.0.1:9/mcp"}, "127.0.0.1:9/mcp failed"),

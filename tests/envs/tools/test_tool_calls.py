@@ -17,7 +17,7 @@ def lake(**settings: Any) -> Any:
     return env
 
 
-def test_a_program_is_run_and_the_env_underneath_hears_nothing_of_it():
+def test_a_program_call_does_not_reach_the_wrapped_env():
     env = lake(tool_reward=-0.1, tool_success_reward=0.3)
     observation, reward, terminated, _, info = env.step("let me see\n```python\nprint(6 * 7)\n```")
     assert (observation, reward, terminated) == ("42", pytest.approx(0.2), False)
@@ -25,13 +25,13 @@ def test_a_program_is_run_and_the_env_underneath_hears_nothing_of_it():
     assert env.step("Right")[0] == "0 1 Left _ Down _ Right _ Up #"
 
 
-def test_a_program_that_fails_says_why():
+def test_a_failing_program_returns_its_error():
     observation, reward, _, _, info = lake(tool_success_reward=1.0).step("```python\nprint('a')\n1 / 0\n```")
     assert observation == "a\nZeroDivisionError: division by zero"
     assert (reward, info["tool_use_counter"], info["tool_success_counter"]) == (0.0, 1, 0)
 
 
-def test_tools_are_used_up_and_fresh_in_the_next_episode():
+def test_the_call_limit_is_per_episode():
     env = lake(max_tool_uses=1)
     call = "```python\nprint(1)\n```"
     assert env.step(call)[0] == "1"
@@ -54,7 +54,7 @@ def test_a_corpus_is_searched(tmp_path: Path):
     assert env.system_prompt.startswith("Walk P to G")
 
 
-def test_evaluation_hands_its_split_down():
+def test_the_split_is_passed_to_the_wrapped_env():
     settings = {"env_type": "frozen_lake", "tools": [{"tool_id": "python_code"}]}
     held_out = registry.make("tools", registry.held_out_config("tools", settings))
     own = registry.make("frozen_lake", {"split": "held_out"})
@@ -62,7 +62,7 @@ def test_evaluation_hands_its_split_down():
     assert held_out.task_id(3) == own.task_id(3)
 
 
-def test_settings_that_can_not_be_are_refused():
+def test_invalid_settings_are_refused():
     for settings, message in (
         ({"env_type": "frozen_lake", "tools": []}, "at least 1 item"),
         ({"env_type": "frozen_lake", "tools": [{"tool_id": "hammer"}]}, "'hammer'"),

@@ -26,13 +26,13 @@ def item(number: int, **changes: object) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     items = [item(1), item(2, pricing="$5.00 to $1,000.50"), item(1), item(3, pricing=None), item(4, asin="nan")]
-    told = {"instruction": "i want a lamp.", "instruction_attributes": ["bright"], "instruction_options": ["green"]}
+    row = {"instruction": "i want a lamp.", "instruction_attributes": ["bright"], "instruction_options": ["green"]}
     files = {
         "items_shuffle.json": items,
         "items_ins_v2.json": {
             "B000000001": {"attributes": ["bright"], "instruction": "a lamp", "instruction_attributes": ["bright"]},
         },
-        "items_human_ins.json": {"B000000001": [told, {**told, "instruction_attributes": []}], "B000000003": [told]},
+        "items_human_ins.json": {"B000000001": [row, {**row, "instruction_attributes": []}], "B000000003": [row]},
     }
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))

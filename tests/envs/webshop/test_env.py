@@ -25,7 +25,7 @@ def buy(env: WebShopEnv, asin: str, options: tuple[str, ...]) -> tuple[str, floa
     return env.step("click[Buy Now]")
 
 
-def test_whoever_buys_what_was_asked_for_gets_one():
+def test_the_right_purchase_gets_reward_one():
     env = shop()
     for seed in range(12):
         env.reset(seed=seed)
@@ -33,11 +33,11 @@ def test_whoever_buys_what_was_asked_for_gets_one():
         assert (reward, terminated, info["success"]) == (1.0, True, True)
 
 
-def test_without_its_options_the_right_product_is_worth_the_rest():
+def test_missing_options_reduce_the_reward():
     env = shop()
-    wanted = len(env.goal.attributes) + len(env.goal.options) + 1
+    total = len(env.goal.attributes) + len(env.goal.options) + 1
     _, reward, _, _, info = buy(env, env.goal.product.asin, ())
-    assert reward == pytest.approx((len(env.goal.attributes) + 1) / wanted)
+    assert reward == pytest.approx((len(env.goal.attributes) + 1) / total)
     assert (info["success"], info["r_type"], info["r_att"], info["r_option"], info["r_price"]) == (False, 1, 1, 0, 1)
 
 
@@ -64,14 +64,14 @@ def test_a_walk_through_the_pages():
     assert isinstance(env.page, SearchPage)
 
 
-def test_searching_works_on_the_search_page_alone():
+def test_search_is_valid_only_on_the_search_page():
     env = shop()
     assert env.step("search[lamp]")[4]["action_is_valid"]
     assert isinstance(env.page, ResultsPage)
     assert not env.step("search[rug]")[4]["action_is_valid"]
 
 
-def test_the_search_puts_first_what_fits_best():
+def test_search_results_are_sorted_by_relevance():
     env = shop()
     for seed in range(8):
         env.reset(seed=seed)
@@ -85,7 +85,7 @@ def test_the_search_puts_first_what_fits_best():
 
 
 @pytest.mark.parametrize("answer", ["", "search[]", "click[nowhere]", "buy", "search[  ]"])
-def test_what_can_not_be_done_costs_the_penalty_and_changes_nothing(answer: str):
+def test_an_invalid_action_costs_the_penalty_and_changes_nothing(answer: str):
     env = shop(format_penalty=-0.05)
     before = env.page
     _, reward, terminated, _, info = env.step(answer)
@@ -98,7 +98,7 @@ def test_an_answer_pattern_picks_the_action_out_of_thoughts():
     assert not env.step("click[back to search]")[4]["action_is_valid"]
 
 
-def test_actions_and_the_instruction_are_shown_as_told():
+def test_actions_and_instruction_are_shown_as_configured():
     env = shop(show_actions=True, show_instruction="first")
     assert env.reset(seed=2)[0].endswith("Actions: search[words]")
     page = env.step("search[lamp]")[0]
@@ -125,7 +125,7 @@ def test_every_word_of_an_episode_is_in_the_word_list():
         assert set(" ".join(texts).split()) <= set(WORDS)
 
 
-def test_max_steps_truncates_and_an_item_page_remembers_what_was_chosen():
+def test_max_steps_truncates_and_an_item_page_keeps_choices():
     env = shop(max_steps=3)
     env.step("search[shirt]")
     env.step(f"click[{env.page.shown[0].asin}]")
@@ -135,7 +135,7 @@ def test_max_steps_truncates_and_an_item_page_remembers_what_was_chosen():
     assert env.page.chosen == {"color": value}
 
 
-def test_settings_that_can_not_be_are_refused(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     assert "at most 1,000 products" in registry.check_env_config("webshop", {"num_products": 2_000})[0]
     with pytest.raises(ValueError, match=r"no items_ins_v2.json in .*leave data_dir unset"):
         registry.make("webshop", {"data_dir": str(tmp_path)})

@@ -62,11 +62,11 @@ def test_remax_gradient_is_unbiased():
     greedy = rewards[logp.argmax()][None]
     advantages = subtract_greedy_reward(rewards, greedy, torch.zeros(4, dtype=torch.int64))
     assert float(greedy) == 0.25
-    found, expected = (
+    result, expected = (
         torch.autograd.grad((logp.exp().detach() * a * logp).sum(), logits, retain_graph=True)[0]
         for a in (advantages, rewards)
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_maxrl_gradient_is_mean_success_score_minus_mean_score():

@@ -55,11 +55,11 @@ def test_binary_kl_is_larger_of_both_directions(p: float, q: float):
 @settings(max_examples=40)
 @given(st.lists(st.sampled_from([0.0, 0.1, -0.3, 0.5, -1.0, 2.0]), max_size=12), st.floats(0.01, 2))
 def test_m2po_drops_fewest_outliers_to_reach_threshold(log_ratio: list[float], threshold: float):
-    kept = list(log_ratio)
-    while kept and sum(x * x for x in kept) / len(kept) > threshold:
-        largest = max(x * x for x in kept)
-        kept = [x for x in kept if x * x < largest]
-    limit = max((x * x for x in kept), default=-1.0)
+    remaining = list(log_ratio)
+    while remaining and sum(x * x for x in remaining) / len(remaining) > threshold:
+        largest = max(x * x for x in remaining)
+        remaining = [x for x in remaining if x * x < largest]
+    limit = max((x * x for x in remaining), default=-1.0)
     got = second_moment_mask(torch.tensor(log_ratio, dtype=torch.float64), threshold)
     assert got.tolist() == [x * x <= limit for x in log_ratio]
 

@@ -68,8 +68,8 @@ def test_adaptive_controller_resumes_from_checkpoint():
     controller.update(kl=3.0, num_samples=50)
     restored = KLController(0.1, target=1.0, horizon=1000)
     restored.resume(controller.coef)
-    for each in (controller, restored):
-        each.update(kl=0.5, num_samples=50)
+    for instance in (controller, restored):
+        instance.update(kl=0.5, num_samples=50)
     assert restored.coef == controller.coef != 0.1
 
 

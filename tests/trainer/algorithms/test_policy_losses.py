@@ -43,8 +43,8 @@ def sapo_by_hand(n: float, o: float, a: float) -> tuple[float, float, bool]:
 def dppo_by_hand(n: float, o: float, a: float) -> tuple[float, float, bool]:
     moved, r = math.exp(n) - math.exp(o), math.exp(n - o)
     gone = (a > 0 and moved > 0.2) or (a < 0 and moved < -0.1)
-    kept = 0.0 if gone else 1.0
-    return -kept * a * r + 0.01 * (n - o) ** 2, -kept * a * r + 0.02 * (n - o), gone
+    weight = 0.0 if gone else 1.0
+    return -weight * a * r + 0.01 * (n - o) ** 2, -weight * a * r + 0.02 * (n - o), gone
 
 
 def weighted(weight: float, n: float, a: float, clipped: bool) -> tuple[float, float, bool]:
@@ -175,10 +175,10 @@ def test_unit_ratio_aggregates_its_tokens(rows: list[tuple[int, float, float]]):
             assert float(got[i].detach()) == pytest.approx(mean, rel=1e-9)
             # Of the unit's mean, each of n tokens has 1/n of the gradient, n times; of GSPO-token's, its own
             assert float(gradient[i]) == pytest.approx(mean, rel=1e-9)
-    whole = unit_ratio("sequence-product", new, old, other, unit)
+    ratio = unit_ratio("sequence-product", new, old, other, unit)
     for i, (u, _, _) in enumerate(rows):
         total = sum(n - o for v, n, o in rows if v == u)
-        assert float(whole[i].detach()) == pytest.approx(math.exp(min(max(total, -20), 20)), rel=1e-9)
+        assert float(ratio[i].detach()) == pytest.approx(math.exp(min(max(total, -20), 20)), rel=1e-9)
 
 
 def test_gspo_token_gradient_is_per_token():

@@ -99,13 +99,14 @@ def model(kind: Any, **more: Any) -> PackedPolicy:
 
 
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
-@pytest.mark.parametrize("most", [20, 4096])
-def test_shared_prefix_gives_same_logprobs_and_gradients(kind: Any, most: int) -> None:
+@pytest.mark.parametrize("max_tokens", [20, 4096])
+def test_shared_prefix_gives_same_logprobs_and_gradients(kind: Any, max_tokens: int) -> None:
     policy, batch = model(kind), pack(ragged())
-    whole = everything(policy, microbatches(batch, range(batch.num_sequences), most), batch.num_sampled)
-    shared = everything(policy, shared_microbatches(batch, range(batch.num_sequences), most), batch.num_sampled)
-    torch.testing.assert_close(shared[0], whole[0], rtol=0, atol=2e-6)  # norms and rotations are float32 whatever comes
-    for one, two in zip(shared[1], whole[1], strict=True):
+    unshared = everything(policy, microbatches(batch, range(batch.num_sequences), max_tokens), batch.num_sampled)
+    shared = everything(policy, shared_microbatches(batch, range(batch.num_sequences), max_tokens), batch.num_sampled)
+    # norms and rotations are float32 in every dtype
+    torch.testing.assert_close(shared[0], unshared[0], rtol=0, atol=2e-6)
+    for one, two in zip(shared[1], unshared[1], strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=2e-6)
 
 
@@ -128,10 +129,10 @@ groups = st.lists(st.tuples(st.integers(1, 24), st.lists(shapes, min_size=1, max
 @settings(max_examples=15, deadline=None)
 @given(groups, st.integers(8, 120), st.integers(1, 3))
 def test_each_sampled_token_occurs_once_after_its_history(
-    drawn: list[tuple[int, list[list[tuple[int, int]]]]], most: int, ranks: int
+    drawn: list[tuple[int, list[list[tuple[int, int]]]]], max_tokens: int, ranks: int
 ) -> None:
     batch = pack([siblings(n, prompt, members) for n, (prompt, members) in enumerate(drawn)])
-    parts = shared_microbatches(batch, range(batch.num_sequences), most, multiple_of=ranks)
+    parts = shared_microbatches(batch, range(batch.num_sequences), max_tokens, multiple_of=ranks)
     assert sorted(torch.cat([micro.index for micro in parts]).tolist()) == list(range(batch.num_sampled))
     for micro in parts:
         x = read(micro)
@@ -155,8 +156,8 @@ def history(x: PackedInput, place: int) -> list[int]:
 
 def test_prompt_is_computed_once_per_fitting_siblings() -> None:
     batch = pack([siblings(0, 40, [[(0, 2)]] * 8)])
-    (whole,) = shared_microbatches(batch, range(8), 1000)
-    assert len(whole.tokens) == 40 + 8 * 2
+    (unshared,) = shared_microbatches(batch, range(8), 1000)
+    assert len(unshared.tokens) == 40 + 8 * 2
     halves = shared_microbatches(batch, range(8), 48)
     assert [len(part.tokens) for part in halves] == [48, 48]
     assert sum(len(micro.tokens) for micro in microbatches(batch, range(8), 1000)) == 8 * 42
@@ -181,7 +182,7 @@ def test_prefix_ends_before_first_differing_or_sampled_token() -> None:
 )
 def test_step_gives_same_weights_with_shared_prefixes(options: dict[str, Any], folder: Path) -> None:
     ends: list[list[torch.Tensor]] = []
-    gauges: list[dict[str, float]] = []
+    step_metrics: list[dict[str, float]] = []
     for shares in (False, True):
         tree = {"actor_train": {"model_args": {"shared_prefix": shares}, "training_args": {"num_minibatches": 2}}}
         config = LearnerConfig.model_validate(tree | options)
@@ -189,14 +190,14 @@ def test_step_gives_same_weights_with_shared_prefixes(options: dict[str, Any], f
         policy = PlainEngine(load_policy(folder, args, seed=1))
         critic = PlainEngine(load_critic(folder, args, seed=1)) if config.adv_estimator == "gae" else None
         reference = FrozenModel(load_policy(folder, args, seed=2), ALONE) if config.needs_reference else None
-        seen = train_on(BatchTrainer(config, StepModels(policy, critic, reference), ALONE), ragged(), 0)
-        gauges.append({name: each.value for name, each in seen.items()})
+        metrics = train_on(BatchTrainer(config, StepModels(policy, critic, reference), ALONE), ragged(), 0)
+        step_metrics.append({name: metric.value for name, metric in metrics.items()})
         ends.append([tensor for _, tensor in policy.tensors()])
     for plain, shared in zip(*ends, strict=True):
         torch.testing.assert_close(shared, plain, rtol=1e-4, atol=1e-6)
-    assert gauges[0]["actor/grad_norm"] == pytest.approx(gauges[1]["actor/grad_norm"], rel=1e-4)
-    assert gauges[0]["tokens/shared"] == 0
-    assert gauges[1]["tokens/shared"] > 0
+    assert step_metrics[0]["actor/grad_norm"] == pytest.approx(step_metrics[1]["actor/grad_norm"], rel=1e-4)
+    assert step_metrics[0]["tokens/shared"] == 0
+    assert step_metrics[1]["tokens/shared"] > 0
 
 
 def test_gradient_checkpointing_gives_same_result(folder: Path) -> None:

@@ -54,15 +54,15 @@ def test_nothing_is_replayed_by_default() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     rate=st.floats(1.1, 4.0),
-    most=st.integers(2, 5),
+    max_times=st.integers(2, 5),
     size=st.integers(1, 30),
     bound=st.integers(0, 6),
     sampler=st.sampled_from(["fifo", "lifo", "uniform", "prioritized"]),
 )
 def test_replay_respects_max_times_uniqueness_and_staleness(
-    rate: float, most: int, size: int, bound: int, sampler: str
+    rate: float, max_times: int, size: int, bound: int, sampler: str
 ) -> None:
-    options = {"samples_per_insert": rate, "max_times_sampled": most, "max_size": size, "sampler": sampler}
+    options = {"samples_per_insert": rate, "max_times_sampled": max_times, "max_size": size, "sampler": sampler}
     joined = replayed(12, staleness=bound, **options)
     times = dict.fromkeys(range(12 * PER_STEP), 1)
     for step, again in enumerate(joined):
@@ -70,7 +70,7 @@ def test_replay_respects_max_times_uniqueness_and_staleness(
         for group in again.groups:
             times[group.number] += 1
             assert 0 < step - group.oldest_version <= bound
-    assert max(times.values()) <= most
+    assert max(times.values()) <= max_times
 
 
 @pytest.mark.parametrize("rate", [1.25, 1.6, 2.0, 3.0])

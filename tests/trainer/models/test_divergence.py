@@ -31,7 +31,7 @@ def by_hand(logits: Tensor, states: ReferenceStates, heats: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("chunk", [VOCABULARY, 3 * VOCABULARY, 1 << 24])
 @pytest.mark.parametrize("one_heat", [True, False])
-def test_it_is_the_sum_over_the_vocabulary_and_so_is_its_gradient(
+def test_full_kl_and_gradient_equal_the_vocabulary_sum(
     chunk: int, one_heat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "CPU_CHUNK_ELEMENTS", chunk)
@@ -71,16 +71,16 @@ def test_full_kl_is_zero_to_itself_and_the_mean_of_k1_to_others(tmp_path: Path) 
 
     def divergences(reference: FrozenModel) -> Tensor:
         (states,) = reference.hidden_states([x])
-        said = one(PackedInput(x.tokens, x.packing, x.positions, reference=states)).divergences
-        assert said is not None
-        return said
+        divergences = one(PackedInput(x.tokens, x.packing, x.positions, reference=states)).divergences
+        assert divergences is not None
+        return divergences
 
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     twin = FrozenModel(load_policy(tmp_path, ModelArgs(), seed=1), alone)
     assert float(divergences(twin).detach().abs().max()) < 1e-6
     logits = [m.model(x.tokens[None], logits_to_keep=x.positions - 1, use_cache=False, packing=x.packing).logits[0]
               for m in (one, other)]  # fmt: skip
-    p, q = (each.log_softmax(1) for each in logits)
+    p, q = (values.log_softmax(1) for values in logits)
     torch.testing.assert_close(divergences(FrozenModel(other, alone)), (p.exp() * (p - q)).sum(1), rtol=1e-4, atol=1e-6)
 
 

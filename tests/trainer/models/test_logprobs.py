@@ -38,7 +38,7 @@ def test_the_hand_written_gradient_is_the_numerical_one() -> None:
     assert torch.autograd.gradcheck(lambda x: token_logprobs(x, targets, 0.8), (logits,))
 
 
-def test_half_precision_logits_are_worked_on_in_float32() -> None:
+def test_half_precision_logits_are_processed_in_float32() -> None:
     logits = torch.randn(6, 50, dtype=torch.bfloat16, requires_grad=True)
     logp, entropy = token_logprobs(logits, torch.arange(6))
     assert logp.dtype == entropy.dtype == torch.float32
@@ -50,12 +50,12 @@ def test_half_precision_logits_are_worked_on_in_float32() -> None:
 
 
 @pytest.mark.parametrize("masked", [-torch.inf, torch.finfo(torch.float32).min])
-def test_a_token_that_a_model_rules_out_counts_for_nothing(masked: float) -> None:
+def test_a_token_with_logit_minus_infinity_has_no_effect(masked: float) -> None:
     plain = torch.randn(4, 5).requires_grad_()
     logits = torch.cat([plain.detach(), torch.full((4, 2), masked)], 1).requires_grad_()
     targets = torch.tensor([0, 4, 2, 2])
-    for each, temperature in ((plain, 0.5), (logits, 0.5)):
-        logp, entropy = token_logprobs(each, targets, temperature)
+    for values, temperature in ((plain, 0.5), (logits, 0.5)):
+        logp, entropy = token_logprobs(values, targets, temperature)
         (logp.sum() + 3.0 * entropy.sum()).backward()
     assert plain.grad is not None
     assert logits.grad is not None
@@ -64,10 +64,11 @@ def test_a_token_that_a_model_rules_out_counts_for_nothing(masked: float) -> Non
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_loss_of_one_of_both_has_its_gradient(which: int) -> None:
+def test_logprobs_and_entropies_have_separate_gradients(which: int) -> None:
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 4, 2, 2])
     got, expected = (
-        torch.autograd.grad(each(logits, targets, 0.8)[which].sum(), logits)[0] for each in (token_logprobs, reference)
+        torch.autograd.grad(function(logits, targets, 0.8)[which].sum(), logits)[0]
+        for function in (token_logprobs, reference)
     )
     torch.testing.assert_close(got, expected)

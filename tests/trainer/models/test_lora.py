@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what is published, what the model is without it."""
+"""LoRA: training, export, policy without adapters."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def trained(folder: Path, args: ModelArgs, steps: int = 3) -> tuple[PackedPolicy
     return policy, engine
 
 
-def said(policy: PackedPolicy) -> Tensor:
+def logprobs_of(policy: PackedPolicy) -> Tensor:
     batch = pack(GROUPS)
     (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
     with torch.no_grad():
@@ -42,12 +42,12 @@ def said(policy: PackedPolicy) -> Tensor:
 
 
 def published(policy: PackedPolicy) -> dict[str, Tensor]:
-    return {whole.name.removeprefix("model."): whole.tensor().clone() for whole in merged_weights(policy)}
+    return {weight.name.removeprefix("model."): weight.tensor().clone() for weight in merged_weights(policy)}
 
 
 def test_a_fresh_adapter_changes_nothing(folder: Path) -> None:
     plain, adapted = load_policy(folder, ModelArgs(), seed=1), load_policy(folder, QV, seed=1)
-    assert torch.equal(said(plain), said(adapted))
+    assert torch.equal(logprobs_of(plain), logprobs_of(adapted))
     one, two = published(plain), published(adapted)
     assert list(one) == list(two)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
@@ -101,16 +101,16 @@ def test_model_of_the_merged_weights_has_equal_logprobs(folder: Path) -> None:
     policy, engine = trained(folder, ModelArgs(lora_target="all-linear"))
     twin = load_policy(folder, ModelArgs(), seed=9)
     twin.model.load_state_dict(dict(engine.tensors()), strict=False)
-    torch.testing.assert_close(said(twin), said(policy), rtol=0, atol=1e-5)
-    assert not torch.allclose(said(twin), said(load_policy(folder, ModelArgs(), seed=1)), atol=1e-2)
+    torch.testing.assert_close(logprobs_of(twin), logprobs_of(policy), rtol=0, atol=1e-5)
+    assert not torch.allclose(logprobs_of(twin), logprobs_of(load_policy(folder, ModelArgs(), seed=1)), atol=1e-2)
 
 
-def test_without_its_adapter_a_trained_policy_is_the_start(folder: Path) -> None:
+def test_disabling_a_trained_adapter_restores_the_base_policy(folder: Path) -> None:
     policy, engine = trained(folder, QV)
-    start = said(load_policy(folder, ModelArgs(), seed=1))
+    start = logprobs_of(load_policy(folder, ModelArgs(), seed=1))
     with without_adapters(policy):
-        assert torch.equal(said(policy), start)
-    assert not torch.allclose(said(policy), start, atol=1e-3)
+        assert torch.equal(logprobs_of(policy), start)
+    assert not torch.allclose(logprobs_of(policy), start, atol=1e-3)
     batch = pack(GROUPS)
     (micro,) = microbatches(batch, range(batch.num_sequences), 10_000)
     x = PackedInput.of(micro.tokens, micro.cu_seqlens, micro.positions)
@@ -118,7 +118,7 @@ def test_without_its_adapter_a_trained_policy_is_the_start(folder: Path) -> None
     assert all(p.requires_grad == (".lora_" in name) for name, p in policy.named_parameters())
 
 
-def test_twice_the_rank_is_alpha_unless_it_is_said(folder: Path) -> None:
+def test_alpha_defaults_to_twice_the_rank(folder: Path) -> None:
     args = QV.model_copy(update={"lora_alpha": None})
     layer = load_policy(folder, args, seed=1).get_submodule("model.model.layers.0.self_attn.q_proj")
     assert layer.scaling == {"default": 2.0}
@@ -132,10 +132,10 @@ def test_the_adapters_start_depends_on_the_seed_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "says"), [("nothing", "nothing"), ("embed_tokens", "not a linear layer"), ("lm_head", "unshared")]
+    ("target", "message"), [("nothing", "nothing"), ("embed_tokens", "not a linear layer"), ("lm_head", "unshared")]
 )
-def test_what_can_have_no_adapter_is_refused_by_name(folder: Path, target: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_layer_without_adapter_support_is_refused_by_name(folder: Path, target: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load_policy(folder, ModelArgs(lora_target=target), seed=1)
 
 

@@ -1,4 +1,4 @@
-"""A packed forward is each sequence's own forward: values and gradients, whatever lies beside it."""
+"""Values and gradients of a packed forward equal those of each sequence alone."""
 
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def test_packed_logprobs_and_gradients_are_those_of_single_sequences(folder: Pat
         torch.testing.assert_close(parameter.grad, grads[name].grad, rtol=1e-5, atol=ATOL)
 
 
-def test_a_sequence_does_not_see_what_lies_beside_it(folder: Path) -> None:
+def test_a_sequence_does_not_attend_to_its_neighbours(folder: Path) -> None:
     policy = load_policy(folder, ModelArgs(), seed=3)
     tokens, packing, positions = packed_batch()
     before, *_ = policy(PackedInput(tokens, packing, positions))
@@ -83,7 +83,7 @@ def test_a_sequence_does_not_see_what_lies_beside_it(folder: Path) -> None:
     assert not torch.allclose(before[~own], after[~own])
 
 
-def test_a_sliding_window_bounds_what_a_packed_token_sees() -> None:
+def test_a_sliding_window_bounds_packed_attention() -> None:
     config = Qwen2Config(
         vocab_size=11, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, use_sliding_window=True, sliding_window=4, max_window_layers=0, initializer_range=0.1,
@@ -117,7 +117,7 @@ def test_temperature_divides_the_logits(folder: Path) -> None:
     torch.testing.assert_close(hot, halved(x))
 
 
-def test_the_critic_says_zero_before_it_has_learned(folder: Path) -> None:
+def test_an_untrained_critic_returns_zero(folder: Path) -> None:
     critic = load_critic(folder, ModelArgs(), seed=3)
     tokens, packing, positions = packed_batch()
     values = critic(PackedInput(tokens, packing, positions))
@@ -128,7 +128,7 @@ def test_the_critic_says_zero_before_it_has_learned(folder: Path) -> None:
     assert critic.value_head.weight.grad.any()
 
 
-def test_the_seed_alone_fixes_fresh_weights(folder: Path) -> None:
+def test_initial_weights_depend_on_the_seed_alone(folder: Path) -> None:
     torch.manual_seed(99)
     one = load_policy(folder, ModelArgs(), seed=3).state_dict()
     torch.rand(5)
@@ -144,6 +144,6 @@ def test_borders_that_do_not_grow_from_zero_are_refused(borders: list[int]) -> N
         Packing.of(torch.tensor(borders))
 
 
-def test_asking_about_a_sequences_first_token_is_refused() -> None:
+def test_scoring_a_sequences_first_token_is_refused() -> None:
     with pytest.raises(ValueError, match="first token"):
         PackedInput.of(torch.arange(5), torch.tensor([0, 3, 5]), torch.tensor([1, 3]))

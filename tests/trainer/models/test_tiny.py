@@ -95,7 +95,7 @@ def test_the_model_has_the_recipes_size(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["two words", "", " padded", "<|im_end|>"])
-def test_what_is_not_one_word_is_refused(tmp_path: Path, word: str) -> None:
+def test_an_invalid_word_is_refused(tmp_path: Path, word: str) -> None:
     with pytest.raises(ValueError, match="word"):
         write_tiny_policy(tmp_path, TinyPolicyConfig(), [*WORDS, word])
     assert not list(tmp_path.iterdir())

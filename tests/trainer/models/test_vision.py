@@ -110,28 +110,28 @@ def test_packed_image_sequences_match_transformers(folder: Path, policy: PackedV
     plain = load_policy(folder, ModelArgs(attn_implementation="sdpa"), seed=1).model
     with torch.no_grad():
         got = policy(data.packed()).logprobs
-        wanted = []
+        expected = []
         for number, sequence in enumerate(data.sequences):
             logits = plain(**data.inputs(number)).logits[0, :-1].log_softmax(-1)
-            wanted.append(logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0])
-    assert torch.allclose(got, torch.cat(wanted), atol=2e-5)
+            expected.append(logits.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0])
+    assert torch.allclose(got, torch.cat(expected), atol=2e-5)
 
 
-def test_a_placeholder_that_the_policy_sampled_is_a_word_like_others(folder: Path, policy: PackedVisionPolicy) -> None:
+def test_a_sampled_placeholder_token_is_an_ordinary_token(folder: Path, policy: PackedVisionPolicy) -> None:
     data = Sequences(folder)
     assert torch.isfinite(policy(data.packed()).logprobs).all()
 
 
-def test_what_is_seen_matters_and_the_vision_tower_learns(folder: Path, policy: PackedVisionPolicy) -> None:
+def test_logprobs_depend_on_images_and_the_tower_gets_gradients(folder: Path, policy: PackedVisionPolicy) -> None:
     data = Sequences(folder)
     x = data.packed()
-    seen = policy(x).logprobs
+    logprobs_before = policy(x).logprobs
     data.pngs[1] = [picture(4, 4, 4)]
     other = policy(data.packed()).logprobs
     borders = [0, *np.cumsum([len(sequence) - 1 for sequence in data.sequences])]
-    changed = [not torch.equal(seen[a:b], other[a:b]) for a, b in pairwise(borders)]
+    changed = [not torch.equal(logprobs_before[a:b], other[a:b]) for a, b in pairwise(borders)]
     assert changed == [False, True, False]
-    seen.sum().backward()
+    logprobs_before.sum().backward()
     untouched = [name for name, weight in policy.named_parameters() if weight.grad is None or not weight.grad.any()]
     policy.zero_grad()
     assert untouched == []
@@ -156,7 +156,7 @@ def test_text_alone_has_the_same_position_on_every_axis() -> None:
 def test_each_setting_of_the_tower_is_written(folder: Path, tmp_path: Path, change: dict[str, int]) -> None:
     write_tiny_policy(tmp_path, TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig(**change)), WORDS)
     ((key, value),) = change.items()
-    before, after = (json.loads((each / "config.json").read_text())["vision_config"] for each in (folder, tmp_path))
+    before, after = (json.loads((path / "config.json").read_text())["vision_config"] for path in (folder, tmp_path))
     assert {name for name in after if after[name] != before[name]} == {key}
     assert after[key] == value
     png = picture(1, 2, 2)

@@ -237,12 +237,12 @@ def test_answers_that_were_not_passed_to_the_env_are_rejected(chat: ChatFormat) 
 
 
 @pytest.mark.parametrize(
-    ("answers", "says"), [(("jump",), "'jump' is '' in the policy's"), (("Up Up Left",), "takes 3 tokens")]
+    ("answers", "message"), [(("jump",), "'jump' is '' in the policy's"), (("Up Up Left",), "takes 3 tokens")]
 )
 def test_answers_that_the_policy_can_not_sample_are_rejected(
-    chat: ChatFormat, answers: tuple[str, ...], says: str
+    chat: ChatFormat, answers: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         demonstrate_once(chat, lambda env, rng: walk(env, rng, answers))
 
 
