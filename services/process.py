@@ -21,14 +21,14 @@ ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Program that sets the death signal, which `exec` preserves, and becomes the command. Not a `preexec_fn`, which is unsafe
-in a process with threads."""
+"""Program that sets the death signal, which `exec` preserves, and becomes the command; a `preexec_fn` would be unsafe in a
+process with threads."""
 
 
 def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when the thread that started it ends; does nothing outside Linux.
+    """Make the kernel signal this process when the thread that started it ends (Linux only).
 
-    parent: expected parent; if it has ended already, this process exits with code 1.
+    parent: expected parent pid; if it has ended already, this process exits with code 1.
 
     Raises:
         OSError: the kernel refuses.
@@ -42,12 +42,12 @@ def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SI
 
 
 def bind_to_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Return the command line that runs `command` as a child that dies with the thread that starts it."""
+    """Return a command line for `command` as a child that dies with the thread that starts it."""
     return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
 
 
 def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
-    """Terminate a child by SIGTERM, or by SIGKILL after `grace_s`, and reap it; return False if it was killed."""
+    """Send SIGTERM, after `grace_s` SIGKILL, and reap the child; return False if it was killed."""
     process.terminate()
     try:
         process.wait(grace_s)
@@ -59,17 +59,16 @@ def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
 
 
 def claim_stdout() -> BinaryIO:
-    """Return this process's stdout for messages to its parent, and redirect later output to stderr."""
+    """Return stdout for messages to the parent, and redirect further output to stderr."""
     messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return messages
 
 
 class JsonLines:
-    """Messages to and from another process: JSON objects over pipes, one per line."""
+    """JSON objects exchanged with another process over pipes, one per line."""
 
     def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
-        """source: to read from. sink: to write to."""
         self._source = source
         self._sink = sink
 
@@ -97,13 +96,13 @@ class JsonLines:
         return cast(dict[str, Any], message)
 
     def close(self) -> None:
-        """Close the sink, which the other process reads as the end."""
+        """Close the sink; the other process's `receive` then returns None."""
         with suppress(BrokenPipeError):
             self._sink.close()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free now; another process may take it before the caller binds it."""
+    """Return a TCP port that is free now but not reserved."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,1 +1,1 @@
-"""The mesh of one command on this machine."""
+"""Mesh of one command on this machine."""

@@ -1,4 +1,4 @@
-"""The mesh on this machine, owned by one command: Redis in the run's folder, a private Ray, Serve, control, learner.
+"""Mesh of one command on this machine: Redis in the run's folder, a private Ray with Serve, control service, learner.
 
 Invariants: everything started here is a descendant of this process and dies with it; `stop` works in any state, also
 during `start`, and leaves no process and no file in shared memory.
@@ -31,9 +31,9 @@ from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.local.parent_guard import guard_command
 from offbeat.deploy.local.processes import (
     adopt_orphans,
-    terminate_descendants,
-    remove_orphaned_shared_memory,
     find_shared_memory,
+    remove_orphaned_shared_memory,
+    terminate_descendants,
 )
 from offbeat.deploy.local.ray_process import (
     CONTROL,
@@ -70,39 +70,37 @@ logger = logging.getLogger(__name__)
 
 RUN_FACTORY_PATH = "offbeat.deploy.cluster.run_factory:MeshRunFactory"
 OBJECT_STORE_BYTES = 128 * 2**20
-"""Ray's shared memory; what travels between our processes goes through Redis and the broker instead."""
+"""Small, because our processes exchange data through Redis and the broker."""
 SPARE_CPUS = 2.0
-"""Logical CPUs beyond those of engines and workers, for Ray's own actors; they wait more than they compute."""
+"""Logical CPUs for Ray's own actors, beyond those of engines and workers."""
 RAY_STARTUP_TIMEOUT_S = 600.0
 RAY_SHUTDOWN_TIMEOUT_S = 3.0
 TEMP_ROOT, TEMP_PREFIX = Path("/tmp"), "offbeat-"
 RAY_LOG = "ray_head.out"
-SLOW_START_MESSAGE = "Ray was not up after its 30 s, on a machine that is this busy: it is started again."
+SLOW_START_MESSAGE = "Ray did not start within its 30 s, probably because the machine is busy; retrying."
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Each call's events are for Ray's dashboard, which does not run here; the GCS keeps 3 KiB of 100,000 calls
+    # Task events are for Ray's dashboard, which does not run here; the GCS keeps 3 KiB for each of 100,000 calls
     "RAY_task_events_report_interval_ms": "0",
-    # Nobody reads Ray's own metrics here either; an idle raylet grew by half a MiB a minute with them, and did not without
+    # Ray's own metrics are unused here, and made an idle raylet grow by half a MiB a minute
     "RAY_enable_metrics_collection": "false",
-    # A dead HTTP proxy is missed after 4 s instead of half a minute
+    # Detects a dead HTTP proxy after 4 s instead of half a minute
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1.0",
 }
 LEARNER_GRACE_S = 4.0
-"""Time, beyond that of its last steps, for a learner to save a checkpoint when the command is interrupted."""
+"""Time for an interrupted learner to exit, in addition to twice its last step's."""
 EXIT_GRACE_S = 1.0
 SUBMIT_TIMEOUT_S = 120.0
-"""Time for the control service to accept the run once it is up."""
+"""Time for a started control service to accept the run."""
 REDIS_CHECK_INTERVAL_S = 0.2
-"""Upper bound of the time for which a dead embedded Redis is not noticed."""
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
-"""Interval at which the run's shared memory is measured."""
 REDIS_PING_INTERVAL_S, REDIS_HANG_TIMEOUT_S = 2.0, 15.0
-"""Ping interval, and time without an answer after which the embedded Redis is killed. A restart completes before the retry
-timeout of clients (`offbeat.services.redis.connection`)."""
+"""Ping interval, and time without an answer after which Redis is killed; short enough for a restart within clients' retry
+timeout (`offbeat.services.redis.connection`)."""
 
 
 class LocalMesh:
-    """Everything that one run on this machine needs."""
+    """All processes of one run on this machine."""
 
     def __init__(self, config: RunConfig, *, began: float, say: Callable[[str], None] = lambda _: None) -> None:
         """began: Unix time at which the command started. say: called with progress messages."""
@@ -110,7 +108,7 @@ class LocalMesh:
         self._config = config
         self._began = began
         self._folder = config.output_dir
-        # Linux ends Redis with the *thread* that started it, so this thread lives as long as we do.
+        # Linux kills Redis with the *thread* that started it, so this thread has to live as long as the mesh.
         self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
         self._server: EmbeddedRedis | None = None
         self._redis: Redis | None = None
@@ -125,7 +123,7 @@ class LocalMesh:
 
     @property
     def redis_address(self) -> str:
-        """Address of the run's Redis, without a password."""
+        """Redis URL without its password."""
         return place(self._redis_url)
 
     async def start(self) -> ControlClient:
@@ -133,7 +131,7 @@ class LocalMesh:
 
         Raises:
             MeshError: a part can't be started.
-            RunExistsError: an external Redis has an active run of that name.
+            RunExistsError: the external Redis has an active run of that name.
         """
         adopt_orphans()
         control = self._config.control
@@ -155,7 +153,7 @@ class LocalMesh:
         self._send_to_ray(arguments)
         await self._wait_for_ray(CONTROL)
         self._record_timing("control")
-        url = f"http://{_reachable(control.host)}:{port}"
+        url = f"http://{_client_host(control.host)}:{port}"
         client = ControlClient(url, token=control.token)
         await retry_until_answered(lambda: client.create(self._config.model_dump_json()), SUBMIT_TIMEOUT_S)
         write_endpoints(self._folder, Endpoints(os.getpid(), self._redis_url, url))
@@ -172,17 +170,16 @@ class LocalMesh:
         self._record_timing("redis")
 
     async def _start_learner_early(self) -> None:
-        """Start the learner before there is a control service: it needs Redis alone, and warms up for the longest.
+        """Start a CPU learner before the control service, which takes it over: it needs Redis only and warms up longest.
 
-        The control service finds it running, and replaces it if it dies. On a GPU machine Ray places the learner, so that it
-        does not share a GPU with an engine.
+        On GPUs, Ray places the learner, so that it shares no GPU with an engine.
         """
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
             await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
         RedisMetrics(redis, config.exp_name).append(command_started(self._began))
-        # Nothing of this run lives now: what lies in shared memory was left by a command that was killed.
+        # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
         await asyncio.to_thread(prepare_folder, config)
         await asyncio.to_thread(prepare_buffer, redis, config)
@@ -197,8 +194,8 @@ class LocalMesh:
             self._record_timing("learner")
 
     def _start_ray(self, port: int) -> None:
-        """Start the process that runs Ray; called on the main thread, with which it dies."""
-        # Unix sockets have short names only, so Ray can't live in the run's folder.
+        """Start the process that runs Ray; it dies with the calling thread."""
+        # Not in the run's folder: paths of Unix sockets have to be short.
         _remove_orphaned_temp()
         self._ray_temp = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-", dir=TEMP_ROOT))
         infer, rollout = self._config.actor_infer, self._config.rollout
@@ -230,10 +227,14 @@ class LocalMesh:
 
     def _send_to_ray(self, message: RaySettings | LocalControlArgs) -> None:
         assert self._ray_pipe is not None
-        self._ray_pipe.send(asdict(message))  # if it has exited, waiting for its answer fails
+        self._ray_pipe.send(asdict(message))  # if the process has exited, `_wait_for_ray` raises
 
     async def _wait_for_ray(self, expected: str) -> None:
-        """Wait until Ray's process reports the state `expected`. Raises `MeshError` if it exits instead."""
+        """Wait until Ray's process reports the state `expected`.
+
+        Raises:
+            MeshError: it exited or timed out instead.
+        """
         assert self._ray_pipe is not None
         log = self._folder / LOGS / RAY_LOG
         try:
@@ -242,12 +243,12 @@ class LocalMesh:
                     logger.warning(SLOW_START_MESSAGE)
                     self._say(SLOW_START_MESSAGE)
         except TimeoutError:
-            raise MeshError(f"Ray did not start in {RAY_STARTUP_TIMEOUT_S:.0f} s\nRead {log}") from None
+            raise MeshError(f"Ray did not start in {RAY_STARTUP_TIMEOUT_S:.0f} s; see {log}") from None
         if answer != {STATE: expected}:
-            raise MeshError(f"Ray could not be started\nRead {log}")
+            raise MeshError(f"Ray failed to start; see {log}")
 
     async def supervise_redis(self) -> None:
-        """Restart the embedded Redis when it dies or hangs, until cancelled; acknowledged writes are kept."""
+        """Restart the embedded Redis when it dies or hangs; acknowledged writes are kept. Runs until cancelled."""
         last_answer_at = last_ping_at = time.monotonic()
         while (server := self._server) is not None:
             now = time.monotonic()
@@ -255,27 +256,26 @@ class LocalMesh:
                 last_ping_at = now
                 last_answer_at = time.monotonic() if await asyncio.to_thread(server.answers) else last_answer_at
             if not server.is_alive() or now > last_answer_at + REDIS_HANG_TIMEOUT_S:
-                logger.warning("redis-server %s and is started again", "hangs" if server.is_alive() else "died")
+                logger.warning("redis-server %s: restarting it", "hangs" if server.is_alive() else "died")
                 try:
                     await asyncio.get_running_loop().run_in_executor(self._redis_thread, server.restart)
                 except MeshError as error:
-                    logger.error("it does not come back, and is tried again: %s", error)
+                    logger.error("can't restart redis-server, retrying: %s", error)
                 last_answer_at = time.monotonic()
             await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
 
     async def watch_shared_memory(self) -> None:
-        """Record shared memory of the run's processes until cancelled: an engine that is killed while it starts leaves
-        its semaphore if its resource tracker is killed with it, as Ray does."""
+        """Record the shared memory of the run's processes, for later removal: Ray kills engines together with the resource
+        trackers that would remove it. Runs until cancelled."""
         while True:
             held = await asyncio.to_thread(find_shared_memory)
             self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
             await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
     async def stop_learner(self) -> int:
-        """Stop the learner after its step and a checkpoint; kill it if that takes too long.
+        """Stop the learner after its step and a checkpoint, and return the run's step (-1 before the first weights).
 
-        Returns:
-            the run's step; -1 before the first weights.
+        A learner that does not exit in time is left to `stop`, which kills it.
         """
         if self._redis is None:
             return -1
@@ -292,19 +292,19 @@ class LocalMesh:
                     break
                 await asyncio.sleep(0.05)
             else:
-                logger.warning("the learner did not end in %.1f s and is killed", grace_s)
+                logger.warning("the learner did not exit in %.1f s: killing it", grace_s)
             async with connect_async(self._redis_url, patience_s=1.0) as async_redis:
                 return (await RunStore(async_redis).progress(self._config.exp_name)).step
         except (RedisError, OSError, UnknownRunError) as error:
-            logger.warning("can't ask the learner to end: %s", error)
+            logger.warning("can't request that the learner stop: %s", error)
             return -1
 
     async def stop(self, outcome: RunState | None = None) -> None:
-        """Stop everything, Redis last, and clean up. outcome: state to write to the record, unless it has ended."""
+        """Stop everything, Redis last, and clean up. outcome: state to write to the run's record."""
         await asyncio.to_thread(self._stop, outcome)
 
     def kill(self) -> None:
-        """Kill everything at once; saved state is kept."""
+        """Kill everything at once; saved state remains."""
         terminate_descendants(0.0)
         remove_orphaned_shared_memory(self._shared_memory)
         self._remove_leftovers()
@@ -315,7 +315,7 @@ class LocalMesh:
         self._stop_ray()
         num_killed = terminate_descendants(EXIT_GRACE_S, excluding=spared)
         if num_killed:
-            logger.info("killed %d processes that did not end in %s s", num_killed, EXIT_GRACE_S)
+            logger.info("killed %d processes that did not exit in %s s", num_killed, EXIT_GRACE_S)
         self._copy_ray_logs()
         if outcome is not None and self._redis is not None:
             self._write_outcome(self._redis, outcome)
@@ -328,23 +328,23 @@ class LocalMesh:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove what processes that are gone left outside the run's folder."""
+        """Remove files outside the run's folder."""
         cleanup(self._config.exp_name, self._config.weights, self._folder)
         remove_endpoints(self._folder)
         if self._ray_temp is not None:
             shutil.rmtree(self._ray_temp, ignore_errors=True)
 
     def _stop_ray(self) -> None:
-        """Ask Ray to end; who is left is killed with the other descendants."""
+        """Request that Ray's process exit; `_stop` kills what remains."""
         if self._ray is None or self._ray.stdin is None or "control" not in self.timings:
-            return  # while it starts it does not listen
+            return  # it reads no requests while it starts
         with suppress(BrokenPipeError):
             self._ray.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._ray.wait(RAY_SHUTDOWN_TIMEOUT_S)
 
     def _copy_ray_logs(self) -> None:
-        """Put Ray's own logs where they outlive it."""
+        """Replace the link to Ray's logs by a copy."""
         link = self._folder / LOGS / "ray"
         target = link.resolve()
         if link.is_symlink() and target.is_dir():
@@ -356,15 +356,14 @@ class LocalMesh:
         try:
             redis.hset(RunKeys(self._config.exp_name).record, mapping=changes)
         except RedisError as error:
-            logger.warning("can't record that the run is %s: %s", outcome, error)
+            logger.warning("can't write the run's state %s: %s", outcome, error)
 
     def _record_timing(self, part: str) -> None:
         self.timings[part] = time.time() - self._began
 
 
 def _learner_grace_s(redis: Redis, run_id: str) -> float:
-    """Return the time for a learner to stop. A large model's step may take a minute, and losing the steps since the last
-    checkpoint more; a second Ctrl-C kills at once."""
+    """Return the time for a learner to finish its step and a checkpoint, by the durations of its last step."""
     raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
     metrics = json.loads(raw) if raw else {}
     return LEARNER_GRACE_S + 2 * sum(
@@ -373,7 +372,7 @@ def _learner_grace_s(redis: Redis, run_id: str) -> float:
 
 
 def _remove_orphaned_temp() -> None:
-    """Remove what commands that were killed left of Ray's temporary files."""
+    """Remove Ray's temporary files of killed commands."""
     for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
         pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

@@ -1,7 +1,6 @@
-"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: the command's process tree ends with process PARENT.
+"""`python -m offbeat.deploy.local.parent_guard PARENT COMMAND ...`: runs a command whose process tree dies with PARENT.
 
-Invariants: when the parent ends for any reason, every descendant of the command is killed, orphans included; while the
-parent lives, it ends them itself.
+Invariant: when the parent ends for any reason, every descendant of the command is killed, orphans included.
 """
 
 import os
@@ -19,12 +18,12 @@ class _ParentEndedError(Exception):
 
 
 def guard_command(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs `command` under a guard, which watches the thread that starts it."""
+    """Return a command line for `command` whose process tree dies with the thread that starts it."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
 
 def guard(parent: int, command: Sequence[str]) -> int:
-    """Run `command` and return its exit code; 1 if the process `parent` ended first."""
+    """Run `command` and return its exit code, or 1 if the process `parent` ended first."""
 
     def on_signal(*_: object) -> None:
         if os.getppid() != parent:
@@ -35,7 +34,7 @@ def guard(parent: int, command: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(by=signal.SIGTERM)
     try:
-        on_signal()  # the parent may have ended before the death signal was set
+        on_signal()  # in case the parent ended before the death signal was set
         child = subprocess.Popen(command)
         while True:
             pid, status = os.wait()  # also reaps the command's orphans

@@ -1,6 +1,6 @@
-"""Termination of all processes that this command has started, including indirect descendants.
+"""Termination of all descendants of this process, and removal of their shared memory.
 
-Invariants: only descendants are signalled, by pid; orphaned descendants are reparented to this process, not to init.
+Invariants: only descendants are signalled, by pid; orphans are reparented to this process, not to init.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
 MULTIPROCESSING_PATTERNS = ("sem.mp-*", "psm_*")
-"""Semaphores and blocks of memory."""
+"""Names of semaphores and shared memory blocks."""
 RESOURCE_TRACKER_GRACE_S = 2.0
-"""Time for resource trackers to clean up after their processes have exited."""
+"""Time for resource trackers to clean up."""
 
 
 def adopt_orphans() -> None:
@@ -28,25 +28,23 @@ def adopt_orphans() -> None:
 
 
 def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
-    """Return all living descendants, except those in `excluding` and their descendants."""
+    """Return all descendants, except processes in `excluding` and theirs."""
     spared = set(excluding)
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         if child.pid in spared:
             continue
         try:
-            found += [child, *child.children(recursive=True)]
+            processes += [child, *child.children(recursive=True)]
         except psutil.NoSuchProcess:
             continue
-    return [process for process in found if process.pid not in spared]
+    return [process for process in processes if process.pid not in spared]
 
 
 def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> int:
-    """Terminate every descendant, kill the rest after `grace_s`, and return the number killed.
+    """Terminate all descendants, kill the rest after `grace_s` and remove their shared memory; return the number killed.
 
-    Shared memory of killed processes is removed: by Python's resource trackers, which get time to exit, and otherwise here.
-
-    besides: pids that are left alone, with their descendants.
+    excluding: pids to spare, with their descendants.
     """
     held = find_shared_memory()
     for process in descendants(excluding):
@@ -58,31 +56,35 @@ def terminate_descendants(grace_s: float, excluding: Collection[int] = ()) -> in
             return 0
         time.sleep(0.05)
     held |= find_shared_memory()
-    killed = _kill([each for each in _exclude_zombies(descendants(excluding)) if not _is_resource_tracker(each)])
+    killed = _kill(
+        [process for process in _exclude_zombies(descendants(excluding)) if not _is_resource_tracker(process)]
+    )
     deadline = time.monotonic() + RESOURCE_TRACKER_GRACE_S
     while _exclude_zombies(descendants(excluding)) and time.monotonic() < deadline:
-        # Who was forked between the look and the kill is killed here.
-        killed |= _kill([each for each in _exclude_zombies(descendants(excluding)) if not _is_resource_tracker(each)])
+        # Also kills what was forked meanwhile.
+        killed |= _kill(
+            [process for process in _exclude_zombies(descendants(excluding)) if not _is_resource_tracker(process)]
+        )
         time.sleep(0.02)
     killed |= _kill(_exclude_zombies(descendants(excluding)))
-    if left := _exclude_zombies(descendants(excluding)):
-        logger.error("processes that can't be killed: %s", [process.pid for process in left])
+    if remaining := _exclude_zombies(descendants(excluding)):
+        logger.error("can't kill processes %s", [process.pid for process in remaining])
     remove_orphaned_shared_memory(held)
     return len(killed)
 
 
 def find_shared_memory() -> set[Path]:
-    """Return the files in shared memory that multiprocessing created for our descendants."""
+    """Return multiprocessing's files in shared memory that descendants use."""
     return _split_by_use(descendants())[0]
 
 
 def find_orphaned_shared_memory() -> set[Path]:
-    """Return the files in shared memory that multiprocessing created and no process of this machine uses."""
+    """Return multiprocessing's files in shared memory that no process of this machine uses."""
     return _split_by_use(psutil.process_iter())[1]
 
 
 def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
-    """Remove shared memory that `find_shared_memory` found before its processes were killed, if it still exists."""
+    """Remove shared memory that `find_shared_memory` processes before its processes were killed, if it still exists."""
     if held:
         for path in find_orphaned_shared_memory().intersection(held):
             path.unlink(missing_ok=True)
@@ -91,9 +93,9 @@ def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
 def _split_by_use(processes: Iterable[psutil.Process]) -> tuple[set[Path], set[Path]]:
     """Return multiprocessing's files that the processes have mapped, and the others.
 
-    By inode: a process maps a semaphore before it gets its name.
+    Compares inodes: a process maps a semaphore before naming it.
     """
-    # Listed first: what is made meanwhile would seem nobody's
+    # Listed first: otherwise files created meanwhile would seem unused
     files = {path for pattern in MULTIPROCESSING_PATTERNS for path in SHARED_MEMORY.glob(pattern)}
     mapped: set[int] = set()
     for process in processes if files else ():
@@ -125,7 +127,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _exclude_zombies(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that are not zombies; own zombie children are reaped."""
+    """Return the processes that are not zombies; reaps own zombie children."""
     living: list[psutil.Process] = []
     for process in processes:
         try:
@@ -144,4 +146,4 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
     except psutil.NoSuchProcess:
         return
     except psutil.AccessDenied:
-        logger.warning("may not end process %d", process.pid)
+        logger.warning("no permission to signal process %d", process.pid)

@@ -1,8 +1,8 @@
 # pyright: basic
 """Ray and Serve of one command, in a child process: `python -m offbeat.deploy.local.ray_process`.
 
-Ray may exit its process, and can't be interrupted while it starts, so it runs in a child that reads requests as JSON
-lines on stdin and answers with lines on stdout.
+A separate process, because Ray may exit it and can't be interrupted while it starts. Requests and answers are JSON lines
+on stdin and stdout.
 
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
@@ -18,10 +18,10 @@ from offbeat.services.process import JsonLines, claim_stdout
 STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
 """Field of an answer, and its values."""
 TIMEOUT_MESSAGE = "timed out during startup"
-"""Ray's message for a raylet that was not up after 30 s, a fixed timeout that is too short on a busy machine."""
+"""Part of Ray's error for a raylet that did not start within a fixed 30 s, too short on a busy machine."""
 MAX_STARTS = 4
 CLEANUP_GRACE_S = 2.0
-"""Time for a failed start to end its processes."""
+"""Time for the processes of a failed start to exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RaySettings:
     """Settings of Ray and Serve."""
 
     temp_dir: str
-    """A short path: it contains Unix sockets."""
+    """Short path, because it contains Unix sockets."""
     num_cpus: int
     object_store_bytes: int
     host: str
@@ -68,10 +68,10 @@ def start_ray(settings: RaySettings) -> None:
 
 
 def start_with_retries(start: Callable[[], None], on_retry: Callable[[], object]) -> None:
-    """Call `start` until Ray is up; after a timeout, clean up, call `on_retry` and try again.
+    """Start Ray; after a timeout, call `on_retry`, clean up and retry.
 
     Raises:
-        Exception: Ray's own, of the last start, or of one that failed for another reason than a timeout.
+        Exception: Ray's error, of the last start or of one that did not time out.
     """
     for number in range(1, MAX_STARTS + 1):
         try:
@@ -93,7 +93,7 @@ def _clean_up() -> None:
 
 
 def start_control(arguments: LocalControlArgs) -> None:
-    """Deploy the control service and wait until it answers."""
+    """Deploy the control service and wait until it is ready."""
     from ray import serve
 
     from offbeat.services.control.app import ControlSettings, build
@@ -127,7 +127,7 @@ def serve_parent(parent: JsonLines) -> None:
 
 
 def main() -> None:
-    """Serve the parent; Ray's output goes to stderr, which is a log file."""
+    """Serve the parent process; Ray's output goes to stderr."""
     serve_parent(JsonLines(sys.stdin.buffer, claim_stdout()))
 
 

@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 BENCHMARK = """
     import os, sys
     from offbeat.benchmarks.harness.environment import bench_environment
-    from offbeat.deploy.local.signals import interrupt_at_signals
+    from offbeat.deploy.local.signals import raise_interrupt_on_signals
     from tests.benchmarks.harness.test_leftovers import put
 
-    interrupt_at_signals()
+    raise_interrupt_on_signals()
     with bench_environment() as base:
         put(base.folder)
         print(base.folder, base.server_pid, flush=True)

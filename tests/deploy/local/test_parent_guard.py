@@ -14,7 +14,7 @@ import os, signal, sys, time
 if os.fork() == 0:
     os.setsid()
     if os.fork():
-        os._exit(0)  # what it has started is an orphan in a session of its own
+        os._exit(0)  # its child becomes an orphan in a session of its own
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 with open(sys.argv[1], "a") as out:
     out.write(f"{os.getpid()}\\n")
@@ -33,19 +33,19 @@ def test_no_descendant_of_a_guarded_command_outlives_a_killed_parent(tmp_path: P
         [sys.executable, "-c", GUARDING_PARENT, sys.executable, "-c", ORPHAN_MAKER, str(pids)], start_new_session=True
     )
     wait_until_sync(lambda: pids.exists() and len(pids.read_text().splitlines()) == 2, timeout_s=30)
-    found = [psutil.Process(int(line)) for line in pids.read_text().splitlines()]
+    processes = [psutil.Process(int(line)) for line in pids.read_text().splitlines()]
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait(30)
-    assert psutil.wait_procs(found, timeout=30)[1] == []
+    assert psutil.wait_procs(processes, timeout=30)[1] == []
 
 
 def test_a_guard_exits_with_its_command_and_ignores_signals(tmp_path: Path):
     """Signals are ignored while the parent lives."""
-    begun = tmp_path / "begun"
-    command = f"import pathlib, sys; pathlib.Path({str(begun)!r}).touch(); sys.stdin.read(); sys.exit(3)"
+    started = tmp_path / "started"
+    command = f"import pathlib, sys; pathlib.Path({str(started)!r}).touch(); sys.stdin.read(); sys.exit(3)"
     guard = subprocess.Popen(guard_command([sys.executable, "-c", command]), stdin=subprocess.PIPE)
     assert guard.stdin is not None
-    wait_until_sync(begun.exists, timeout_s=30)
+    wait_until_sync(started.exists, timeout_s=30)
     guard.terminate()
     guard.stdin.close()
     assert guard.wait(30) == 3

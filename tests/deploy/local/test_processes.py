@@ -9,7 +9,7 @@ from tests.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
 
-FAMILY = """
+PROCESS_TREE = """
     import subprocess, sys, time
     from offbeat.deploy.local.processes import adopt_orphans, descendants, terminate_descendants
 
@@ -32,23 +32,23 @@ FAMILY = """
 """
 
 
-def test_orphans_stay_descendants_and_who_ignores_the_request_is_killed():
+def test_orphans_remain_descendants_and_stubborn_ones_are_killed():
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FAMILY)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(PROCESS_TREE)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.endswith("done\n"), done.stderr
 
 
-def test_a_strangers_process_is_never_touched():
-    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+def test_unrelated_processes_are_not_signalled():
+    unrelated = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         code = "from offbeat.deploy.local.processes import terminate_descendants; terminate_descendants(0.1)"
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-        wait_until_sync(lambda: stranger.poll() is None)
-        assert stranger.poll() is None
+        wait_until_sync(lambda: unrelated.poll() is None)
+        assert unrelated.poll() is None
     finally:
-        stranger.kill()
-        stranger.wait()
+        unrelated.kill()
+        unrelated.wait()
 
 
 TRACKED = """
@@ -63,20 +63,20 @@ TRACKED = """
     child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     name = child.stdout.readline().strip()
     assert os.path.exists("/dev/shm/" + name)
-    starved = [each for each in descendants() if "resource_tracker" in str(each.cmdline())][:int(sys.argv[1])]
-    for tracker in starved:
-        adopt_orphans()  # or it would not be ours once its parent is gone
+    suspended = [process for process in descendants() if "resource_tracker" in str(process.cmdline())][:int(sys.argv[1])]
+    for tracker in suspended:
+        adopt_orphans()  # so that it remains a descendant after its parent's death
         tracker.suspend()
-    assert terminate_descendants(0.2) == 1 + len(starved)
+    assert terminate_descendants(0.2) == 1 + len(suspended)
     assert not os.path.exists("/dev/shm/" + name)
     print("done")
 """
 
 
-@pytest.mark.parametrize("starved", [0, 1])
-def test_shared_memory_of_killed_processes_is_removed(starved: int):
+@pytest.mark.parametrize("suspended", [0, 1])
+def test_shared_memory_of_killed_processes_is_removed(suspended: int):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(TRACKED), str(starved)],
+        [sys.executable, "-c", textwrap.dedent(TRACKED), str(suspended)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -102,7 +102,7 @@ UNTRACKED = """
     held = find_shared_memory()
     assert [str(path) for path in held] == [name]
     assert held.isdisjoint(find_orphaned_shared_memory())
-    killed = descendants()  # its resource tracker, too, which would have tidied up
+    killed = descendants()  # including the resource tracker, which would have removed it
     for process in killed:
         process.kill()
     assert not psutil.wait_procs(killed, timeout=30)[1]
@@ -113,7 +113,7 @@ UNTRACKED = """
 """
 
 
-def test_semaphores_are_removed_when_the_tracker_was_killed_too():
+def test_semaphores_are_removed_when_their_tracker_was_killed():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(UNTRACKED)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -131,7 +131,7 @@ DIED_EARLY = """
         watching = asyncio.create_task(mesh.watch_shared_memory())
         while name not in map(str, mesh._shared_memory):
             await asyncio.sleep(0.01)
-        for process in descendants():  # its resource tracker, too
+        for process in descendants():  # including the resource tracker
             process.kill()
         child.wait()
         watching.cancel()
@@ -153,7 +153,7 @@ DIED_EARLY = """
 """
 
 
-def test_semaphores_of_processes_that_died_early_are_removed_at_the_end(tmp_path: Path):
+def test_semaphores_of_processes_that_died_early_are_removed_by_stop(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(DIED_EARLY), str(tmp_path)],
         capture_output=True,
@@ -164,27 +164,27 @@ def test_semaphores_of_processes_that_died_early_are_removed_at_the_end(tmp_path
     assert done.stdout.endswith("done\n"), done.stderr
 
 
-ENDS_IN_ORDER = """
+EXITS_GRACEFULLY = """
 import pathlib, signal, sys, time
-def end(*_):
-    pathlib.Path(sys.argv[1]).write_text("in order")
+def stop(*_):
+    pathlib.Path(sys.argv[1]).write_text("graceful")
     sys.exit()
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, stop)
 print("up", flush=True)
 time.sleep(100)
 """
-MORTAL_PARENT = """
+PARENT = """
 import signal, subprocess, sys
 from offbeat.services.process import bind_to_thread
 subprocess.run(bind_to_thread([sys.executable, *sys.argv[1:]], by=signal.SIGTERM))
 """
 
 
-def test_a_child_gets_the_signal_that_was_chosen_when_its_parent_is_killed(tmp_path: Path):
-    told = tmp_path / "told"
-    command = [sys.executable, "-c", MORTAL_PARENT, "-c", ENDS_IN_ORDER, str(told)]
+def test_child_receives_the_chosen_signal_when_its_parent_is_killed(tmp_path: Path):
+    result = tmp_path / "result"
+    command = [sys.executable, "-c", PARENT, "-c", EXITS_GRACEFULLY, str(result)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "up\n"
         parent.kill()
-    wait_until_sync(lambda: told.exists() and told.read_text() == "in order", timeout_s=30)
+    wait_until_sync(lambda: result.exists() and result.read_text() == "graceful", timeout_s=30)

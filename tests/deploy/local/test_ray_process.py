@@ -13,7 +13,7 @@ from offbeat.deploy.local.ray_process import (
 )
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(1000)"]
-RAYS_WORDS = f"The current node {TIMEOUT_MESSAGE}. This could happen because some of the raylet failed to startup"
+RAY_ERROR = f"The current node {TIMEOUT_MESSAGE}. This could happen because some of the raylet failed to startup"
 
 
 def test_a_start_that_timed_out_is_cleaned_up_and_retried():
@@ -23,12 +23,12 @@ def test_a_start_that_timed_out_is_cleaned_up_and_retried():
         from offbeat.deploy.local.ray_process import start_with_retries
         children, retries = [], []
         def start():
-            assert all(child.poll() is not None for child in children), "what the last start left has been ended"
+            assert all(child.poll() is not None for child in children), "processes of the last start are still alive"
             child = subprocess.Popen({SLEEPS!r}, stdout=subprocess.PIPE)
             child.stdout.readline()
             children.append(child)
             if len(children) < 3:
-                raise Exception({RAYS_WORDS!r})
+                raise Exception({RAY_ERROR!r})
         start_with_retries(start, lambda: retries.append(1))
         assert children[-1].poll() is None
         print(len(children), len(retries))
@@ -45,7 +45,7 @@ def test_the_number_of_starts_is_bounded(monkeypatch: pytest.MonkeyPatch):
     retries: list[int] = []
 
     def start() -> None:
-        raise RuntimeError(RAYS_WORDS)
+        raise RuntimeError(RAY_ERROR)
 
     with pytest.raises(RuntimeError, match=TIMEOUT_MESSAGE):
         start_with_retries(start, lambda: retries.append(1))

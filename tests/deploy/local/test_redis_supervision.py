@@ -1,4 +1,4 @@
-"""The command that owns a Redis misses it when it dies or hangs."""
+"""The embedded Redis is restarted when it dies or hangs."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_redis_that_died_or_hangs_is_started_again(
+async def test_redis_is_restarted_when_it_dies_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ):
     monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_PING_INTERVAL_S", 0.1)
@@ -29,13 +29,13 @@ async def test_a_redis_that_died_or_hangs_is_started_again(
     server = EmbeddedRedis(tmp_path / "redis", config.redis)
     mesh._redis_thread.submit(server.start).result()
     mesh._server = server
-    keeping = asyncio.create_task(mesh.supervise_redis())
+    supervision = asyncio.create_task(mesh.supervise_redis())
     try:
         before = server.pid
         assert before is not None
         os.kill(before, number)
         await wait_until(lambda: server.pid not in (None, before) and server.answers(), timeout_s=30)
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        supervision.cancel()
+        await asyncio.gather(supervision, return_exceptions=True)
         server.stop()

@@ -1,4 +1,4 @@
-"""What ends a command lets it end what it has started."""
+"""Termination signals interrupt a command."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offbeat.deploy.local.signals import termination_signals, raise_interrupt_on_signals
+from offbeat.deploy.local.signals import raise_interrupt_on_signals, termination_signals
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +19,13 @@ def own_signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_each_of_them_interrupts(number: signal.Signals):
+def test_termination_signals_raise_keyboard_interrupt(number: signal.Signals):
     raise_interrupt_on_signals()
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
 
-def test_a_terminal_that_goes_away_does_not_end_what_runs_under_nohup():
+def test_hangup_is_ignored_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     raise_interrupt_on_signals()
     os.kill(os.getpid(), signal.SIGHUP)
