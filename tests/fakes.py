@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from offbeat.trainer.algorithms.aggregation import NO_MASKED, MaskedCounts
 from offbeat.trainer.data.step_batch import StepBatch
 from offbeat.trainer.training.optimizer_step import BatchTrainer, Gauges
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
+from tests.copying import replace
 
 
 def make_trajectory(
@@ -60,10 +61,10 @@ def make_group(
 ) -> Group:
     """Siblings with those rewards, sampled by `version`. greedy: rewards of baselines."""
     members, baselines = (
-        tuple(make_trajectory(number, i, reward=reward, version=version) for i, reward in enumerate(each, start))
-        for each, start in ((rewards, 0), (greedy, len(rewards)))
+        tuple(make_trajectory(number, i, reward=reward, version=version) for i, reward in enumerate(values, start))
+        for values, start in ((rewards, 0), (greedy, len(rewards)))
     )
-    marked = tuple(replace(each, baseline=True) for each in baselines)
+    marked = tuple(replace(trajectory, baseline=True) for trajectory in baselines)
     return Group(f"{number + 1}-0", f"run:{number}", number, "tag", number, version, members, baselines=marked)
 
 
@@ -216,7 +217,7 @@ def train_on(
     masked: MaskedCounts = NO_MASKED,
     weights: Sequence[float] = (),
 ) -> Gauges:
-    """Train on groups whose rewards are shaped as the trainer's own configuration says."""
+    """Train on groups whose rewards are shaped by the trainer's configuration."""
     return trainer.train(StepBatch.build(step, groups, trainer._config, masked=masked, weights=weights))
 
 
@@ -278,7 +279,7 @@ class ListSink:
 
 @dataclass
 class DictBoard:
-    """Keeps what a run's record would show."""
+    """Keeps the values of a run's record."""
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
 

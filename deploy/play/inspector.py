@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import typer
+from msgspec import structs
 
-from offbeat.deploy.play.parquet import RecordedTokens, read_parquet, record
+from offbeat.deploy.play.parquet import RecordedTokens, read_parquet, decode_episode
 from offbeat.deploy.play.policy import CHECKPOINTS
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.errors import CodecError
@@ -25,16 +25,16 @@ VERSION_COLOURS = ((90, 170, 250), (250, 180, 60), (150, 220, 120), (230, 120, 2
 GREY = (130, 130, 130)
 
 
-def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
+def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
     """Yield lines that show the episodes of a parquet file of `offbeat rollout`, or of a run's folder.
 
     Raises:
         ValueError: there is nothing to show.
     """
     if path.is_dir():
-        episodes, source = _newest_evaluation(path)
+        episodes, source = _load_newest_evaluation(path)
         if not episodes:
-            yield from _texts(path, episode, limit)
+            yield from _render_texts(path, episode, limit)
             return
         yield f"{source.relative_to(path)} (others: {', '.join(_others(path, source)) or 'none'})"
     elif path.is_file():
@@ -42,19 +42,19 @@ def inspected(path: Path, *, colour: Colour, episode: int | None, limit: int) ->
     else:
         raise ValueError(f"no such file or folder: {path}")
     yield f"{len(episodes)} episodes; colour: {_legend(colour, episodes)}"
-    for number, recorded in _chosen(episodes, episode, limit, path):
-        yield _heading(number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason)
-        hidden = _in_pictures(recorded)
-        yield "".join(hidden.get(i, _coloured(recorded, i, colour)) for i in range(len(recorded.tokens)))
+    for number, recorded in _select_episodes(episodes, episode, limit, path):
+        yield _render_heading(number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason)
+        rendered = _render_pictures(recorded)
+        yield "".join(rendered.get(i, _render_token(recorded, i, colour)) for i in range(len(recorded.tokens)))
         rewards = ", ".join(f"{reward:g}" for reward in recorded.turn_rewards)
         yield typer.style(
             f"{len(recorded.tokens)} tokens, {sum(recorded.loss_mask)} sampled; rewards {rewards}", dim=True
         )
 
 
-def _newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
+def _load_newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
     """Return the episodes of a run's last evaluation and their file; no episodes without tokens or a tokenizer."""
-    files = _evaluations(run)
+    files = _list_evaluations(run)
     folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
     tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
     if not files or not tokenizers:
@@ -64,18 +64,18 @@ def _newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
         trajectories = decode_trajectories(files[-1].read_bytes())
     except CodecError as error:
         raise ValueError(f"{files[-1]}: {error}") from error
-    return [record(replace(t, group_id=str(n)), chat) for n, t in enumerate(trajectories)], files[-1]
+    return [decode_episode(structs.replace(t, group_id=str(n)), chat) for n, t in enumerate(trajectories)], files[-1]
 
 
-def _evaluations(run: Path) -> list[Path]:
+def _list_evaluations(run: Path) -> list[Path]:
     return sorted((run / EVALUATIONS).glob(f"*{TOKENS}"), key=lambda path: path.stat().st_mtime)
 
 
-def _others(run: Path, source: Path) -> list[str]:
-    return [path.stem for path in _evaluations(run) if path != source]
+def _list_others(run: Path, source: Path) -> list[str]:
+    return [path.stem for path in _list_evaluations(run) if path != source]
 
 
-def _texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:
+def _render_texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:
     files = sorted((run / EVALUATIONS).glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise ValueError(
@@ -83,14 +83,14 @@ def _texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:
         )
     rows: list[dict[str, Any]] = [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
     yield f"{len(rows)} episodes of {files[-1].relative_to(run)} (others: {', '.join(path.stem for path in files[:-1])})"
-    for number, row in _chosen(rows, episode, limit, files[-1]):
+    for number, row in _select_episodes(rows, episode, limit, files[-1]):
         success = row["metrics"].get("success")
-        yield _heading(number, row["tag"], row["seed"], row["reward"], None if success is None else success > 0, "")
+        yield _render_heading(number, row["tag"], row["seed"], row["reward"], None if success is None else success > 0, "")
         for i, text in enumerate(row["text"]):
             yield typer.style(text, fg=typer.colors.CYAN, bold=True) if i and i % 2 == 0 else text
 
 
-def _chosen(rows: Sequence[T], episode: int | None, limit: int, path: Path) -> Iterator[tuple[int, T]]:
+def _select_episodes(rows: Sequence[T], episode: int | None, limit: int, path: Path) -> Iterator[tuple[int, T]]:
     if episode is None:
         yield from list(enumerate(rows))[:limit]
         return
@@ -99,13 +99,13 @@ def _chosen(rows: Sequence[T], episode: int | None, limit: int, path: Path) -> I
     yield episode, rows[episode]
 
 
-def _heading(number: int, tag: str, seed: int, reward: float, success: bool | None, stop: str) -> str:
+def _render_heading(number: int, tag: str, seed: int, reward: float, success: bool | None, stop: str) -> str:
     outcome = {True: "success", False: "no success", None: ""}[success]
-    told = ", ".join(text for text in (f"reward {reward:g}", outcome, stop) if text)
-    return typer.style(f"\n== episode {number}: {tag}, seed {seed}: {told} ==", bold=True)
+    summary = ", ".join(text for text in (f"reward {reward:g}", outcome, stop) if text)
+    return typer.style(f"\n== episode {number}: {tag}, seed {seed}: {summary} ==", bold=True)
 
 
-def _in_pictures(recorded: RecordedTokens) -> dict[int, str]:
+def _render_pictures(recorded: RecordedTokens) -> dict[int, str]:
     """Map positions of image tokens to their text: a mark at the first token of each image, empty at the others."""
     shown: dict[int, str] = {}
     for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
@@ -115,9 +115,9 @@ def _in_pictures(recorded: RecordedTokens) -> dict[int, str]:
     return shown
 
 
-def _coloured(recorded: RecordedTokens, i: int, colour: Colour) -> str:
+def _render_token(recorded: RecordedTokens, i: int, colour: Colour) -> str:
     text = recorded.token_texts[i]
-    if _has_words(recorded):
+    if _is_word_level(recorded):
         text = f"{text} "
     if not recorded.loss_mask[i]:
         return typer.style(text, fg=GREY)
@@ -131,12 +131,12 @@ def _coloured(recorded: RecordedTokens, i: int, colour: Colour) -> str:
             return typer.style(text, fg=(int(235 * (1 - share)) + 20, int(200 * share) + 20, 60), bold=True)
 
 
-def _has_words(recorded: RecordedTokens) -> bool:
+def _is_word_level(recorded: RecordedTokens) -> bool:
     """Return True for a word-level tokenizer, whose tokens lack the spaces between them."""
     return not any(" " in text for text in recorded.token_texts)
 
 
-def _legend(colour: Colour, episodes: list[RecordedTokens]) -> str:
+def _render_legend(colour: Colour, episodes: list[RecordedTokens]) -> str:
     match colour:
         case "mask":
             return "green was sampled, grey was not"

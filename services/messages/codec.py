@@ -1,62 +1,44 @@
 """Messages as msgpack bytes.
 
-Every blob starts with its kind and schema version; anything that does not follow the schema raises `CodecError`. The
-rows here are the wire format; `offbeat.services.messages.types` has the messages.
+Every blob starts with its kind and schema version; anything that does not follow the schema raises `CodecError`. Messages
+are encoded field by field; those with token arrays have a packed form.
 """
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
+from msgspec import structs
 
 from offbeat.services.messages.envelope import (
     MALFORMED,
-    Count,
     MessageFormat,
-    MessageRow,
     check_spans,
     count,
     finite,
     read_logprobs,
     read_tokens,
 )
-from offbeat.services.messages.images import PictureRow, picture_rows, read_pictures
-from offbeat.services.messages.segments import SegmentRow, read_segment, segment_row
+from offbeat.services.messages.images import check_pictures
+from offbeat.services.messages.segments import PackedSegment, pack_segment, unpack_segment
 from offbeat.services.messages.types import (
-    BaseVersion,
     Completion,
+    Count,
     FinishReason,
     GenerateRequest,
     Manifest,
+    Message,
+    Picture,
     Sampling,
     Segment,
     StopReason,
-    TensorSpec,
     Trajectory,
     Turn,
     VersionSpan,
 )
 
-
-class TrajectoryRow(MessageRow):
-    """A trajectory as messages carry it: field for field."""
-
-    group_id: str
-    index: Count
-    attempt: Count
-    tag: str
-    seed: int
-    segments: list[SegmentRow]
-    turns: tuple[Turn, ...]
-    stop_reason: StopReason
-    metrics: dict[str, float]
-    worker_id: str
-    duration_s: float
-    text: tuple[str, ...]
-    baseline: bool
-
-
-TRAJECTORY = MessageFormat("trajectory", TrajectoryRow)
+TRAJECTORY = MessageFormat("trajectory", Trajectory[PackedSegment])
 TRAJECTORIES = MessageFormat("trajectories", list[bytes])
 
 
@@ -69,13 +51,13 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     t = trajectory
     try:
         _check_turns(t.turns, t.segments)
-        row = TrajectoryRow(
+        packed = Trajectory(
             t.group_id,
             count(t.index, "index"),
             count(t.attempt, "attempt"),
             t.tag,
             t.seed,
-            [segment_row(segment) for segment in t.segments],
+            tuple([pack_segment(segment) for segment in t.segments]),
             t.turns,
             StopReason(t.stop_reason),
             {name: float(value) for name, value in t.metrics.items()},
@@ -86,7 +68,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         )
     except MALFORMED as error:
         TRAJECTORY.refuse(error)
-    return TRAJECTORY.pack(row)
+    return TRAJECTORY.pack(packed)
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
@@ -95,28 +77,14 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     Raises:
         CodecError: the blob is truncated, of another schema, or breaks an invariant of `offbeat.services.messages.types`.
     """
-    row = TRAJECTORY.unpack(blob)
+    packed = TRAJECTORY.unpack(blob)
     try:
-        segments = tuple([read_segment(segment) for segment in row.segments])
-        _check_turns(row.turns, segments)
-        finite(row.duration_s, "duration")
+        segments = tuple([unpack_segment(segment) for segment in packed.segments])
+        _check_turns(packed.turns, segments)
+        finite(packed.duration_s, "duration")
     except MALFORMED as error:
         TRAJECTORY.refuse(error)
-    return Trajectory(
-        row.group_id,
-        row.index,
-        row.attempt,
-        row.tag,
-        row.seed,
-        segments,
-        row.turns,
-        row.stop_reason,
-        row.metrics,
-        row.worker_id,
-        row.duration_s,
-        row.text,
-        row.baseline,
-    )
+    return cast(Trajectory, structs.replace(packed, segments=segments))
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
@@ -142,8 +110,8 @@ def _check_turns(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
             raise ValueError(f"reward {reward}")
 
 
-class RequestRow(MessageRow):
-    """A turn to sample as messages carry it."""
+class PackedRequest(Message, frozen=True):
+    """Encoded form of a `GenerateRequest`."""
 
     request_id: str
     prompt: bytes
@@ -153,11 +121,11 @@ class RequestRow(MessageRow):
     max_new_tokens: Count
     stop_token_ids: tuple[Count, ...]
     min_version: Count
-    pictures: list[PictureRow]
+    pictures: tuple[Picture, ...]
 
 
-class CompletionRow(MessageRow):
-    """A sampled turn as messages carry it."""
+class PackedCompletion(Message, frozen=True):
+    """Encoded form of a `Completion`."""
 
     request_id: str
     token_ids: bytes
@@ -167,14 +135,14 @@ class CompletionRow(MessageRow):
     error: str
 
 
-REQUESTS = MessageFormat("requests", list[RequestRow])
-COMPLETIONS = MessageFormat("completions", list[CompletionRow])
+REQUESTS = MessageFormat("requests", list[PackedRequest])
+COMPLETIONS = MessageFormat("completions", list[PackedCompletion])
 
 
 def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
     """Pack the turns that one call carries."""
     rows = [
-        RequestRow(
+        PackedRequest(
             r.request_id,
             np.asarray(r.prompt, dtype="<i4").tobytes(),
             r.sampling.temperature,
@@ -183,7 +151,7 @@ def encode_requests(requests: Sequence[GenerateRequest]) -> bytes:
             r.sampling.max_new_tokens,
             r.sampling.stop_token_ids,
             r.min_version,
-            picture_rows(r.pictures),
+            r.pictures,
         )
         for r in requests
     ]
@@ -199,7 +167,7 @@ def decode_requests(blob: bytes) -> list[GenerateRequest]:
         REQUESTS.refuse(error)
 
 
-def _request(row: RequestRow) -> GenerateRequest:
+def _request(row: PackedRequest) -> GenerateRequest:
     prompt = tuple(read_tokens(row.prompt).tolist())
     sampling = Sampling(
         finite(row.temperature, "temperature"),
@@ -208,14 +176,14 @@ def _request(row: RequestRow) -> GenerateRequest:
         row.max_new_tokens,
         row.stop_token_ids,
     )
-    pictures = read_pictures(row.pictures, len(prompt))
-    return GenerateRequest(row.request_id, prompt, sampling, row.min_version, pictures)
+    check_pictures(row.pictures, len(prompt))
+    return GenerateRequest(row.request_id, prompt, sampling, row.min_version, row.pictures)
 
 
 def encode_completions(completions: Sequence[Completion]) -> bytes:
     """Pack the completions that one answer carries."""
     rows = [
-        CompletionRow(
+        PackedCompletion(
             c.request_id,
             np.asarray(c.token_ids, dtype="<i4").tobytes(),
             np.asarray(c.logprobs, dtype="<f4").tobytes(),
@@ -237,7 +205,7 @@ def decode_completions(blob: bytes) -> list[Completion]:
         COMPLETIONS.refuse(error)
 
 
-def _completion(row: CompletionRow) -> Completion:
+def _completion(row: PackedCompletion) -> Completion:
     token_ids = tuple(read_tokens(row.token_ids).tolist())
     logprobs = tuple(read_logprobs(row.logprobs).tolist())
     if len(logprobs) != len(token_ids):
@@ -246,79 +214,19 @@ def _completion(row: CompletionRow) -> Completion:
     return Completion(row.request_id, token_ids, logprobs, row.versions, row.finish_reason, row.error)
 
 
-class TensorRow(MessageRow):
-    """A tensor's specification as messages carry it."""
-
-    name: str
-    dtype: str
-    shape: tuple[Count, ...]
-
-
-class AnchorRow(MessageRow):
-    """An anchor as messages carry it."""
-
-    location: str
-    digest: str
-    num_bytes: Count
-
-
-class ManifestRow(MessageRow):
-    """A manifest as messages carry it."""
-
-    run_id: str
-    version: Count
-    step: Count
-    epoch: Count
-    transport: str
-    location: str
-    digest: str
-    num_bytes: Count
-    tensors: list[TensorRow]
-    published_at: float
-    anchor: AnchorRow | None
-
-
-MANIFEST = MessageFormat("manifest", ManifestRow)
+MANIFEST = MessageFormat("manifest", Manifest)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Pack one weight version's manifest."""
-    m = manifest
-    return MANIFEST.pack(
-        ManifestRow(
-            m.run_id,
-            m.version,
-            m.step,
-            m.epoch,
-            m.transport,
-            m.location,
-            m.digest,
-            m.num_bytes,
-            [TensorRow(t.name, t.dtype, t.shape) for t in m.tensors],
-            m.published_at,
-            AnchorRow(m.anchor.location, m.anchor.digest, m.anchor.num_bytes) if m.anchor else None,
-        )
-    )
+    return MANIFEST.pack(manifest)
 
 
 def decode_manifest(blob: bytes) -> Manifest:
     """Unpack `encode_manifest`. Raises `CodecError` as `decode_trajectory` does."""
-    row = MANIFEST.unpack(blob)
+    manifest = MANIFEST.unpack(blob)
     try:
-        finite(row.published_at, "published_at")
+        finite(manifest.published_at, "published_at")
     except MALFORMED as error:
         MANIFEST.refuse(error)
-    anchor = row.anchor
-    return Manifest(
-        row.run_id,
-        row.version,
-        row.step,
-        row.epoch,
-        row.transport,
-        row.location,
-        row.digest,
-        row.num_bytes,
-        tuple(TensorSpec(tensor.name, tensor.dtype, tensor.shape) for tensor in row.tensors),
-        row.published_at,
-        BaseVersion(anchor.location, anchor.digest, anchor.num_bytes) if anchor else None,
-    )
+    return manifest

@@ -5,7 +5,7 @@ Nothing that came over the network is unpickled. Arrays travel as raw little-end
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,14 +25,7 @@ MALFORMED = (ValueError, TypeError, AttributeError, OverflowError, LookupError)
 """Exceptions that an invalid body may raise when it is checked or packed."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError)
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A whole number from 0 on that fits 64 bits."""
-
 Body = TypeVar("Body")
-
-
-class MessageRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of message rows: an array of declared types in a fixed order."""
 
 
 class MessageFormat(Generic[Body]):

@@ -6,7 +6,6 @@ Invariants: images of one sequence are ordered and disjoint, inside it, on token
 
 from collections.abc import Sequence
 
-from offbeat.services.messages.envelope import MessageRow
 from offbeat.services.messages.types import Picture, Segment
 
 MAX_PICTURE = 1 << 20
@@ -14,32 +13,8 @@ MAX_PICTURE = 1 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class PictureRow(MessageRow):
-    """A picture as messages carry it."""
-
-    start: int
-    count: int
-    png: bytes
-
-
-def picture_rows(pictures: Sequence[Picture]) -> list[PictureRow]:
-    """Return the images as message rows."""
-    return [PictureRow(picture.start, picture.count, picture.png) for picture in pictures]
-
-
-def read_pictures(rows: Sequence[PictureRow], length: int) -> tuple[Picture, ...]:
-    """Decode `picture_rows` of a sequence of `length` tokens.
-
-    Raises:
-        ValueError, TypeError: they are not images, or do not fit the sequence.
-    """
-    pictures = tuple([Picture(row.start, row.count, row.png) for row in rows])
-    check_pictures(pictures, length)
-    return pictures
-
-
 def check_pictures(pictures: Sequence[Picture], length: int) -> None:
-    """Raise ValueError or TypeError as `read_pictures` does."""
+    """Raise ValueError or TypeError unless they are images that fit a sequence of `length` tokens."""
     position = 0
     for picture in pictures:
         start, count, png = picture.start, picture.count, picture.png

@@ -16,37 +16,28 @@ from offbeat.services.messages.envelope import (
     NARROW,
     UINT16,
     UINT32,
-    Count,
-    MessageRow,
     check_spans,
     read_logprobs,
     read_tokens,
 )
-from offbeat.services.messages.images import (
-    PictureRow,
-    check_pictures,
-    check_unsampled,
-    picture_rows,
-    read_pictures,
-)
-from offbeat.services.messages.types import Segment, VersionSpan
+from offbeat.services.messages.images import check_pictures, check_unsampled
+from offbeat.services.messages.types import Count, Message, Picture, Segment, VersionSpan
 
 BOOL = np.dtype(np.bool_)
 
 
-class SegmentRow(MessageRow):
-    """A segment as messages carry it."""
+class PackedSegment(Message, frozen=True):
+    """Encoded form of a segment."""
 
     length: Count
     tokens: bytes
     logprobs: bytes
     versions: tuple[VersionSpan, ...]
-    pictures: list[PictureRow]
+    pictures: tuple[Picture, ...]
 
 
-def segment_row(segment: Segment) -> SegmentRow:
-    """Return the row from which `read_segment` restores the segment bit for bit. Raises TypeError or ValueError if it
-    can't."""
+def pack_segment(segment: Segment) -> PackedSegment:
+    """Encode a segment. Raises TypeError or ValueError if it violates an invariant."""
     tokens, versions, length = segment.tokens, segment.versions, len(segment.tokens)
     _check_arrays(segment)
     check_spans(versions, length)
@@ -66,7 +57,7 @@ def segment_row(segment: Segment) -> SegmentRow:
         raise ValueError("a negative token id")
     width = UINT16 if largest < 1 << 16 else INT32
     data = tokens.astype(width, order="C", copy=False).tobytes()
-    return SegmentRow(length, data, sampled, versions, picture_rows(segment.pictures))
+    return PackedSegment(length, data, sampled, versions, segment.pictures)
 
 
 def _check_arrays(segment: Segment) -> None:
@@ -81,8 +72,8 @@ def _check_arrays(segment: Segment) -> None:
         raise ValueError(f"{len(tokens)} tokens, {len(mask)} of the loss mask and {len(logprobs)} logprobs")
 
 
-def read_segment(row: SegmentRow) -> Segment:
-    """Decode `segment_row`. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
+def unpack_segment(row: PackedSegment) -> Segment:
+    """Decode `pack_segment`, bit for bit. Raises one of `offbeat.services.messages.envelope.MALFORMED`."""
     length, data, versions = row.length, row.tokens, row.versions
     if length > MAX_TOKENS:
         raise ValueError(f"segment of {length} tokens")
@@ -97,8 +88,9 @@ def read_segment(row: SegmentRow) -> Segment:
         np.frombuffer(mask, dtype=BOOL),
         np.frombuffer(logprobs, dtype=FLOAT32),
         versions,
-        read_pictures(row.pictures, length),
+        row.pictures,
     )
+    check_pictures(row.pictures, length)
     check_unsampled(segment)
     return segment
 

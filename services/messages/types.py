@@ -5,19 +5,30 @@ policy sampled; `versions` covers exactly those tokens; `logprobs` is zero elsew
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Annotated, Generic, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypeVar
 
 SCHEMA_VERSION = 3
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A non-negative integer of 64 bits."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of messages and parts of messages: encoded as an array of their fields, in order.
+
+    Copy with `msgspec.structs.replace`.
+    """
 
 
 class EpisodeKind(StrEnum):
@@ -65,8 +76,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
+class Picture(Message, frozen=True):
     """Image that the model sees in place of the placeholder tokens `[start, start + count)` of its sequence."""
 
     start: int
@@ -140,20 +150,22 @@ class Segment:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Trajectory:
-    """The recorded turns of one episode."""
+SegmentT = TypeVar("SegmentT", default=Segment)
+
+
+class Trajectory(Message, Generic[SegmentT], frozen=True):
+    """The recorded turns of one episode; encoded with packed segments (`services.messages.segments`)."""
 
     group_id: str
-    index: int
-    """Place in the group, 0-based."""
-    attempt: int
+    index: Count
+    """Position in the group, 0-based."""
+    attempt: Count
     tag: str
     seed: int
-    segments: tuple[Segment, ...]
+    segments: tuple[SegmentT, ...]
     turns: tuple[Turn, ...]
     stop_reason: StopReason
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    metrics: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Env metrics of the episode, already aggregated over its turns (`success`, `action_is_valid`, ...)."""
     worker_id: str = ""
     duration_s: float = 0.0
@@ -168,19 +180,19 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens(self: "Trajectory[Segment]") -> int:
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
-    def num_sampled(self) -> int:
+    def num_sampled(self: "Trajectory[Segment]") -> int:
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
-    def version_range(self) -> tuple[int, int] | None:
+    def version_range(self: "Trajectory[Segment]") -> tuple[int, int] | None:
         """Return the oldest and newest version that sampled a token, or None."""
         versions = [span.version for span in self._spans()]
         return (min(versions), max(versions)) if versions else None
 
-    def _spans(self) -> Iterator[VersionSpan]:
+    def _spans(self: "Trajectory[Segment]") -> Iterator[VersionSpan]:
         for segment in self.segments:
             yield from segment.versions
 
@@ -231,40 +243,37 @@ class EpisodeTask:
         return self.kind is EpisodeKind.TRAIN and self.sampling_name != "train"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(Message, frozen=True):
     """One tensor of a weight version, by its Hugging Face name."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BaseVersion:
+class BaseVersion(Message, frozen=True):
     """A complete weight version that another one is a delta to; fields as in `Manifest`."""
 
     location: str
     digest: str
-    num_bytes: int
+    num_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(Message, frozen=True):
     """One published weight version and the location of its bytes."""
 
     run_id: str
-    version: int
-    step: int
+    version: Count
+    step: Count
     """Optimizer batches trained in the lineage that these weights end."""
-    epoch: int
+    epoch: Count
     """Fencing epoch of the learner that published it."""
     transport: str
     location: str
     """Location of the bytes for the transport: a path, a URL."""
     digest: str
     """Digest of the bytes, as computed by the transport."""
-    num_bytes: int
+    num_bytes: Count
     tensors: tuple[TensorSpec, ...]
     published_at: float
     """Unix time, s."""

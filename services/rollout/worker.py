@@ -11,6 +11,8 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from offbeat.services.buffer.api import RolloutBuffer
 from offbeat.services.chat.append_only import ChatFormat
 from offbeat.services.errors import EpisodeError, MeshError
@@ -318,7 +320,7 @@ class EnvWorker:
             played = await play_with_agent(plan, plan.env.agent_runner, calls, lent.traits, calls.sample, self._desk)
         else:
             played = await play(plan, calls, lent.traits, calls.sample, self._chat)
-        return replace(played, baseline=task.is_baseline)
+        return structs.replace(played, baseline=task.is_baseline)
 
     async def _task_of(self, task: EpisodeTask) -> Task:
         if task.kind is EpisodeKind.EVAL:

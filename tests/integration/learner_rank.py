@@ -2,7 +2,6 @@
 weights; and what frozen models say of the batch."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from offbeat.trainer.losses.policy_loss import all_of, values_of
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import Sampled
+from tests.copying import replace
 
 SMOOTH = TrainingArgs(adam_epsilon=1e-3)
 """Adam with its usual epsilon makes full steps of gradients that are mere rounding, such as those of key biases."""

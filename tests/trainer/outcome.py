@@ -1,6 +1,6 @@
 """What a configuration makes of one rich batch: the advantages, weights, losses and gradients that it would train with."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from offbeat.trainer.data.reward_shaping import shape_rewards
 from offbeat.trainer.data.selection import carries_signal, select_most_varied
 from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
 from offbeat.trainer.losses.targets import Targets, build_targets
+from tests.copying import replace
 from tests.trainer.trajectories import group, trajectory
 
 VERSION = 4

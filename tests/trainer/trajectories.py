@@ -1,7 +1,6 @@
 """Trajectories and groups made by hand, for tests of what the trainer makes of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from offbeat.services.messages.types import (
     Turn,
     VersionSpan,
 )
+from tests.copying import replace
 
 Step = tuple[int, int, float]
 """A turn: tokens of the observation before it, tokens sampled in it, its reward."""

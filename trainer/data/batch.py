@@ -101,7 +101,7 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
     def sampled_by(self, version: int) -> Tensor:
-        """Return a mask of tokens that `version` sampled together with all earlier ones of their trajectory, [M] bool."""
+        """Return a mask [M] bool of tokens that, with all earlier ones of their trajectory, were sampled by `version`."""
         others = (self.versions != version).long().cumsum(0)
         starts = torch.searchsorted(self.trajectory, self.trajectory)
         before = torch.cat([others.new_zeros(1), others])[starts]
@@ -110,9 +110,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Complete sequences of a batch: tokens [n], cu_seqlens [s + 1], positions [m] into tokens, index [m] into [M] arrays,
-    parents [s] or None as in `trainer.models.prefix_attention` (then cu_seqlens separates roots and branches), temperatures
-    [m] as in the batch, images at offsets into tokens."""
+    """Complete sequences of a batch.
+
+    tokens: [n]; cu_seqlens: [s + 1]; positions: [m] into tokens; index: [m] into [M] arrays; parents: [s] or None, as in
+    `trainer.models.prefix_attention` (then cu_seqlens separates roots and branches); temperatures: [m]; pictures: at offsets
+    into tokens.
+    """
 
     tokens: Tensor
     cu_seqlens: Tensor
@@ -125,8 +128,6 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class _Columns:
-    """Columns that `pack` collects: an array per sequence, or a number per turn."""
-
     tokens: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
     positions: list[IntArray] = field(default_factory=list[IntArray])
     logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list[npt.NDArray[np.float32]])
@@ -167,7 +168,7 @@ class _Columns:
             self.num_tokens += end
 
     def _anchor(self, group: int, state_hash: str) -> int:
-        """Return a number for the state; a turn without a state hash gets a unique one."""
+        """Return the number of a state; a turn without a state hash gets a unique one."""
         key = (group, state_hash) if state_hash else (-1, str(len(self.anchors)))
         return self.states.setdefault(key, len(self.states))
 
@@ -224,7 +225,6 @@ def _greedy_rewards(groups: Sequence[Group]) -> Tensor | None:
 
 
 def _token_temperatures(temperatures: Sequence[float | None], trajectory: IntArray) -> Tensor | None:
-    """Expand the trajectories' temperatures to tokens, [M]; None if none is set."""
     if all(temperature is None for temperature in temperatures):
         return None
     values = np.array([math.nan if value is None else value for value in temperatures], dtype=np.float32)
@@ -232,8 +232,7 @@ def _token_temperatures(temperatures: Sequence[float | None], trajectory: IntArr
 
 
 def _place_rewards(turn: IntArray, trajectory: IntArray, columns: _Columns) -> npt.NDArray[np.float32]:
-    """Assign each turn's reward to its last sampled token, [M]; for a turn without one, to the last token before it in its
-    trajectory, or else the first after it.
+    """Assign each turn's reward to its last sampled token, else to the token before the turn, else to the one after it, [M].
 
     turn, trajectory: [M], both ascending
     """
@@ -255,7 +254,7 @@ def _floats(parts: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]
 
 
 def minibatches(batch: Batch, count: int) -> list[list[int]]:
-    """Split the sequences deterministically into at most `count` nonempty parts, balanced in number and in lengths."""
+    """Split the sequences deterministically into at most `count` parts, balanced in number and length."""
     by_length = torch.argsort(batch.cu_seqlens.diff(), descending=True, stable=True).tolist()
     parts: list[list[int]] = [[] for _ in range(min(count, batch.num_sequences))]
     for rank, sequence in enumerate(by_length):
@@ -265,10 +264,10 @@ def minibatches(batch: Batch, count: int) -> list[list[int]]:
 
 
 def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1) -> list[MicroBatch]:
-    """Pack complete sequences into micro-batches of at most `max_tokens` tokens (a longer sequence is alone), balanced in
-    tokens and with similar lengths inside, which limits padding in kernels that pad.
+    """Pack complete sequences into micro-batches of at most `max_tokens` tokens; a longer sequence is alone.
 
-    multiple_of: the number of ranks; the number of micro-batches is a multiple of it if there are enough sequences.
+    Sequences of similar length share a micro-batch, which limits padding. multiple_of: number of ranks; the number of
+    micro-batches is a multiple of it if there are enough sequences.
     """
     lengths = batch.cu_seqlens.diff().tolist()
     bins = balanced_bins([lengths[s] for s in sequences], max_tokens, multiple_of)
@@ -279,7 +278,7 @@ def microbatches(batch: Batch, sequences: Sequence[int], max_tokens: int, *, mul
 
 
 def _micro(batch: Batch, sampled: Sequence[Tensor], sequence_ids: Sequence[int]) -> MicroBatch:
-    """Cut a micro-batch. sampled: indexes into [M] arrays of each sequence's sampled tokens."""
+    """sampled: indexes into [M] arrays of each sequence's sampled tokens."""
     starts = batch.cu_seqlens[:-1][sequence_ids]
     ends = batch.cu_seqlens[1:][sequence_ids]
     borders = torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0)])
@@ -296,7 +295,6 @@ def _micro(batch: Batch, sampled: Sequence[Tensor], sequence_ids: Sequence[int])
 
 
 def _pictures(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int]) -> tuple[Picture, ...]:
-    """Return the images of the given sequences, which start at `borders`."""
     if not batch.pictures:
         return ()
     shifted = zip(sequence_ids, borders[:-1], strict=True)
@@ -304,9 +302,9 @@ def _pictures(batch: Batch, sequence_ids: Sequence[int], borders: Sequence[int])
 
 
 def balanced_bins(lengths: Sequence[int], budget: int, multiple_of: int = 1) -> list[list[int]]:
-    """Divide the indexes of `lengths` into bins of at most `budget` in sum; a longer sequence is alone in its bin.
+    """Divide the indexes of `lengths` into bins of at most `budget` in sum, similar lengths together.
 
-    Sequences of similar length share a bin. The number of bins is a multiple of `multiple_of` if there are enough sequences.
+    A longer sequence is alone. The number of bins is a multiple of `multiple_of` if there are enough sequences.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     min_bins = len(_fill(order, lengths, budget))
@@ -338,7 +336,7 @@ def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[l
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> None:
-    """Halve, in place, the fullest bin with more than one sequence."""
+    """Halve, in place, the fullest bin with several sequences."""
     divisible = [k for k, members in enumerate(bins) if len(members) > 1]
     fullest = max(divisible, key=lambda k: sum(lengths[i] for i in bins[k]))
     members = bins[fullest]

@@ -21,18 +21,18 @@ MIN_PREFIX_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Sequences of a batch and the length of their common prefix, 0 for a single sequence."""
+    """Sequences and the length of their common prefix; 0 for a single sequence."""
 
     sequences: list[int]
     common: int
     num_tokens: int
-    """Tokens to compute, the prefix counted once."""
+    """Tokens to compute; the prefix counts once."""
 
 
 def shared_microbatches(
     batch: Batch, sequences: Sequence[int], max_tokens: int, *, multiple_of: int = 1
 ) -> list[MicroBatch]:
-    """Pack like `batch.microbatches`, keeping prefix groups together; a too large one is split and its prefix repeated."""
+    """Pack like `batch.microbatches`, keeping prefix groups together; one that is too large is split."""
     sampled = _sampled_indexes(batch)
     prefix_groups = _prefix_groups(batch, sequences, sampled, max_tokens)
     bins = balanced_bins([prefix_group.num_tokens for prefix_group in prefix_groups], max_tokens, multiple_of)
@@ -64,7 +64,7 @@ def _prefix_groups(
 
 
 def _common_prefix_len(batch: Batch, members: Sequence[int], sampled: Sequence[Tensor]) -> int:
-    """Return the length of the members' common unsampled prefix; 0 for a single member or sequences with images."""
+    """Return the length of the common unsampled prefix; 0 for a single member or sequences with images."""
     if len(members) < 2 or (batch.pictures and any(batch.pictures[s] for s in members)):
         return 0
     starts = batch.cu_seqlens[:-1][members]

@@ -12,7 +12,7 @@ from offbeat.trainer.config.rewards import RewardShaping
 
 
 def shape_rewards(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
-    """Add each episode's shaping to the reward of its last turn; without configuration the groups are unchanged."""
+    """Add each episode's shaping to its last turn's reward."""
     if not config.reward_shaping.is_on:
         return list(groups)
     return [

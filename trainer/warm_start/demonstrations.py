@@ -31,9 +31,9 @@ Demos = Callable[..., list[ChatMessageDict]]
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One token sequence to learn from.
+    """Token sequence to learn from.
 
-    tokens: [T] int64; learned: [M] int64, positions in `tokens` that carry the loss; pictures: positioned in `tokens`.
+    tokens: [T] int64; learned: [M] int64, positions in `tokens` with a loss; pictures: positioned in `tokens`.
     """
 
     tokens: Tensor
@@ -61,7 +61,7 @@ def load_demos(config: WarmStartConfig) -> Demos:
 
 
 def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv) -> list[ChatMessageDict]:
-    """Return one episode's messages. The tag's templates and turn limit are passed if the function accepts them."""
+    """Return one episode's messages; the tag's templates and turn limit are passed if the function accepts them."""
     available = {
         "max_turns": tag.max_steps,
         "system_prompt": tag.agent_system_template,
@@ -73,7 +73,7 @@ def run_demo(demos: Demos, env: object, rng: np.random.Generator, tag: CustomEnv
 
 
 def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build the function that runs text-only episodes and tokenizes them, truncated to `max_tokens`."""
+    """Build a function that runs and tokenizes text-only episodes, truncated to `max_tokens`."""
     sample = make_conversation_sampler(demos, env)
     return lambda rng: [_truncate(tokenize(chat, messages), max_tokens) for messages in sample(rng)]
 
@@ -81,10 +81,7 @@ def make_text_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, ma
 def make_conversation_sampler(
     demos: Demos, env: CustomEnv
 ) -> Callable[[np.random.Generator], list[list[ChatMessageDict]]]:
-    """Build the function that runs text-only episodes and returns their conversations.
-
-    For a step-wise tag each turn is a conversation of its own, with the prompt that a rollout renders.
-    """
+    """Build a function that runs text-only episodes and returns their conversations; for a step-wise tag, one per turn."""
     instance = registry.make(env.env_type, env.env_config)
 
     def sample(rng: np.random.Generator) -> list[list[ChatMessageDict]]:
@@ -95,7 +92,7 @@ def make_conversation_sampler(
 
 
 def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration:
-    """Tokenize an optional system message and alternating user and assistant messages, piecewise as a rollout does.
+    """Tokenize messages piecewise, as a rollout does.
 
     Raises:
         ValueError: user and assistant do not alternate.
@@ -113,7 +110,7 @@ def tokenize(chat: ChatFormat, messages: list[ChatMessageDict]) -> Demonstration
 
 
 def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
-    """Concatenate demonstrations; the positions of the input are the tokens that carry the loss."""
+    """Concatenate demonstrations; the positions of the input are the tokens with a loss."""
     borders = torch.tensor([0, *(len(demo.tokens) for demo in demos)]).cumsum(0)
     offset_demos = list(zip(borders[:-1].tolist(), demos, strict=True))
     return PackedInput.of(
@@ -129,7 +126,7 @@ def pack_demonstrations(demos: list[Demonstration]) -> PackedInput:
 
 
 def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDict], list[ChatMessageDict]]:
-    """Split messages into the system message, if any, and the turns.
+    """Return the system message, if any, and the turns.
 
     Raises:
         ValueError: user and assistant do not alternate.
@@ -142,12 +139,12 @@ def split_messages(messages: list[ChatMessageDict]) -> tuple[list[ChatMessageDic
 
 
 def prompt_too_long_error(length: int) -> ValueError:
-    """Return the error for a first prompt that leaves no room for an answer. length: tokens."""
+    """Return the error for a first prompt of `length` tokens, which leaves no room for an answer."""
     return ValueError(f"warm start: the first prompt alone takes {length} tokens")
 
 
 def _split_into_steps(messages: list[ChatMessageDict], env: CustomEnv) -> Iterator[list[ChatMessageDict]]:
-    """Render an episode of bare observations and answers as the prompts of a step-wise tag, each with its answer."""
+    """Render an episode as the prompts of a step-wise tag, each with its answer."""
     system, turns = split_messages(messages)
     history = TurnHistory(env)
     for step, (observation, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):

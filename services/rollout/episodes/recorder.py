@@ -7,10 +7,11 @@ import asyncio
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from offbeat.envs.tools.functions import Call, read_results, write_calls
 from offbeat.services.chat.append_only import ChatFormat
@@ -107,7 +108,7 @@ class AppendOnlyRecorder:
         if message.num_pictures:
             ids, pictures = self._chat.sight.place(ids, message.png, message.num_pictures)
         before = len(self._tokens)
-        self._pictures += [replace(picture, start=before + picture.start) for picture in pictures]
+        self._pictures += [structs.replace(picture, start=before + picture.start) for picture in pictures]
         self._tokens.extend(ids)
         return self._tokens[:], tuple(self._pictures)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgpack
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
@@ -257,7 +258,9 @@ class DeltaTransport:
 
 
 def _anchor_manifest(manifest: Manifest, anchor: BaseVersion) -> Manifest:
-    return replace(manifest, location=anchor.location, digest=anchor.digest, num_bytes=anchor.num_bytes, anchor=None)
+    return structs.replace(
+        manifest, location=anchor.location, digest=anchor.digest, num_bytes=anchor.num_bytes, anchor=None
+    )
 
 
 def _write_all(descriptor: int, content: Bytes) -> None:

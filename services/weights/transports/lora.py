@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import BaseVersion, Manifest
 from offbeat.services.weights.transports.base import (
@@ -71,7 +73,7 @@ class AdapterTransport:
         if base is None:
             raise WeightsError(f"version {manifest.version} is no adapter: its learner publishes merged weights")
         with ExitStack() as stack:
-            found = [stack.enter_context(self._inner.fetch(replace(manifest, anchor=None)))]
+            found = [stack.enter_context(self._inner.fetch(structs.replace(manifest, anchor=None)))]
             if base.digest != self._held:
                 found.append(stack.enter_context(self._inner.fetch(_base_manifest(manifest, base))))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-adapter-")))
@@ -97,7 +99,7 @@ class AdapterTransport:
 
 
 def _base_manifest(manifest: Manifest, base: BaseVersion) -> Manifest:
-    return replace(manifest, location=base.location, digest=base.digest, num_bytes=base.num_bytes, anchor=None)
+    return structs.replace(manifest, location=base.location, digest=base.digest, num_bytes=base.num_bytes, anchor=None)
 
 
 def _settings_of(path: Path) -> str:

@@ -1,7 +1,6 @@
 """The audit says in words what does not hold, and nothing of what does."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from offbeat.trainer.learner.step_ledger import (
     TrainedGroup,
 )
 from offbeat.trainer.training.checkpoint import CheckpointStore, LearnerState
+from tests.copying import replace
 from tests.fakes import make_group
 from tests.paths import QUICKSTART
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from typer.testing import CliRunner, Result
 
 from offbeat.deploy.cli.app import app
-from offbeat.deploy.play.agents import chat_of
-from offbeat.deploy.play.openai_agent import conversation_of
+from offbeat.deploy.play.agents import load_chat
+from offbeat.deploy.play.openai_agent import parse_conversation
 from offbeat.deploy.play.parquet import RecordedTokens, read_parquet
 from offbeat.envs.frozen_lake import WORDS, FrozenLakeConfig, FrozenLakeEnv
 from offbeat.services.chat.vision import encode_png
@@ -132,14 +132,14 @@ def test_an_env_by_its_name_is_shown_by_a_template_of_ones_own(seeing: Path, tmp
 
 
 def test_a_model_behind_an_endpoint_is_sent_the_pictures():
-    chat = chat_of(None)
+    chat = load_chat(None)
     mark, pngs = chat.sight.mark, (b"first", b"second")
     first = chat.first_prompt("Walk.", f"see {mark} now")
     ids, (shown,) = chat.sight.place(first, pngs[0], 1)
     ids += (*chat.encode("Up"), chat.end_id)
     behind, (again,) = chat.sight.place(chat.next_prompt(mark), pngs[1], 1)
     pictures = (shown, Picture(len(ids) + again.start, again.count, pngs[1]))
-    system, user, answer, later = conversation_of(chat, ids + behind, pictures)
+    system, user, answer, later = parse_conversation(chat, ids + behind, pictures)
     assert (system["content"], answer) == ("Walk.", {"role": "assistant", "content": "Up"})
     assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
     assert (user["content"][0]["text"], user["content"][2]["text"]) == ("see ", " now")

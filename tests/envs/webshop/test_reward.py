@@ -1,9 +1,8 @@
-from dataclasses import replace
-
 import pytest
 
 from offbeat.envs.webshop.catalogue import Goal, Product, price_limits
 from offbeat.envs.webshop.reward import PurchaseScorer, type_reward
+from tests.copying import replace
 
 SHIRT = Product(
     asin="B1",
@@ -20,7 +19,7 @@ SHIRT = Product(
 GOAL = Goal("a shirt", SHIRT, ("long sleeve", "machine wash"), ("red", "large"), 40.0)
 
 
-def test_the_reward_is_the_share_of_what_was_wanted_times_the_type():
+def test_reward_is_the_share_met_times_the_type_reward():
     judge = PurchaseScorer()
     assert judge(GOAL, SHIRT, {"color": "red", "size": "large"}) == (1.0, 1.0, 1.0, 1.0, 1.0)
     assert judge(GOAL, SHIRT, {"color": "red"}).reward == pytest.approx(4 / 5)
@@ -29,16 +28,16 @@ def test_the_reward_is_the_share_of_what_was_wanted_times_the_type():
     assert judge(GOAL, other, {"color": "red", "size": "large"}).reward == pytest.approx(3 / 5)
 
 
-def test_sizes_match_exactly_and_other_options_by_likeness():
+def test_sizes_match_exactly_other_options_by_similarity():
     judge = PurchaseScorer()
     assert judge(GOAL, SHIRT, {"size": "x-large"}).r_option == 0
     assert judge(GOAL, SHIRT, {"color": "a red"}).r_option == 0.5
 
 
-def test_an_attribute_counts_wherever_the_product_says_it():
+def test_an_attribute_counts_in_every_text_of_the_product():
     judge = PurchaseScorer()
-    for wanted in ("soft cotton", "wash it cold", "sleeve long", "shirt"):
-        assert judge(replace(GOAL, attributes=(wanted,)), SHIRT, {}).r_att == 1
+    for attribute in ("soft cotton", "wash it cold", "sleeve long", "shirt"):
+        assert judge(replace(GOAL, attributes=(attribute,)), SHIRT, {}).r_att == 1
     assert judge(replace(GOAL, attributes=("silk",)), SHIRT, {}).r_att == 0
 
 
@@ -51,14 +50,14 @@ def test_an_attribute_counts_wherever_the_product_says_it():
         ({"query": "other", "product_category": "Home", "title": "shirt"}, 1.0),
     ],
 )
-def test_another_kind_of_thing_is_worth_less(changes: dict[str, str], expected: float):
+def test_another_category_is_worth_less(changes: dict[str, str], expected: float):
     assert type_reward(SHIRT, replace(SHIRT, **changes)) == expected
 
 
-def test_titles_that_are_hardly_alike_are_worth_a_half_or_a_tenth():
-    wanted = replace(SHIRT, title="one two three four five six seven eight")
+def test_dissimilar_titles_are_worth_a_half_or_a_tenth():
+    target = replace(SHIRT, title="one two three four five six seven eight")
     strange = {"query": "other", "product_category": "Home"}
-    assert type_reward(wanted, replace(SHIRT, title="eight", **strange)) == 0.5
+    assert type_reward(target, replace(SHIRT, title="eight", **strange)) == 0.5
     longer = replace(SHIRT, title=" ".join(f"word{'x' * i}" for i in range(12)))
     assert type_reward(longer, replace(SHIRT, title="word", **strange)) == 0.1
 

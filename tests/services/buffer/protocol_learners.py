@@ -1,7 +1,6 @@
 """What learners do to the protocol: each rule is at most one command, so that one may die between any two."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from offbeat.services.errors import FencedError
 from offbeat.services.messages.types import Group
 from offbeat.services.redis.lease import LearnerLease, LeaseHeldError, free_lease_of
 from offbeat.trainer.learner.group_intake import StepGroups
+from tests.copying import replace
 from tests.services.buffer.buffer_play import RUN
 from tests.services.buffer.protocol_play import (
     GROUPS_PER_STEP,

@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hypothesis.stateful import RuleBasedStateMachine
@@ -20,6 +20,7 @@ from offbeat.services.redis.connection import connect_async
 from offbeat.services.redis.lease import LearnerLease
 from offbeat.services.weights.publisher import PUBLISH
 from offbeat.trainer.learner.step_ledger import StepLedger
+from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     RUN,
     Run,

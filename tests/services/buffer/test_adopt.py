@@ -1,7 +1,6 @@
 """Changes of a run's settings: adopted at a step boundary, once, and kept."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from redis import Redis
@@ -14,6 +13,7 @@ from offbeat.services.live_settings import (
     settings_at,
     settings_now,
 )
+from tests.copying import replace
 from tests.services.buffer.buffer_play import RUN, Run, publish
 
 BASE = Settings(

@@ -1,5 +1,4 @@
 import threading
-from dataclasses import replace
 
 import pytest
 from redis import Redis
@@ -10,6 +9,7 @@ from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.errors import BufferError, FencedError
 from offbeat.services.messages.codec import encode_trajectory
 from offbeat.services.messages.types import Group
+from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     RUN,
     Run,

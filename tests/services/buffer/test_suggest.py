@@ -1,12 +1,11 @@
 """Settings that the learner's controller asks for: once a step, never for a step that is over."""
 
-from dataclasses import replace
-
 import pytest
 from redis import Redis
 
 from offbeat.services.errors import FencedError
 from offbeat.services.live_settings import settings_at
+from tests.copying import replace
 from tests.services.buffer.buffer_play import Run, publish
 from tests.services.buffer.test_adopt import BASE, ask
 

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +9,7 @@ from offbeat.services.chat.template import ChatTemplate, UnusableError
 from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, ModelRequest
 from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
 from offbeat.services.messages.types import Segment, StopReason, Trajectory
+from tests.copying import replace
 from tests.services.gateway.templates import (
     PLAIN,
     Scripted,

@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from offbeat.services.control.run import RunRecord, RunSpec, RunState
 from offbeat.services.control.schemas import ProblemView
 from offbeat.services.control.service import ControlService, InvalidRunError
 from offbeat.services.control.store import RunStore
+from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS
 
 MOST_WORKERS = 8

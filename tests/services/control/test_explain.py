@@ -1,7 +1,6 @@
 """The chain that `why` tells, in every state that a run can be in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +22,7 @@ from offbeat.services.control.explain import (
 from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import FetchState, ReplicaLoad, ReplicaReport
+from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS
 
 NOW = 1000.0

@@ -1,7 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -19,6 +18,7 @@ from offbeat.services.control.store import RunStore
 from offbeat.services.errors import RetryableError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.connection import connect_async
+from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, FakeClock, FakeMesh
 from tests.waiting import wait_until
 

@@ -1,7 +1,6 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -21,6 +20,7 @@ from offbeat.services.control.run import (
 from offbeat.services.control.store import EPOCH_KEPT_S, ORPHANED_AFTER_S, RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import MetricRecord, Partial, encode_record
+from tests.copying import replace
 from tests.services.control.control_fakes import SETTINGS, FakeClock
 
 SPEC = RunSpec("lake", '{"max_steps": 3}', "/tmp/lake", 3, SETTINGS)

@@ -1,7 +1,7 @@
+import hashlib
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from offbeat.services.errors import CodecError
 from offbeat.services.messages import codec
 from offbeat.services.messages.types import (
+    BaseVersion,
     Completion,
     FinishReason,
     GenerateRequest,
     Manifest,
+    Picture,
     Sampling,
     Segment,
     StopReason,
@@ -24,6 +26,7 @@ from offbeat.services.messages.types import (
     Turn,
     VersionSpan,
 )
+from tests.copying import replace
 
 
 def trajectory(length: int = 11) -> Trajectory:
@@ -265,3 +268,29 @@ def test_a_segment_that_is_not_refused_comes_back_as_it_was(parts: dict[str, Any
 def test_arrays_of_a_type_that_would_be_truncated_are_refused(parts: dict[str, Any]):
     sound = trajectory()
     assert not encodes(replace(sound, segments=(replace(sound.segments[0], **parts),)))
+
+
+def test_messages_have_the_bytes_of_schema_3() -> None:
+    """Runs stored by earlier builds are read and written by this one."""
+    tokens = np.arange(8, dtype=np.int32) * 9000
+    mask = np.arange(8) >= 4
+    logprobs = np.where(mask, np.float32(-0.5), np.float32(0))
+    picture = Picture(1, 2, b"\x89PNG\r\n\x1a\n")
+    segment = Segment(tokens, mask, logprobs, (VersionSpan(4, 8, 3),), (picture,))
+    turns = (Turn(0, 4, 8, 1.0, "s"),)
+    trajectory = Trajectory(
+        "g", 1, 0, "tag", 5, (segment,), turns, StopReason.TERMINATED, {"success": 1.0}, "w", 1.5, ("a",), True
+    )
+    base = BaseVersion("/base", "blake2b:1", 9)
+    tensors = (TensorSpec("w", "bfloat16", (2, 3)),)
+    manifest = Manifest("r", 3, 3, 1, "shm", "/x", "blake2b:0", 10, tensors, 1.5, base)
+    request = GenerateRequest("r", [5, 6, 7], Sampling(0.5, 1.0, -1, 8, (2,)), 3, (picture,))
+    completion = Completion("r", (1, 2), (-0.5, -0.25), (VersionSpan(0, 2, 3),), FinishReason.LENGTH)
+    blobs = (
+        codec.encode_trajectory(trajectory),
+        codec.encode_manifest(manifest),
+        codec.encode_requests([request]),
+        codec.encode_completions([completion]),
+    )
+    digests = [hashlib.sha256(blob).hexdigest()[:16] for blob in blobs]
+    assert digests == ["2a425f4d7a953522", "7f641e814f5b9638", "2d4bcfd81299a4cf", "62fee3ecc931481a"]

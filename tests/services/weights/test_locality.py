@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 from redis import Redis
@@ -14,6 +13,7 @@ from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.locality import check_reach, this_locality
 from offbeat.services.weights.replica_reports import ReplicaReport, encode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
+from tests.copying import replace
 
 RUN = "run"
 ELSEWHERE = replace(this_locality(), host="other-host", memory="other-boot:26")

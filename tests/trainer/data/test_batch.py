@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from offbeat.trainer.data.batch import (
     minibatches,
     pack,
 )
+from tests.copying import replace
 from tests.trainer.trajectories import cut_into_segments, group, trajectory
 
 steps = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.floats(-1, 1, width=32)), min_size=1, max_size=4)
@@ -59,8 +58,8 @@ def test_empty_batch_has_empty_arrays_and_no_minibatches():
 
 
 def test_segments_are_sequences_of_one_trajectory():
-    whole = trajectory(0, [(1, 1, 0.25), (2, 2, 1.0)], base=10)
-    batch = pack([group(0, cut_into_segments(whole))])
+    original = trajectory(0, [(1, 1, 0.25), (2, 2, 1.0)], base=10)
+    batch = pack([group(0, cut_into_segments(original))])
     assert batch.tokens.tolist() == [10, 11, 10, 11, 12, 13, 14, 15]
     assert batch.cu_seqlens.tolist() == [0, 2, 8]
     assert batch.positions.tolist() == [1, 6, 7]
@@ -71,16 +70,16 @@ def test_segments_are_sequences_of_one_trajectory():
 
 
 def test_tokens_follow_turn_order_across_interleaved_segments():
-    whole = trajectory(0, [(1, 1, 0.0), (1, 1, 1.0), (1, 1, 2.0)], base=10)
-    first, side, third = whole.turns
+    original = trajectory(0, [(1, 1, 0.0), (1, 1, 1.0), (1, 1, 2.0)], base=10)
+    first, side, third = original.turns
     aside = Segment(
         np.array([90, 91], dtype=np.int32), np.array([False, True]), np.array([0, -9], dtype=np.float32), ()
     )
-    (segment,) = whole.segments
+    (segment,) = original.segments
     mask = segment.loss_mask.copy()
     mask[side.start] = False
     forked = replace(
-        whole, segments=(replace(segment, loss_mask=mask), aside), turns=(first, Turn(1, 1, 2, 1.0), third)
+        original, segments=(replace(segment, loss_mask=mask), aside), turns=(first, Turn(1, 1, 2, 1.0), third)
     )
     batch = pack([group(0, forked)])
     assert batch.tokens[batch.positions].tolist() == [11, 91, 15]
@@ -143,7 +142,7 @@ def test_micro_batches_hold_each_sampled_token_once_with_context(
     shapes: list[list[tuple[int, int, float]]], count: int, budget: int, ranks: int
 ):
     batch = packed(shapes)
-    seen: list[int] = []
+    indexes: list[int] = []
     parts = minibatches(batch, count)
     assert len(parts) == min(count, batch.num_sequences)
     assert sorted(s for part in parts for s in part) == list(range(batch.num_sequences))
@@ -158,8 +157,8 @@ def test_micro_batches_hold_each_sampled_token_once_with_context(
                 assert torch.equal(got, batch.tokens[batch.positions[micro.index] - back])
             starts = torch.isin(micro.positions, micro.cu_seqlens)
             assert not starts.any()
-            seen += micro.index.tolist()
-    assert sorted(seen) == list(range(batch.num_sampled))
+            indexes += micro.index.tolist()
+    assert sorted(indexes) == list(range(batch.num_sampled))
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 6))

@@ -1,7 +1,5 @@
 """Selection of groups and episodes, and reward shaping."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from offbeat.trainer.data.selection import (
     select_most_varied,
     trained_episodes,
 )
+from tests.copying import replace
 from tests.trainer.outcome import outcome
 from tests.trainer.trajectories import group, trajectory
 
@@ -36,7 +35,7 @@ def test_most_varied_groups_keep_their_order():
     groups = [of_rewards(0, 0, 1), of_rewards(1, 0, 0.2), of_rewards(2, 0, 3), of_rewards(3, 1, 1), of_rewards(4, 0, 3)]
 
     def chosen(ratio: float) -> list[int]:
-        return [each.number for each in select_most_varied(groups, ratio)[0]]
+        return [group.number for group in select_most_varied(groups, ratio)[0]]
 
     assert chosen(0.6) == [0, 2, 4]
     assert chosen(0.2) == [2]  # of equals the earlier
@@ -56,7 +55,7 @@ def test_share_counts_all_groups_and_selects_masked_ones_last():
         (1.0, [0, 1, 2, 3], masked),
     ):
         chosen, silent = select_most_varied(groups, ratio, masked)
-        assert ([each.number for each in chosen], silent) == (numbers, counted)
+        assert ([group.number for group in chosen], silent) == (numbers, counted)
 
 
 def test_difficulty_mask_bounds_the_mean_reward():
@@ -92,7 +91,7 @@ def test_custom_filter_is_applied():
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "message"),
     [
         ("nowhere.at.all:X", "can't import"),
         ("offbeat.trainer.data.selection", "module:Class"),
@@ -100,11 +99,11 @@ def test_custom_filter_is_applied():
         ("offbeat.services.messages.types:Turn", "instances can be called"),
     ],
 )
-def test_unusable_filter_is_refused_at_validation(path: str, says: str):
+def test_unusable_filter_is_refused_at_validation(path: str, message: str):
     issues = list(
         check_algorithm(AlgorithmConfig(group_filter_cls=path), group_size=4, groups_per_step=4, max_steps=10, tags=())
     )
-    assert [(c.path, says in c.message) for c in issues] == [("group_filter_cls", True)]
+    assert [(c.path, message in c.message) for c in issues] == [("group_filter_cls", True)]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +141,9 @@ def test_masked_episodes_count_in_group_statistics():
     assert 0 < int(left_out.sum()) < len(left_out)
     assert torch.equal(got.targets.advantages, plain.targets.advantages)
     assert got.targets.weights[left_out].abs().max() == 0
-    kept = 1.0 / int((~left_out).sum())
-    torch.testing.assert_close(got.targets.weights[~left_out], torch.full_like(got.gradient[~left_out], kept))
-    scale = kept / plain.targets.weights[0]
+    weight = 1.0 / int((~left_out).sum())
+    torch.testing.assert_close(got.targets.weights[~left_out], torch.full_like(got.gradient[~left_out], weight))
+    scale = weight / plain.targets.weights[0]
     torch.testing.assert_close(got.gradient[~left_out], plain.gradient[~left_out] * scale)
 
 

@@ -1,13 +1,12 @@
 """What a step consumes: staleness is checked again, groups without signal and unusable ones are sorted out by name."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from offbeat.services.messages.types import Group, VersionSpan
 from offbeat.trainer.config.learner import AlgorithmConfig
 from offbeat.trainer.learner.group_intake import GroupIntake, StepGroups
+from tests.copying import replace
 from tests.fakes import FakeLearnerBuffer, make_group
 
 

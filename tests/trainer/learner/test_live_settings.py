@@ -1,7 +1,5 @@
 """A run's settings change at step boundaries, and a pause ends or is waited out there."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ from offbeat.services.buffer.api import Boundary
 from offbeat.services.live_settings import Change
 from offbeat.trainer.data.batch import microbatches, pack
 from offbeat.trainer.models.logprobs import token_logprobs
+from tests.copying import replace
 from tests.fakes import make_group
 from tests.trainer.learner.harness import LearnerHarness
 from tests.trainer.trajectories import group, trajectory

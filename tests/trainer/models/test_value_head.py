@@ -1,6 +1,5 @@
-"""A value head on the policy: its values, what they owe to the policy, and that one forward pass gives both."""
+"""Value head on the policy: values, gradients, shared forward pass."""
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.models.packing import PackedInput
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.models.value_head import ValueHead
+from tests.copying import replace
 from tests.trainer.models.test_policy import eager_twin, packed_batch
 
 ATOL = 1e-5
@@ -39,10 +39,10 @@ def one_by_one(twin: torch.nn.Module, x: PackedInput, weight: Tensor, bias: Tens
     logprobs, values = (torch.zeros(len(x.tokens), dtype=torch.float64) for _ in range(2))
     borders = x.packing.cu_seqlens.tolist()
     for start, end in pairwise(borders):
-        said = twin(x.tokens[None, start:end], output_hidden_states=True)
-        logp = torch.log_softmax(said.logits[0], dim=-1)[:-1]
+        output = twin(x.tokens[None, start:end], output_hidden_states=True)
+        logp = torch.log_softmax(output.logits[0], dim=-1)[:-1]
         logprobs[start + 1 : end] = logp.gather(1, x.tokens[start + 1 : end, None])[:, 0]
-        values[start + 1 : end] = (said.hidden_states[-1][0, :-1] * weight[0]).sum(1) + bias
+        values[start + 1 : end] = (output.hidden_states[-1][0, :-1] * weight[0]).sum(1) + bias
     return logprobs[x.positions], values[x.positions]
 
 
@@ -50,14 +50,14 @@ def one_by_one(twin: torch.nn.Module, x: PackedInput, weight: Tensor, bias: Tens
 def test_values_and_gradients_are_those_of_single_sequences_in_float64(folder: Path, checkpoints: bool) -> None:
     policy = policy_with_head(folder, checkpoints=checkpoints).double().train()
     twin, head, x = eager_twin(policy), head_of(policy), PackedInput(*packed_batch())
-    weight, bias = (each.detach().clone().requires_grad_() for each in (head.weight, head.bias))
-    said = policy(x)
+    weight, bias = (parameter.detach().clone().requires_grad_() for parameter in (head.weight, head.bias))
+    output = policy(x)
     logprobs, values = one_by_one(twin, x, weight, bias)
-    torch.testing.assert_close(said.values, values, rtol=1e-5, atol=ATOL)
-    torch.testing.assert_close(said.logprobs, logprobs, rtol=0, atol=ATOL)
+    torch.testing.assert_close(output.values, values, rtol=1e-5, atol=ATOL)
+    torch.testing.assert_close(output.logprobs, logprobs, rtol=0, atol=ATOL)
 
     u, v = torch.randn(2, len(x.positions), dtype=torch.float64)
-    (u * said.logprobs + v * (said.values - 1.0) ** 2).sum().backward()
+    (u * output.logprobs + v * (output.values - 1.0) ** 2).sum().backward()
     (u * logprobs + v * (values - 1.0) ** 2).sum().backward()
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     for name, parameter in policy.model.named_parameters():
@@ -73,10 +73,10 @@ def test_value_head_shares_the_forward_pass_and_keeps_logprobs(
     plain = load_policy(folder, ModelArgs(), seed=3)(x)
     passes: list[int] = []
     policy.model.base_model.get_submodule("layers.0").register_forward_hook(lambda *_: passes.append(1))
-    said = policy(x)
+    output = policy(x)
     assert passes == [1]
-    assert torch.equal(said.logprobs, plain.logprobs)
-    assert torch.equal(said.entropies, plain.entropies)
+    assert torch.equal(output.logprobs, plain.logprobs)
+    assert torch.equal(output.entropies, plain.entropies)
     assert plain.values is None
 
 
@@ -94,6 +94,6 @@ def test_head_alone_has_equal_values_and_no_policy_gradient(folder: Path) -> Non
 def test_head_is_float32_and_zero_initialized_on_a_bfloat16_policy(folder: Path) -> None:
     policy = load_policy(folder, ModelArgs(dtype="bfloat16"), seed=3, value_head=True)
     assert head_of(policy).weight.dtype == torch.float32
-    said = policy(PackedInput(*packed_batch()))
-    assert said.values.dtype == torch.float32
-    assert not said.values.any()
+    output = policy(PackedInput(*packed_batch()))
+    assert output.values.dtype == torch.float32
+    assert not output.values.any()

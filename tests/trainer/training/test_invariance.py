@@ -1,7 +1,6 @@
 """What must not matter does not: how a batch is cut, packed and padded, and the order in which its episodes come."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from offbeat.trainer.data.batch import microbatches, minibatches, pack
 from offbeat.trainer.data.selection import carries_signal
 from offbeat.trainer.losses.policy_loss import critic_loss, policy_loss
 from offbeat.trainer.losses.targets import build_targets
+from tests.copying import replace
 from tests.trainer.outcome import (
     by_token,
     inputs_of,

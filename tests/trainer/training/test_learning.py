@@ -5,7 +5,6 @@ own logits, so whatever had the wrong sign anywhere between a reward and a weigh
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.copying import replace
 from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
 

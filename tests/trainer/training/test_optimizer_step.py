@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_critic, load_policy
 from offbeat.trainer.models.policy import PackedPolicy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.copying import replace
 from tests.fakes import make_group, train_on
 from tests.trainer.plain_engine import PlainEngine
 

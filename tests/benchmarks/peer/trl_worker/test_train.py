@@ -1,6 +1,5 @@
 """TRL itself, where `offbeat bench peer` has made its venv."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from offbeat.benchmarks.peer.settings import (
     train_job,
 )
 from offbeat.benchmarks.peer.venv import TRL_VENV
+from tests.copying import replace
 
 GUEST = TRL_VENV.python_of(TRL_VENV.default_folder())
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from offbeat.services.weights.transports.base import WHOLE, Transport, _written,
 from offbeat.services.weights.transports.factory import cleanup, make_transport, remove_all
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
 from offbeat.services.weights.transports.shm import SharedMemoryTransport
+from tests.copying import replace
 
 
 @pytest.fixture(params=["shm", "fs", "fs-memory"])
