@@ -41,16 +41,13 @@ class KLController:
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Adapt the coefficient to a batch of `num_samples` trajectories with mean KL `kl`; a non-finite KL is ignored."""
+        """Adapt to a batch of `num_samples` trajectories with mean KL `kl`; a non-finite KL is ignored."""
         if self._target is None or not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_samples / self._horizon
 
     def resume(self, coef: float) -> None:
-        """Restore the coefficient of a checkpoint if it is adaptive; a fixed one comes from the configuration.
-
-        0 is ignored: it is the value in checkpoints of runs without a penalty, and cannot adapt.
-        """
+        """Restore an adaptive coefficient; 0, from runs without a penalty, is ignored because it can't adapt."""
         if self._target is not None and coef > 0:
             self.coef = coef

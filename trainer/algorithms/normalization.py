@@ -31,10 +31,10 @@ def group_moments(rewards: Tensor, group: Tensor) -> Moments:
 
 
 def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) -> Tensor:
-    """Return (r - mean) / (std + eps), where mean and deviation may be of different groupings (Lite PPO, arXiv:2508.08221:
-    mean of the group, deviation of the batch); None skips that part.
+    """Return (r - mean) / (std + eps); None skips a part, and mean and deviation may be of different groupings (Lite PPO,
+    arXiv:2508.08221: mean of the group, deviation of the batch).
 
-    A reward that is alone in its group, or whose deviation is 0, gives zero. rewards: [T] float -> [T] float
+    A reward alone in its group, or of deviation 0, gives zero. rewards: [T] float -> [T] float
     """
     out = rewards.clone()
     if center is not None:
@@ -45,12 +45,10 @@ def normalize(rewards: Tensor, center: Moments | None, scale: Moments | None) ->
 
 
 def normalize_by_group(rewards: Tensor, group: Tensor, *, center: bool = True, scale: bool = False) -> Tensor:
-    """Center each reward on its group's mean (GRPO, arXiv:2402.03300; without `scale` Dr. GRPO, arXiv:2503.20783) and divide
-    by the group's unbiased standard deviation.
+    """Center each reward on its group's mean and, with `scale`, divide by the unbiased standard deviation (GRPO,
+    arXiv:2402.03300; without `scale` Dr. GRPO, arXiv:2503.20783).
 
-    A group of one gives zero, and so does, with `scale`, a group of equal rewards.
-
-    rewards: [T] float; group: [T] int64, 0-based -> [T] float
+    A group of one, or with `scale` of equal rewards, gives zero. rewards: [T] float; group: [T] int64, 0-based -> [T] float
     """
     moments = group_moments(rewards, group)
     return normalize(rewards, moments if center else None, moments if center and scale else None)
@@ -89,12 +87,12 @@ class RunningMoments:
 
 
 def whiten(values: Tensor) -> Tensor:
-    """Scale [M] values to zero mean and unit (unbiased) standard deviation; fewer than two are returned unchanged."""
+    """Scale [M] values to zero mean and unit (unbiased) deviation; fewer than two are unchanged."""
     if len(values) < 2:
         return values
     return (values - values.mean()) / (values.std() + EPS)
 
 
 def has_signal(rewards: Tensor) -> bool:
-    """True if the rewards of one group differ; rewards: [G] float."""
+    """Return True if the rewards [G] of a group differ."""
     return len(rewards) > 1 and bool((rewards - rewards[0]).abs().max() > EPS)

@@ -4,8 +4,7 @@ from torch import Tensor
 
 
 def subtract_greedy_reward(rewards: Tensor, greedy_rewards: Tensor, group: Tensor) -> Tensor:
-    """Subtract the group's greedy reward from each episode's reward. It depends on the task but not on the samples, so the
-    gradient stays unbiased (eq. 5).
+    """Subtract the group's greedy reward, which is independent of the samples: the gradient stays unbiased (eq. 5).
 
     rewards: [T] float; greedy_rewards: [G] float; group: [T] int64, 0-based -> [T] float
     """

@@ -30,7 +30,7 @@ def discounted_sums(values: Tensor, last: Tensor, decay: float) -> Tensor:
 
 
 def weighted_sums(values: Tensor, decays: Tensor, last: Tensor) -> Tensor:
-    """Return S_t = x_t + d_t S_{t+1}, restarted at each trajectory's end: `discounted_sums` with a decay per token.
+    """Return S_t = x_t + d_t S_{t+1}, restarted at each trajectory's end.
 
     values, decays: [M] float; last: [M] bool -> [M] float
 

@@ -7,14 +7,13 @@ from offbeat.services.messages.types import Group
 
 
 def pack_group(group: Group) -> list[object]:
-    """Encode a group; trajectories are in the buffer's format."""
+    """Encode a group; trajectories in the buffer's format."""
     members = [encode_trajectory(trajectory) for trajectory in (*group.trajectories, *group.baselines)]
     head = [group.entry_id, group.group_id, group.number, group.tag, group.seed, group.admitted_version]
     return [*head, group.temperature, members]
 
 
 def unpack_group(body: list[Any]) -> Group:
-    """Decode a group."""
     *head, temperature, members = body
     trajectories = [decode_trajectory(member) for member in members]
     return Group(

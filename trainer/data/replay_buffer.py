@@ -1,4 +1,4 @@
-"""Replay buffer of groups already trained on: selection and weights of those that join a step's batch.
+"""Replay buffer of trained groups.
 
 Invariants: a group is in at most `max_times_sampled` batches including its first, at most once per batch, and never beyond
 the bound on its lag; the selection depends only on the run's seed, the step and the entries, all of which a checkpoint
@@ -23,12 +23,12 @@ from offbeat.trainer.data.group_codec import pack_group, unpack_group
 
 REPLAY_FILE = Path("state", "replay.msgpack")
 SEED_STREAM = 0x4E91A7
-"""Separates these random draws from others with the run's seed."""
+"""Random stream, separate from other uses of the run's seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayEntry:
-    """A group and the number of batches that contained it."""
+    """Group and the number of batches that contained it."""
 
     group: Group
     times: int = 1
@@ -41,7 +41,7 @@ class ReplayEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedGroups:
-    """Old groups that join a batch, and the weight of each one's policy loss."""
+    """Old groups that join a batch, with the weights of their policy losses."""
 
     groups: tuple[Group, ...] = ()
     weights: tuple[float, ...] = ()
@@ -82,7 +82,7 @@ class ReplayBuffer:
         return ReplayedGroups(tuple(eligible[i].group for i in indexes), weights)
 
     def update(self, fresh: Sequence[Group], replayed: ReplayedGroups) -> None:
-        """Add the fresh groups of a trained batch, and count the use of its replayed ones."""
+        """Add the fresh groups of a trained batch and count the use of the replayed ones."""
         if self._config.samples_per_insert is None:
             return
         reused = {group.number for group in replayed.groups}
@@ -92,19 +92,18 @@ class ReplayBuffer:
         self._entries = reusable[-self._config.max_size :]
 
     def save(self, folder: Path) -> None:
-        """Write the entries to a checkpoint's folder."""
         rows = [[entry.times, pack_group(entry.group)] for entry in self._entries]
         (folder / REPLAY_FILE).parent.mkdir(exist_ok=True)
         (folder / REPLAY_FILE).write_bytes(cast(bytes, msgpack.packb(rows)))
 
     def load(self, folder: Path) -> None:
-        """Load the entries from a checkpoint's folder; empty if it has none."""
+        """Load the entries of a checkpoint; empty if it has none."""
         path = folder / REPLAY_FILE
         rows = cast(list[Any], msgpack.unpackb(path.read_bytes())) if path.is_file() else []
         self._entries = [ReplayEntry(unpack_group(body), times) for times, body in rows]
 
     def _num_due(self, step: int) -> int:
-        """Return the number of old groups in this step's batch, so that the mean over steps is `samples_per_insert`."""
+        """Return the number of old groups in a step; the mean over steps is `samples_per_insert`."""
         if self._config.samples_per_insert is None:
             return 0
         rate = (self._config.samples_per_insert - 1) * self._groups_per_step

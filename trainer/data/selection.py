@@ -22,10 +22,10 @@ from offbeat.trainer.data.reward_shaping import shape_rewards
 
 
 def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None = None) -> bool:
-    """Return True if a step can learn from the group: it passes the configured filters, and its rewards differ if the
-    estimator compares siblings.
+    """Return True if a step can learn from the group: it passes the filters, and its rewards differ if the estimator
+    compares siblings. Always True for `zero_variance: train`.
 
-    Always True for `zero_variance: train`. shaped: the group with shaped rewards, if they have been computed.
+    shaped: the group with shaped rewards, if already computed.
     """
     if config.zero_variance == "train":
         return True
@@ -50,7 +50,7 @@ def carries_signal(group: Group, config: AlgorithmConfig, shaped: Group | None =
 
 
 def _turns_differ(group: Group, config: AlgorithmConfig, *, by_state: bool) -> bool:
-    """Return True if returns differ among the group's turns, or with `by_state` among those at the same state."""
+    """Return True if returns differ among turns, or with `by_state` among turns at the same state."""
     returns: dict[str, list[float]] = {}
     for trajectory in group.trajectories:
         value = 0.0
@@ -69,8 +69,8 @@ def _filter(path: str) -> Callable[[Group], bool]:
 def select_most_varied(
     groups: Sequence[Group], ratio: float, masked: MaskedCounts = NO_MASKED
 ) -> tuple[list[Group], MaskedCounts]:
-    """Select the share `ratio` of a step's groups, at least one, with the largest reward deviation, in their original order
-    (StarPO-S; RAGEN, arXiv:2504.20073).
+    """Select the share `ratio` of a step's groups, at least one, with the largest reward deviation (StarPO-S; RAGEN,
+    arXiv:2504.20073), in their original order.
 
     masked: counts of the masked groups, which are selected last; the selected part is returned, for groups of equal size.
     """
@@ -86,7 +86,7 @@ def select_most_varied(
 
 
 def trained_episodes(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """Return a mask of the episodes in the loss, [T] bool; the others still count in their groups' statistics."""
+    """Return a mask of the episodes in the loss, [T] bool; the others count in group statistics only."""
     trained = torch.ones(batch.num_trajectories, dtype=torch.bool)
     if config.max_len_mask:
         trained &= ~batch.truncated

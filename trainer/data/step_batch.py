@@ -36,7 +36,7 @@ class StepBatch:
         masked: MaskedCounts = NO_MASKED,
         weights: Sequence[float] = (),
     ) -> "StepBatch":
-        """Build a batch from groups whose rewards are not shaped yet."""
+        """Build a batch from groups with unshaped rewards."""
         return cls(step, tuple(groups), tuple(shape_rewards(groups, config)), masked, tuple(weights))
 
     def pack(self) -> list[object]:
@@ -45,7 +45,6 @@ class StepBatch:
 
     @classmethod
     def unpack(cls, body: Sequence[Any], config: AlgorithmConfig) -> "StepBatch":
-        """Decode the result of `pack`."""
         step, masked, weights, groups = body
         members = [unpack_group(group) for group in groups]
         return cls.build(step, members, config, masked=MaskedCounts(*masked), weights=weights)

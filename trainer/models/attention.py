@@ -109,7 +109,7 @@ def _pad(states: Tensor, packing: Packing) -> Tensor:
 
 
 def _sliding_window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the sliding-window mask, [L, L] bool: a token attends to itself and the `window - 1` tokens before it."""
+    """Return a mask [L, L] bool: a token attends to itself and the `window - 1` before it."""
     offset = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None]
     return (offset >= 0) & (offset < window)
 

@@ -16,7 +16,7 @@ from offbeat.trainer.models.logprobs import rows_per_chunk
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStates:
-    """A reference's logits in factored form, hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
+    """Factored logits of a reference, hidden @ head.T. hidden: [M, H]; head: [V, H], on the model's device."""
 
     hidden: Tensor
     head: Tensor
@@ -46,7 +46,7 @@ class _FullKL(torch.autograd.Function):
 def _distributions(
     logits: Tensor, hidden: Tensor, head: Tensor, temperature: float | Tensor
 ) -> Iterator[tuple[Tensor, Tensor, slice, float | Tensor]]:
-    """Yield chunks: logprobs of policy and reference, their rows, and the rows' temperature."""
+    """Yield chunks: logprobs of policy and reference, their rows, the rows' temperature."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     step = rows_per_chunk(logits)
     for start in range(0, len(logits), step):

@@ -14,20 +14,18 @@ from offbeat.trainer.models.policy import PackedCritic, PackedPolicy
 from offbeat.trainer.models.vision import PackedVisionPolicy
 
 PREFIX_SHARING_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s that `shared_prefix` is tested with."""
+"""Model types that `shared_prefix` is tested with."""
 
 
 def has_weights(folder: Path) -> bool:
-    """Return True if a model folder holds weights, not only a configuration."""
+    """Return True if a model folder holds weights."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
 def load_policy(
     folder: Path, args: ModelArgs, seed: int, temperature: float = 1.0, *, value_head: bool = False
 ) -> PackedPolicy:
-    """Load a policy, with adapters if `args` names any. Without weights in the folder they are initialized from `seed`.
-
-    value_head: add a value head to the policy.
+    """Load a policy, with adapters if `args` names any; missing weights are initialized from `seed`.
 
     Raises:
         ValueError: the adapters or a shared prefix do not fit the model.
@@ -39,7 +37,7 @@ def load_policy(
 
 
 def load_critic(folder: Path, args: ModelArgs, seed: int) -> PackedCritic:
-    """Load a backbone under a value head that is initialized to zero."""
+    """Load a backbone with a value head that is initialized to zero."""
     return PackedCritic(_load(AutoModel, folder, args, seed))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 CHUNK_ELEMENTS = 1 << 24
 """Logits per float32 chunk on a GPU."""
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""Logits per float32 chunk on a CPU: 1 MB, which stays in cache between passes."""
+"""Logits per float32 chunk on a CPU: 1 MB, which stays in cache."""
 MIN_LOGPROB = -1e4
 """Logprob whose exponential is 0 in every dtype, so that a logit of -inf has gradient 0 instead of 0 * inf."""
 
@@ -57,7 +57,6 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any:
-    """Return chunks of logits, targets and temperature (scalar or [rows, 1])."""
     rows = rows_per_chunk(logits)
     chunks, chosen = logits.split(rows), targets.split(rows)
     temperatures = temperature[:, None].split(rows) if isinstance(temperature, Tensor) else [temperature] * len(chunks)
@@ -65,13 +64,12 @@ def _chunks(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> Any
 
 
 def _scale(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return the logits divided by the temperature, as a new tensor of at least float32."""
+    """Return logits / temperature as a new tensor of at least float32."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return _divide_(logits.to(dtype, copy=True), temperature)
 
 
 def _divide_(values: Tensor, temperature: float | Tensor) -> Tensor:
-    """Divide in place."""
     return values if isinstance(temperature, float) and temperature == 1.0 else values.div_(temperature)
 
 

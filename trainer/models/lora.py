@@ -23,10 +23,10 @@ PREFIX = "base_model.model."
 
 
 def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
-    """Freeze the model and add adapters, initialized from `seed`, to the layers that `lora_target` names.
+    """Freeze the model and add adapters, initialized from `seed`, to the layers of `lora_target`.
 
     Raises:
-        ValueError: no layer has such a name, one of them is not linear, or it shares its weight with another layer.
+        ValueError: a layer is unknown, not linear, or shares its weight with another one.
     """
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415
     from peft.tuners.lora import Linear  # noqa: PLC0415
@@ -47,7 +47,7 @@ def add_adapters(model: nn.Module, args: ModelArgs, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable the model's adapters inside the context."""
+    """Disable the adapters within the context."""
     layers = _layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -60,10 +60,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExportedWeight:
-    """A weight to export.
+    """Weight to export.
 
-    name: Hugging Face's, with the wrapper's prefix; parts: parameters that it is computed from; tensor: computes it,
-    once the parts are gathered.
+    name: Hugging Face's, with the wrapper's prefix; parts: parameters that it is computed from; tensor: computes it once the
+    parts are gathered.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ExportedWeight:
 
 
 def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
-    """Yield every weight of a module, with its adapter merged."""
+    """Yield all weights, with adapters merged."""
     layers = _layers(module)
     for name, parameter in module.named_parameters():
         owner, base, rest = name.rpartition(BASE)
@@ -85,10 +85,7 @@ def merged_weights(module: nn.Module) -> Iterator[ExportedWeight]:
 
 
 def unmerged_weights(module: nn.Module, wrapper: str) -> Iterator[ExportedWeight]:
-    """Yield the base weights, and each adapter's factors under PEFT's names in a file.
-
-    wrapper: prefix of the module before Hugging Face's names.
-    """
+    """Yield the base weights, and the adapters' factors under PEFT's names. wrapper: prefix before Hugging Face's names."""
     for name, parameter in module.named_parameters():
         if any(factor in name for factor in FACTORS):
             exported_name = PREFIX + name.removeprefix(wrapper).replace(f".{ADAPTER}.", ".")
@@ -108,5 +105,5 @@ def _merged(name: str, layer: Any) -> ExportedWeight:
 
 
 def _layers(module: nn.Module) -> dict[str, Any]:
-    """Return the layers with an adapter, by name. Detected by attribute, because importing PEFT is slow."""
+    """Return the layers with an adapter, by name; detected by attribute, because importing PEFT is slow."""
     return {name: layer for name, layer in module.named_modules() if hasattr(layer, "lora_A")}

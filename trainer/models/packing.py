@@ -34,7 +34,7 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor | None = None) -> "Packing":
-        """Build the layout from the sequences' borders: [B + 1] int, on any device. parents: as in `SharedPrefixLayout.of`.
+        """Build the layout from borders [B + 1] int. parents: as in `SharedPrefixLayout.of`.
 
         Raises:
             ValueError: the borders do not start at 0 or do not increase.
@@ -86,7 +86,7 @@ class PackedInput:
         pictures: tuple[Picture, ...] = (),
         parents: Tensor | None = None,
     ) -> "PackedInput":
-        """Build the input from borders and positions.
+        """Build the input.
 
         Raises:
             ValueError: the borders are invalid, or a position is a sequence's first token.
@@ -100,7 +100,7 @@ class PackedInput:
 
     @property
     def predictors(self) -> Tensor:
-        """Indices of the tokens whose logits predict those at `positions`: [M] int64."""
+        """Indices of the tokens whose logits predict those at `positions`, [M] int64."""
         branches = self.packing.branches
         return self.positions - 1 if branches is None else branches.before[self.positions]
 

@@ -18,8 +18,7 @@ from offbeat.trainer.models.value_head import ValueHead, last_hidden_states
 
 
 class Sampled(NamedTuple):
-    """Policy outputs for sampled tokens: logprobs, entropies, full KL to the input's reference (if any), all in nats, and
-    values (with a value head). [M] float32 each."""
+    """Outputs for sampled tokens, [M] float32 each: logprobs, entropies and full KL to the reference in nats; values."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -28,7 +27,7 @@ class Sampled(NamedTuple):
 
 
 def packed_kwargs(packing: Packing) -> dict[str, Any]:
-    """Return the model arguments with the sequences' borders, for every attention implementation."""
+    """Return the borders as model arguments for every attention implementation."""
     return {
         "position_ids": packing.position_ids,
         "use_cache": False,
@@ -43,7 +42,7 @@ def packed_kwargs(packing: Packing) -> dict[str, Any]:
 class PackedPolicy(nn.Module):
     """Policy over packed tokens; with a value head it also returns values.
 
-    temperature: default sampling temperature, which logits are divided by.
+    temperature: default sampling temperature.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -53,11 +52,11 @@ class PackedPolicy(nn.Module):
         self.value_head: ValueHead | None = None
 
     def add_value_head(self) -> None:
-        """Add a value head, which shares the policy's forward pass."""
+        """Add a value head that shares the forward pass."""
         self.value_head = ValueHead(self.model.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Sampled:
-        """Score the tokens at `x.positions`, each given the preceding tokens of its sequence."""
+        """Score the tokens at `x.positions`."""
         if self.value_head is None:
             return self._score(x, self.logits(x))
         with last_hidden_states(self.model) as states:
@@ -74,7 +73,7 @@ class PackedPolicy(nn.Module):
         return Sampled(*token_logprobs(logits, x.tokens[x.positions], temperature), divergences)
 
     def logits(self, x: PackedInput) -> Tensor:
-        """Return the logits that predict the tokens at `x.positions`: [M, V].
+        """Return the logits [M, V] that predict the tokens at `x.positions`.
 
         Raises:
             ValueError: the input has images, but the policy has no image input.
@@ -85,7 +84,7 @@ class PackedPolicy(nn.Module):
 
     @torch.no_grad()
     def hidden_states(self, x: PackedInput) -> ReferenceStates:
-        """Return the distributions over the vocabulary, as hidden states, for the KL of another policy to them.
+        """Return the vocabulary distributions as hidden states, for another policy's full KL.
 
         Raises:
             ValueError: the logits are not the product of the last hidden states and the output embedding.
@@ -103,7 +102,7 @@ class PackedPolicy(nn.Module):
 
 
 class PackedCritic(nn.Module):
-    """The policy's architecture with a value head, initialized to zero."""
+    """Critic with the policy's architecture and a value head."""
 
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
@@ -111,6 +110,6 @@ class PackedCritic(nn.Module):
         self.value_head = ValueHead(backbone.config.get_text_config().hidden_size)
 
     def forward(self, x: PackedInput) -> Tensor:
-        """Return the value before each of the tokens at `x.positions`: [M] float32."""
+        """Return the values before the tokens at `x.positions`, [M] float32."""
         hidden = self.model(x.tokens[None], **packed_kwargs(x.packing)).last_hidden_state[0]
         return self.value_head(hidden.index_select(0, x.predictors))

@@ -40,10 +40,10 @@ class SharedPrefixLayout:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, parents: Tensor) -> "SharedPrefixLayout":
-        """Build the layout from the blocks' borders [K + 1] and parents [K]: the index of a branch's root, or -1 for a root.
+        """Build the layout from borders [K + 1] and parents [K]: index of a branch's root, -1 for a root.
 
         Raises:
-            ValueError: there is no branch, or a block's parent is not a root.
+            ValueError: there is no branch, or a parent is not a root.
         """
         starts = cu_seqlens.to(torch.int64)
         lengths = starts.diff()
@@ -89,8 +89,7 @@ class SharedPrefixLayout:
         )
 
     def mask(self) -> Tensor:
-        """Return the attention mask of branches, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len]
-        bool."""
+        """Return the mask of branches, root on the left: [B or 1, 1, branch_len, longest_prefix + branch_len] bool."""
         steps = torch.arange(self.branch_len, device=self.owner.device)
         is_causal = steps[:, None] >= steps[None]
         lengths = self.prefix_len.unique()
@@ -102,7 +101,7 @@ class SharedPrefixLayout:
 
 
 def position_ids(cu_seqlens: Tensor, parents: Tensor) -> Tensor:
-    """Return positions, from 0 in each root and from the root's length in each branch: [1, N] int64."""
+    """Return positions [1, N] int64, from 0 in each root and from the root's length in each branch."""
     starts = cu_seqlens.to(torch.int64)
     lengths = starts.diff()
     first = torch.where(parents < 0, 0, lengths[parents.clamp(min=0)])

@@ -19,7 +19,7 @@ TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<pad>", "<un
 SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 VISION_TOKENS = (VISION_START, VISION_END, IMAGE, VIDEO)
-"""Qwen2-VL's tokens, after the other special tokens if the policy has image input."""
+"""Qwen2-VL's tokens, appended for image input."""
 MERGE = 2
 """Patches per side of an image token."""
 MAX_SIDE_PIXELS = 1024
@@ -53,10 +53,10 @@ VISION_TEMPLATE = (
 
 
 def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> dict[str, int]:
-    """Return token -> id: special tokens, roles, then the distinct `words` in order.
+    """Return token -> id: special tokens, roles, distinct `words` in order.
 
     Raises:
-        ValueError: a word is empty, holds whitespace, or is a special token.
+        ValueError: a word is empty, has whitespace, or is a special token.
     """
     for word in words:
         if not word or len(word.split()) != 1 or word != word.strip():
@@ -67,7 +67,7 @@ def vocabulary(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) ->
 
 
 def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
-    """Build a tokenizer with one token per whitespace-separated word; unknown words are `<unk>`."""
+    """Build a tokenizer with one token per word; unknown words are `<unk>`."""
     tokenizer = Tokenizer(WordLevel(vocab=vocabulary(words, special), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -75,8 +75,7 @@ def build_tokenizer(words: Sequence[str], special: Sequence[str] = SPECIAL_TOKEN
 
 
 def write_tiny_policy(folder: Path, config: TinyPolicyConfig, words: Sequence[str]) -> None:
-    """Write `config.json`, `generation_config.json`, `tokenizer.json` and `tokenizer_config.json` into `folder`, and
-    `preprocessor_config.json` for image input.
+    """Write the configuration and tokenizer files of a tiny policy.
 
     Files are deterministic and written atomically, so a folder in use can be rewritten.
 
@@ -127,7 +126,6 @@ def _model_config(config: TinyPolicyConfig, vocab_size: int) -> dict[str, object
 def _vision_model_config(
     text: dict[str, object], vision: TinyVisionConfig, config: TinyPolicyConfig, ids: dict[str, int]
 ) -> dict[str, object]:
-    """Return the configuration of a Qwen2-VL around the Qwen2 of `text`."""
     half_dim = config.hidden_size // config.num_attention_heads // 2
     sections = [
         half_dim - 2 * (3 * half_dim // 8),

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 
 def check_same_tokens(policy: Path, other: Path, path: str) -> None:
-    """Check that two model folders have the same token ids. path: configuration key of `other`.
+    """Check that two models have the same token ids. path: configuration key of `other`.
 
     Raises:
         ValueError: a token's id differs, or a folder has no tokenizer.json.

@@ -14,7 +14,7 @@ HEAD = "value_head."
 
 
 class ValueHead(nn.Linear):
-    """Linear layer, initialized to zero, that computes in float32 regardless of its weights' dtype."""
+    """Linear layer, initialized to zero, that always computes in float32 or wider."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, dtype=torch.float32)
@@ -22,7 +22,6 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return values: hidden [M, H] -> [M], float32 or wider."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         values = linear(hidden.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
         return values[:, 0].clone()  # not a view, because FSDP2 hooks into it
@@ -30,7 +29,7 @@ class ValueHead(nn.Linear):
 
 @contextmanager
 def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yield a list that receives [1, N, H] per forward pass of the model inside the context."""
+    """Yield a list that receives the last hidden states [1, N, H] of each forward pass within the context."""
     states: list[Tensor] = []
 
     def capture(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -47,8 +47,8 @@ class PackedVisionPolicy(PackedPolicy):
 def rope_positions(packing: Packing, pictures: Sequence[Picture], grids: Sequence[Grid], merge: int) -> Tensor:
     """Return positions in the sequence, then M-RoPE's time, row and column: [4, 1, N] int64.
 
-    Text advances all three by one. An image's tokens share one time and have their rows and columns; text after it continues
-    from its larger side. merge: patches per side of a token.
+    Text advances all three by one. An image's tokens share one time; text after it continues from its larger side. merge:
+    patches per side of a token.
     """
     plain = packing.position_ids[0].cpu().numpy()
     axes = np.stack([plain, plain, plain, plain])

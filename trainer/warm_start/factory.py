@@ -8,9 +8,7 @@ from offbeat.trainer.warm_start.vision_demonstrations import make_vision_demonst
 
 
 def make_demonstrator(config: WarmStartConfig, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build the function that runs demonstrated episodes of a tag by `config.demos`.
-
-    max_tokens: limit of a demonstration's length. A longer text demonstration is truncated.
+    """Build the function that runs a tag's demonstrated episodes of at most `max_tokens`; longer text is truncated.
 
     Raises:
         ValueError: the function or the env does not exist, or the policy has no image input for an env with images.

@@ -1,4 +1,4 @@
-"""Short supervised fine-tuning on demonstrations, so that reinforcement learning starts from a policy with valid answers.
+"""Supervised fine-tuning on demonstrations, which gives reinforcement learning a policy with valid answers.
 
 Invariant: the same seed gives the same weights.
 """
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 """Called with (steps done, total steps)."""
 
 DEMO_SEED_STREAM = 0xDE30
-"""Random stream of the demonstrations, separate from other uses of the run's seed."""
+"""Random stream, separate from other uses of the run's seed."""
 
 
 def warm_start(

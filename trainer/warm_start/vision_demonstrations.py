@@ -36,7 +36,7 @@ from offbeat.trainer.warm_start.demonstrations import (
 
 
 def make_vision_demonstrator(demos: Demos, env: CustomEnv, chat: ChatFormat, *, max_tokens: int) -> Demonstrate:
-    """Build the function that runs episodes with images. max_tokens: `sequence_length` of a rollout.
+    """Build a function that runs episodes with images. max_tokens: `sequence_length` of a rollout.
 
     Raises:
         ValueError: the env does not exist, or the policy has no image input.
@@ -97,7 +97,6 @@ class _RecordingEnv:
         self.steps: list[_RecordedStep] = []
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset the env and drop the recorded episode."""
         observation, info = self._env.reset(**kwargs)
         self.answers = []
         self.steps = [_RecordedStep(StepResult(observation, 0.0, False, False, {}), do_picture(self._env))]
