@@ -1,1 +1,1 @@
-"""Agents of other frameworks, included with the project."""
+"""Example agents built on other frameworks."""

@@ -1,4 +1,4 @@
-"""Example agent of twenty lines, which uses only OpenAI's client and the env's URL."""
+"""Example agent in twenty lines, with only OpenAI's client and the env's URL."""
 
 from functools import cache
 from typing import Any
@@ -10,16 +10,19 @@ from offbeat.services.rollout.agents.task import AgentTask
 
 @cache
 def client(base_url: str) -> OpenAI:
-    return OpenAI(base_url=base_url, api_key="of each episode")
+    return OpenAI(base_url=base_url, api_key="set by with_options")
 
 
 def play(task: AgentTask) -> None:
-    """Ask the policy for the next word and step the env with it until the episode ends."""
+    """Step the env with the policy's answers until the episode ends."""
     policy = client(task.base_url).with_options(api_key=task.api_key)
-    told: list[Any] = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": task.observation}]
+    messages: list[Any] = [
+        {"role": "system", "content": task.system_prompt},
+        {"role": "user", "content": task.observation},
+    ]
     done = False
     while not done:
-        said = policy.chat.completions.create(model=task.model, messages=told).choices[0].message.content or ""
-        reply = task.step(said)
-        told += [{"role": "assistant", "content": said}, {"role": "user", "content": reply.observation}]
+        answer = policy.chat.completions.create(model=task.model, messages=messages).choices[0].message.content or ""
+        reply = task.step(answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": reply.observation}]
         done = reply.done

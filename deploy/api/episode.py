@@ -116,7 +116,7 @@ def play(
     from offbeat.deploy.play.target import find_target  # noqa: PLC0415
 
     target = find_target(str(env), dict(env_config or {}), tag, max_steps)
-    trajectory = _run(run_episode(target, agent, seed=seed, tell=show or _ignore))
+    trajectory = _run(run_episode(target, agent, seed=seed, write=show or _ignore))
     return Episode.from_texts(trajectory.tag, trajectory.seed, trajectory.reward, trajectory.metrics, trajectory.text)
 
 
@@ -143,7 +143,7 @@ def rollout(
     Raises:
         ValueError: `episodes` is not a multiple of `group_size`, or there is no policy.
     """
-    from offbeat.deploy.play.parquet import record  # noqa: PLC0415
+    from offbeat.deploy.play.parquet import decode_episode  # noqa: PLC0415
     from offbeat.deploy.play.rollouts import EpisodeRequest  # noqa: PLC0415
     from offbeat.deploy.play.session import collect  # noqa: PLC0415
     from offbeat.services.messages.types import EpisodeKind  # noqa: PLC0415
@@ -153,7 +153,7 @@ def rollout(
     kind = EpisodeKind.EVAL if held_out else EpisodeKind.TRAIN
     request = EpisodeRequest(episodes, group_size, kind, config.seed if seed is None else seed, concurrency)
     rollouts = _run(collect(config, request, agent, _no_progress))
-    return pd.DataFrame([asdict(record(t, rollouts.chat)) for t in rollouts.result.trajectories])
+    return pd.DataFrame([asdict(decode_episode(t, rollouts.chat)) for t in rollouts.result.trajectories])
 
 
 def _ignore(_: str) -> None: ...

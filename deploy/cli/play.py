@@ -107,17 +107,17 @@ async def _play(
     render: Path | None,
 ) -> None:
     from offbeat.deploy.play.agents import (
-        GoneError,
-        SpokenAnswers,
-        chat_of,
-        human_speaker,
-        random_speaker,
+        TextSampler,
+        UserLeftError,
+        load_chat,
+        make_human_agent,
+        make_random_agent,
     )
-    from offbeat.deploy.play.episode import watch
-    from offbeat.deploy.play.openai_agent import AskedAnswers
+    from offbeat.deploy.play.episode import trace_episode
+    from offbeat.deploy.play.openai_agent import OpenAISampler
     from offbeat.deploy.play.policy import policy_folder
-    from offbeat.deploy.play.session import policy_sampler
-    from offbeat.deploy.play.target import check_shown, unbounded
+    from offbeat.deploy.play.session import load_sampler
+    from offbeat.deploy.play.target import check_rendering, remove_token_limits
     from offbeat.deploy.report.episodes import make_with_pictures, write_gif, write_html
     from offbeat.envs import registry
 
@@ -125,21 +125,23 @@ async def _play(
     if endpoint and tokenizer:
         raise ValueError("--tokenizer can't show the tokens of an endpoint's model")
     folder = tokenizer if spoken else policy_folder(Path(agent))
-    chat = chat_of(folder)
-    check_shown(setting.env, chat)
-    setting = unbounded(setting) if spoken else setting
+    chat = load_chat(folder)
+    check_rendering(setting.env, chat)
+    setting = remove_token_limits(setting) if spoken else setting
     make = make_with_pictures if render else registry.make
     made = make(setting.env.env_type, setting.env.env_config)
     try:
         if endpoint:
-            sample = AskedAnswers(*endpoint, chat, temperature)
+            sample = OpenAISampler(*endpoint, chat, temperature)
         elif spoken:
-            sample = SpokenAnswers(human_speaker() if agent == "human" else random_speaker(made, seed), chat)
+            sample = TextSampler(make_human_agent() if agent == "human" else make_random_agent(made, seed), chat)
         else:
             assert folder is not None, "a policy has a folder"
-            sample = policy_sampler(folder, chat, setting, seed)
-        _, played = await watch(setting, made, sample, chat, seed=seed, show_tokens=folder is not None, tell=typer.echo)
-    except GoneError:
+            sample = load_sampler(folder, chat, setting, seed)
+        _, played = await trace_episode(
+            setting, made, sample, chat, seed=seed, show_tokens=folder is not None, write=typer.echo
+        )
+    except UserLeftError:
         typer.echo("\nleft before the end")
         return
     finally:
@@ -203,7 +205,7 @@ def rollout(
 def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path) -> None:
     from rich.progress import Progress
 
-    from offbeat.deploy.play.parquet import record, write_parquet
+    from offbeat.deploy.play.parquet import decode_episode, write_parquet
     from offbeat.deploy.play.session import collect, find_policy
 
     if temperature is not None:
@@ -219,7 +221,7 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
 
         rollouts = asyncio.run(collect(config, order, agent, show))
     played, chat = rollouts.result, rollouts.chat
-    write_parquet(out, [record(trajectory, chat) for trajectory in played.trajectories])
+    write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
     _summary(played, order)
     typer.echo(f"wrote {out}: offbeat inspect {out}")
 
@@ -227,7 +229,7 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
 def _summary(played: Any, order: Any) -> None:
     from itertools import groupby
 
-    from offbeat.deploy.play.rollouts import pass_at_k, succeeded
+    from offbeat.deploy.play.rollouts import pass_at_k, read_success
 
     for reason, count in played.failures.items():
         typer.secho(f"{count} episode(s) could not be played: {reason}", fg=typer.colors.RED)
@@ -235,8 +237,8 @@ def _summary(played: Any, order: Any) -> None:
     if not done:
         return
     typer.echo(f"reward {sum(t.reward for t in done) / len(done):.4g}, mean of {len(done)} episodes")
-    groups = [[bool(succeeded(t)) for t in members] for _, members in groupby(done, key=lambda t: t.group_id)]
-    if any(succeeded(t) is not None for t in done):
+    groups = [[bool(read_success(t)) for t in members] for _, members in groupby(done, key=lambda t: t.group_id)]
+    if any(read_success(t) is not None for t in done):
         whole = [group for group in groups if len(group) == order.group_size]
         powers = [2**i for i in range(order.group_size.bit_length())]
         for k in [k for k in dict.fromkeys((*powers, order.group_size)) if k <= order.group_size and whole]:
@@ -254,10 +256,10 @@ def inspect(
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of episodes.")] = 3,
 ) -> None:
     """Show recorded trajectories, token by token."""
-    from offbeat.deploy.play.inspector import inspected
+    from offbeat.deploy.play.inspector import render_episodes
 
     try:
-        for line in inspected(path, colour=color, episode=episode, limit=limit):
+        for line in render_episodes(path, colour=color, episode=episode, limit=limit):
             typer.echo(line)
     except _errors() as error:
         _refuse(_told(error))

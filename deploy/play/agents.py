@@ -1,4 +1,4 @@
-"""Sources of answers (a person, random actions, a policy), and their conversion to tokens."""
+"""Agents that answer with text (a person, random actions), and the conversion of answers to tokens."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,47 +19,47 @@ from offbeat.services.messages.types import Completion, Picture, VersionSpan
 START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 
 
-class GoneError(Exception):
-    """The person at the keyboard has left."""
+class UserLeftError(Exception):
+    """The user ended the input."""
 
 
-def chat_of(folder: Path | None) -> ChatFormat:
-    """Return the chat format of a model's folder; without one, byte-level ChatML."""
-    return _byte_chat() if folder is None else load_playing_format(folder)
+def load_chat(folder: Path | None) -> ChatFormat:
+    """Return the chat format of a model's folder; byte-level ChatML if None."""
+    return _build_byte_chat() if folder is None else load_playing_format(folder)
 
 
-class SpokenAnswers:
-    """Text answers as tokens that no policy sampled: their logprobs are zero."""
+class TextSampler:
+    """Encodes text answers as completions with zero logprobs."""
 
-    def __init__(self, say: Callable[[], str], chat: ChatFormat) -> None:
-        self._say = say
+    def __init__(self, respond: Callable[[], str], chat: ChatFormat) -> None:
+        self._respond = respond
         self._chat = chat
 
-    async def __call__(self, _: tuple[int, ...], most: int, __: tuple[Picture, ...] = ()) -> Completion:
-        ids = (*self._chat.encode(self._say()), self._chat.end_id)[:most]
+    async def __call__(self, _: tuple[int, ...], max_tokens: int, __: tuple[Picture, ...] = ()) -> Completion:
+        ids = (*self._chat.encode(self._respond()), self._chat.end_id)[:max_tokens]
         return Completion("", ids, (0.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
 
-def random_speaker(env: TextEnv, seed: int) -> Callable[[], str]:
-    """Return a generator of the env's random answers, deterministic by seed."""
+def make_random_agent(env: TextEnv, seed: int) -> Callable[[], str]:
+    """Return a function that draws random answers of the env, deterministic by seed."""
     rng = np.random.default_rng(seed)
     return lambda: random_answer(env, rng)
 
 
-def human_speaker() -> Callable[[], str]:
+def make_human_agent() -> Callable[[], str]:
     """Return a function that reads an answer from the keyboard."""
 
-    def say() -> str:
+    def respond() -> str:
         try:
             return input("> ")
         except (EOFError, KeyboardInterrupt):
-            raise GoneError from None
+            raise UserLeftError from None
 
-    return say
+    return respond
 
 
-class OneToken:
-    """Image reader without a model: one token per image."""
+class OneTokenImages:
+    """Image reader with one token per image."""
 
     def __init__(self, image_token_id: int) -> None:
         self.image_token_id = image_token_id
@@ -68,7 +68,7 @@ class OneToken:
         return 1
 
 
-def _byte_chat() -> ChatFormat:
+def _build_byte_chat() -> ChatFormat:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -79,42 +79,43 @@ def _byte_chat() -> ChatFormat:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END, IMAGE)])
 
     def render(messages: Sequence[ChatMessageDict], prompt: bool) -> str:
-        text = "".join(f"{START}{message['role']}\n{_written(message['content'])}{END}\n" for message in messages)
+        text = "".join(
+            f"{START}{message['role']}\n{_render_content(message['content'])}{END}\n" for message in messages
+        )
         return text + (f"{START}assistant\n" if prompt else "")
 
     (image_id,) = tokenizer.encode(IMAGE).ids
     return ChatFormat(
         render,
         tokenizer,
-        reader=lambda: OneToken(image_id),
+        reader=lambda: OneTokenImages(image_id),
         calling=lambda _: ChatTemplate(
-            lambda messages, tools, prompt: render(_in_words(messages, tools), prompt), tokenizer
+            lambda messages, tools, prompt: render(_render_tools(messages, tools), prompt), tokenizer
         ),
     )
 
 
-def _in_words(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[ChatMessageDict]:
-    """Return the messages with functions, calls and results as text, in the format of Qwen's and Hermes' templates."""
-    told: list[ChatMessageDict] = []
+def _render_tools(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[ChatMessageDict]:
+    """Render tools, calls and results as text, in the format of Qwen's and Hermes' templates."""
+    rendered: list[ChatMessageDict] = []
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        told.append({"role": "system", "content": MCP_INSTRUCTION.replace("{tools}", schemas)})
+        rendered.append({"role": "system", "content": MCP_INSTRUCTION.replace("{tools}", schemas)})
     for message in messages:
-        role, words = message["role"], message["content"]
+        role, text = message["role"], message["content"]
         calls = [
             Call(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
         ]
         if role == "tool":
-            role, words = "user", write_results([words])
-        if told and role == "system":
-            told[0]["content"] = words + told[0]["content"]
+            role, text = "user", write_results([text])
+        if rendered and role == "system":
+            rendered[0]["content"] = text + rendered[0]["content"]
         else:
-            told.append({"role": role, "content": write_calls(words, calls)})
-    return told
+            rendered.append({"role": role, "content": write_calls(text, calls)})
+    return rendered
 
 
-def _written(content: Any) -> str:
-    """Return a message's text, with a token for each image."""
+def _render_content(content: Any) -> str:
     if isinstance(content, str):
         return content
     return "".join(IMAGE if part["type"] == "image" else part["text"] for part in content)

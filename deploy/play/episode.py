@@ -1,4 +1,4 @@
-"""Runs one episode and traces each turn: observation, prompt tokens, completion, action, reward."""
+"""One episode with a trace of each turn: observation, prompt tokens, completion, action, reward."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from offbeat.services.messages.types import (
     Sampling,
     Trajectory,
 )
-from offbeat.services.messages.types import Picture as Shown
+from offbeat.services.messages.types import Picture as PromptPicture
 from offbeat.services.rollout.envs.runners import (
     StepResult,
     do_picture,
@@ -33,22 +33,22 @@ from offbeat.services.rollout.envs.runners import (
 )
 from offbeat.services.rollout.episodes.episode import EpisodePlan, Sample, play
 
-Tell = Callable[[str], None]
+WriteLine = Callable[[str], None]
 
 
 @dataclass
 class TracedEnv:
-    """An env on this loop; keeps what it showed."""
+    """Env that records its observations, answers and images."""
 
     env: TextEnv
-    tell: Tell
+    write: WriteLine
     observations: list[str] = field(default_factory=list[str])
     answers: list[str] = field(default_factory=list[str])
     pictures: list[Picture | None] = field(default_factory=list["Picture | None"])
 
     async def reset(self, seed: int) -> str:
         observation = do_reset(self.env, seed)
-        self._seen(observation)
+        self._record_observation(observation)
         return observation
 
     async def picture(self) -> bytes:
@@ -57,46 +57,56 @@ class TracedEnv:
     async def step(self, action: str) -> StepResult:
         result = do_step(self.env, action)
         self.answers.append(action)
-        self.tell(_line("action", repr(action)))
+        self.write(_line("action", repr(action)))
         metrics = "  ".join(f"{name} {value:g}" for name, value in result.metrics.items())
-        self.tell(_line("reward", f"{result.reward:g}", metrics))
-        self._seen(result.observation)
+        self.write(_line("reward", f"{result.reward:g}", metrics))
+        self._record_observation(result.observation)
         return result
 
-    def _seen(self, observation: str) -> None:
+    def _record_observation(self, observation: str) -> None:
         self.observations.append(observation)
         self.pictures.append(picture_of(self.env))
 
 
 class TracedSampler:
-    """Traces each turn's prompt and completion."""
+    """Sampler that traces each turn's prompt and completion."""
 
-    def __init__(self, sample: Sample, chat: ChatFormat, env: TracedEnv, tell: Tell, *, show_tokens: bool) -> None:
-        self._sample, self._chat, self._env, self._tell = sample, chat, env, tell
+    def __init__(
+        self, sample: Sample, chat: ChatFormat, env: TracedEnv, write: WriteLine, *, show_tokens: bool
+    ) -> None:
+        self._sample, self._chat, self._env, self._write = sample, chat, env, write
         self._show_tokens = show_tokens
-        self._said: tuple[int, ...] = ()
+        self._previous_tokens: tuple[int, ...] = ()
         self._turn = 0
 
-    async def __call__(self, prompt: Sequence[int], most: int, pictures: tuple[Shown, ...] = ()) -> Completion:
+    async def __call__(
+        self, prompt: Sequence[int], max_tokens: int, pictures: tuple[PromptPicture, ...] = ()
+    ) -> Completion:
         self._turn += 1
-        self._tell(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
-        self._tell(self._env.observations[-1])
+        self._write(typer.style(f"-- turn {self._turn} " + "-" * 40, dim=True))
+        self._write(self._env.observations[-1])
         if self._show_tokens:
-            known = len(self._said) if tuple(prompt[: len(self._said)]) == self._said else 0
-            told = f"{len(prompt) - known} new of {len(prompt)}"
-            self._tell(_line("prompt", told, self._prompt_pieces(prompt, known, pictures)))
+            known = (
+                len(self._previous_tokens)
+                if tuple(prompt[: len(self._previous_tokens)]) == self._previous_tokens
+                else 0
+            )
+            count = f"{len(prompt) - known} new of {len(prompt)}"
+            self._write(_line("prompt", count, self._prompt_pieces(prompt, known, pictures)))
         elif pictures:
-            self._tell(_line("picture", f"{len(pictures[-1].png)} bytes of PNG"))
-        completion = await (self._sample(prompt, most, pictures) if pictures else self._sample(prompt, most))
-        self._said = (*prompt, *completion.token_ids)
+            self._write(_line("picture", f"{len(pictures[-1].png)} bytes of PNG"))
+        completion = await (
+            self._sample(prompt, max_tokens, pictures) if pictures else self._sample(prompt, max_tokens)
+        )
+        self._previous_tokens = (*prompt, *completion.token_ids)
         if self._show_tokens:
             logprob = sum(completion.logprobs)
-            told = f"{len(completion.token_ids)} tokens, logprob {logprob:.3f}, {completion.finish_reason.value}"
-            self._tell(_line("completion", told, self._pieces(completion.token_ids)))
+            summary = f"{len(completion.token_ids)} tokens, logprob {logprob:.3f}, {completion.finish_reason.value}"
+            self._write(_line("completion", summary, self._pieces(completion.token_ids)))
         return completion
 
-    def _prompt_pieces(self, prompt: Sequence[int], known: int, pictures: tuple[Shown, ...]) -> str:
-        """Return the new part of the prompt, each image's tokens as one."""
+    def _prompt_pieces(self, prompt: Sequence[int], known: int, pictures: tuple[PromptPicture, ...]) -> str:
+        """Render the prompt from token `known` on, with one mark for each image's tokens."""
         pieces: list[str] = []
         for picture in pictures:
             if picture.start >= known:
@@ -110,53 +120,53 @@ class TracedSampler:
         return " ".join(f"{number}:{self._chat.token_text(number)!r}" for number in ids)
 
 
-async def watch(
-    setting: PlayTarget,
+async def trace_episode(
+    target: PlayTarget,
     env: TextEnv,
     sample: Sample,
     chat: ChatFormat,
     *,
     seed: int,
     show_tokens: bool,
-    tell: Tell,
+    write: WriteLine,
 ) -> tuple[Trajectory, PlayedEpisode]:
     """Run one episode with a trace.
 
     Raises:
-        EpisodeError: the policy's output is not a completion.
+        EpisodeError: the episode failed.
     """
-    watched = TracedEnv(env, tell)
+    traced = TracedEnv(env, write)
     traits = traits_of(env)
-    tell(f"{setting.tag}, seed {seed}; at most {setting.env.max_steps} turns")
-    system = setting.env.agent_system_template
-    tell(_line("system", repr(traits.system_prompt if system is None else system)))
+    write(f"{target.tag}, seed {seed}; at most {target.env.max_steps} turns")
+    system = target.env.agent_system_template
+    write(_line("system", repr(traits.system_prompt if system is None else system)))
     for function in traits.functions:
-        tell(_line("function", json.dumps(function["function"], ensure_ascii=False)))
-    sampling = Sampling(setting.temperature, setting.top_p, setting.top_k, setting.max_new_tokens, chat.stop_ids)
+        write(_line("function", json.dumps(function["function"], ensure_ascii=False)))
+    sampling = Sampling(target.temperature, target.top_p, target.top_k, target.max_new_tokens, chat.stop_ids)
     task = EpisodeTask(EpisodeKind.EVAL, "play", 0, 0, 0, 0)
-    plan = EpisodePlan(task, setting.tag, seed, setting.env, setting.sequence_length, sampling, True, "play")
-    told = TracedSampler(sample, chat, watched, tell, show_tokens=show_tokens)
-    trajectory = await play(plan, watched, traits, told, chat)
-    tell(typer.style("-- end " + "-" * 43, dim=True))
-    tell(watched.observations[-1])
+    plan = EpisodePlan(task, target.tag, seed, target.env, target.sequence_length, sampling, True, "play")
+    sampler = TracedSampler(sample, chat, traced, write, show_tokens=show_tokens)
+    trajectory = await play(plan, traced, traits, sampler, chat)
+    write(typer.style("-- end " + "-" * 43, dim=True))
+    write(traced.observations[-1])
     metrics = "  ".join(f"{name} {value:g}" for name, value in trajectory.metrics.items())
-    tell(_line("stop", trajectory.stop_reason.value, f"reward {trajectory.reward:g}  {metrics}"))
-    return trajectory, _played(setting, seed, watched, trajectory)
+    write(_line("stop", trajectory.stop_reason.value, f"reward {trajectory.reward:g}  {metrics}"))
+    return trajectory, _to_played_episode(target, seed, traced, trajectory)
 
 
-def _played(setting: PlayTarget, seed: int, watched: TracedEnv, trajectory: Trajectory) -> PlayedEpisode:
+def _to_played_episode(target: PlayTarget, seed: int, traced: TracedEnv, trajectory: Trajectory) -> PlayedEpisode:
     success = trajectory.metrics.get("success")
     recorded = RecordedEpisode(
         title="played",
-        tag=setting.tag,
+        tag=target.tag,
         seed=seed,
-        answers=tuple(watched.answers),
+        answers=tuple(traced.answers),
         reward=trajectory.reward,
         success=None if success is None else success > 0,
     )
-    drawn = tuple(picture for picture in watched.pictures if isinstance(picture, np.ndarray))
-    whole = drawn if len(drawn) == len(watched.pictures) else ()
-    return PlayedEpisode(recorded, tuple(watched.observations), whole)
+    drawn = tuple(picture for picture in traced.pictures if isinstance(picture, np.ndarray))
+    pictures = drawn if len(drawn) == len(traced.pictures) else ()
+    return PlayedEpisode(recorded, tuple(traced.observations), pictures)
 
 
 def _line(name: str, *parts: str) -> str:

@@ -1,4 +1,4 @@
-"""Shows recorded episodes: token by token in colour if tokens were saved, otherwise as a conversation."""
+"""Rendering of recorded episodes: coloured tokens if tokens were saved, otherwise a conversation."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import typer
 from msgspec import structs
 
-from offbeat.deploy.play.parquet import RecordedTokens, read_parquet, decode_episode
+from offbeat.deploy.play.parquet import RecordedTokens, decode_episode, read_parquet
 from offbeat.deploy.play.policy import CHECKPOINTS
 from offbeat.services.chat.append_only import load_chat_format
 from offbeat.services.errors import CodecError
@@ -20,30 +20,32 @@ Colour = Literal["logprob", "version", "mask"]
 EVALUATIONS = "evaluations"
 
 LOW, HIGH = -4.0, 0.0
-"""Logprobs that are shown reddest and greenest."""
+"""Logprobs shown as pure red and green."""
 VERSION_COLOURS = ((90, 170, 250), (250, 180, 60), (150, 220, 120), (230, 120, 200), (120, 220, 220), (240, 120, 100))
 GREY = (130, 130, 130)
 
 
 def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: int) -> Iterator[str]:
-    """Yield lines that show the episodes of a parquet file of `offbeat rollout`, or of a run's folder.
+    """Yield the lines of the episodes in a parquet file of `offbeat rollout` or a run's folder.
 
     Raises:
-        ValueError: there is nothing to show.
+        ValueError: no episodes.
     """
     if path.is_dir():
         episodes, source = _load_newest_evaluation(path)
         if not episodes:
             yield from _render_texts(path, episode, limit)
             return
-        yield f"{source.relative_to(path)} (others: {', '.join(_others(path, source)) or 'none'})"
+        yield f"{source.relative_to(path)} (others: {', '.join(_list_others(path, source)) or 'none'})"
     elif path.is_file():
         episodes = read_parquet(path)
     else:
         raise ValueError(f"no such file or folder: {path}")
-    yield f"{len(episodes)} episodes; colour: {_legend(colour, episodes)}"
+    yield f"{len(episodes)} episodes; colour: {_render_legend(colour, episodes)}"
     for number, recorded in _select_episodes(episodes, episode, limit, path):
-        yield _render_heading(number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason)
+        yield _render_heading(
+            number, recorded.tag, recorded.seed, recorded.reward, recorded.success, recorded.stop_reason
+        )
         rendered = _render_pictures(recorded)
         yield "".join(rendered.get(i, _render_token(recorded, i, colour)) for i in range(len(recorded.tokens)))
         rewards = ", ".join(f"{reward:g}" for reward in recorded.turn_rewards)
@@ -53,7 +55,7 @@ def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: i
 
 
 def _load_newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
-    """Return the episodes of a run's last evaluation and their file; no episodes without tokens or a tokenizer."""
+    """Load the episodes of a run's last evaluation; empty if it has no tokens or no tokenizer."""
     files = _list_evaluations(run)
     folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
     tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
@@ -79,13 +81,15 @@ def _render_texts(run: Path, episode: int | None, limit: int) -> Iterator[str]:
     files = sorted((run / EVALUATIONS).glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise ValueError(
-            f"{run} holds no evaluations: it is no run, or one that has not evaluated yet; for tokens, `offbeat rollout`"
+            f"{run} holds no evaluations: not a run, or not evaluated yet; run `offbeat rollout` to record tokens"
         )
     rows: list[dict[str, Any]] = [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
     yield f"{len(rows)} episodes of {files[-1].relative_to(run)} (others: {', '.join(path.stem for path in files[:-1])})"
     for number, row in _select_episodes(rows, episode, limit, files[-1]):
         success = row["metrics"].get("success")
-        yield _render_heading(number, row["tag"], row["seed"], row["reward"], None if success is None else success > 0, "")
+        yield _render_heading(
+            number, row["tag"], row["seed"], row["reward"], None if success is None else success > 0, ""
+        )
         for i, text in enumerate(row["text"]):
             yield typer.style(text, fg=typer.colors.CYAN, bold=True) if i and i % 2 == 0 else text
 
@@ -106,7 +110,7 @@ def _render_heading(number: int, tag: str, seed: int, reward: float, success: bo
 
 
 def _render_pictures(recorded: RecordedTokens) -> dict[int, str]:
-    """Map positions of image tokens to their text: a mark at the first token of each image, empty at the others."""
+    """Map positions of image tokens to text: a mark for each image's first token, empty for the rest."""
     shown: dict[int, str] = {}
     for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
         mark = f"[picture: {count} tokens, {len(png)} bytes of PNG] "
@@ -132,7 +136,7 @@ def _render_token(recorded: RecordedTokens, i: int, colour: Colour) -> str:
 
 
 def _is_word_level(recorded: RecordedTokens) -> bool:
-    """Return True for a word-level tokenizer, whose tokens lack the spaces between them."""
+    """Return True if the tokens contain no spaces, as those of a word-level tokenizer."""
     return not any(" " in text for text in recorded.token_texts)
 
 

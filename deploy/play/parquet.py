@@ -1,7 +1,4 @@
-"""Trajectories as a parquet file: one row each, tokens with their texts, masks, logprobs and versions.
-
-Tokens are those that were sampled, so they can be trained on; `messages` are for reading and for supervised fine-tuning.
-"""
+"""Trajectories as a parquet file, one row each: sampled tokens with texts, masks, logprobs and versions, and messages."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +12,7 @@ from offbeat.services.messages.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RecordedTokens:
-    """One episode, token by token; lists are as long as there are tokens."""
+    """One episode; lists have one item for each token unless noted."""
 
     tag: str
     seed: int
@@ -37,15 +34,15 @@ class RecordedTokens:
     messages: list[str]
     """System prompt, then observation and answer in turn."""
     pictures: list[bytes]
-    """PNG files that the policy was shown, in order."""
+    """PNG files in the prompts."""
     picture_starts: list[int]
-    """Position in `tokens` of each image's first token."""
+    """Position of each image's first token."""
     picture_tokens: list[int]
     """Number of tokens of each image."""
 
 
-def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
-    """Return a trajectory with readable tokens; its segments are concatenated."""
+def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
+    """Return a trajectory with its tokens' texts; segments are concatenated."""
     segments = trajectory.segments
     starts = [sum(len(segment.tokens) for segment in segments[:i]) for i in range(len(segments))]
     tokens = [int(token) for segment in segments for token in segment.tokens]
@@ -75,11 +72,11 @@ def record(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
 
 
 def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
-    """Write a row for each episode; a file that is there is replaced whole."""
+    """Write the episodes; replaces the file atomically."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    rows = [{name: _plain(name, getattr(episode, name)) for name in SCHEMA} for episode in episodes]
+    rows = [{name: _to_column(name, getattr(episode, name)) for name in SCHEMA} for episode in episodes]
     kinds = {"int": pa.int64(), "float": pa.float64(), "text": pa.string(), "bool": pa.bool_()}
     small = {
         "ints": pa.int32(),
@@ -89,16 +86,16 @@ def write_parquet(path: Path, episodes: Sequence[RecordedTokens]) -> None:
         "files": pa.binary(),
     }
     schema = pa.schema([(name, kinds.get(kind) or pa.list_(small[kind])) for name, kind in SCHEMA.items()])
-    beside = path.with_name(f".{path.name}.part")
-    parquet.write_table(pa.Table.from_pylist(rows, schema=schema), beside, compression="zstd")
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.part")
+    parquet.write_table(pa.Table.from_pylist(rows, schema=schema), temporary, compression="zstd")
+    temporary.replace(path)
 
 
 def read_parquet(path: Path) -> list[RecordedTokens]:
     """Read a file of `write_parquet`.
 
     Raises:
-        ValueError: the file has another format.
+        ValueError: the file is not in this format.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -106,9 +103,9 @@ def read_parquet(path: Path) -> list[RecordedTokens]:
     try:
         table = parquet.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} is no parquet file: {error}") from error
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
     if missing := [name for name in SCHEMA if name not in table.column_names]:
-        raise ValueError(f"{path} was not written by `offbeat rollout` of this build: it has no column {missing[0]!r}")
+        raise ValueError(f"{path} was not written by this build's `offbeat rollout`: it has no column {missing[0]!r}")
     rows: list[dict[str, Any]] = table.select(list(SCHEMA)).to_pylist()
     return [RecordedTokens(**{**row, "metrics": json.loads(row["metrics"])}) for row in rows]
 
@@ -136,5 +133,5 @@ SCHEMA = {
 }
 
 
-def _plain(name: str, value: Any) -> Any:
+def _to_column(name: str, value: Any) -> Any:
     return json.dumps(value) if name == "metrics" else value

@@ -1,15 +1,15 @@
-"""Episodes in this process, as run by `offbeat play`, `offbeat rollout` and the Python API."""
+"""Entry points of the command line and the Python API for episodes in this process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.deploy.config.run import RunConfig
-from offbeat.deploy.play.agents import SpokenAnswers, chat_of, random_speaker
-from offbeat.deploy.play.episode import watch
-from offbeat.deploy.play.policy import CHECKPOINTS, SamplingParams, TogetherSampler, TransformersPolicy, policy_folder
-from offbeat.deploy.play.rollouts import EpisodeRequest, EpisodeResult, play_many
-from offbeat.deploy.play.target import PlayTarget, check_shown, target_of, unbounded
+from offbeat.deploy.play.agents import TextSampler, load_chat, make_random_agent
+from offbeat.deploy.play.episode import trace_episode
+from offbeat.deploy.play.policy import CHECKPOINTS, BatchingSampler, SamplingParams, TransformersPolicy, policy_folder
+from offbeat.deploy.play.rollouts import EpisodeRequest, EpisodeResult, run_episodes
+from offbeat.deploy.play.target import PlayTarget, build_target, check_rendering, remove_token_limits
 from offbeat.deploy.play.vision_policy import VisionPolicy
 from offbeat.envs import registry
 from offbeat.services.chat.append_only import ChatFormat
@@ -20,20 +20,22 @@ from offbeat.services.rollout.agents.episode import runtime_for
 RANDOM = "random"
 
 
-async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, tell: Callable[[str], None]) -> Trajectory:
-    """Run one episode; agent: `random`, or the folder of a policy."""
+async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, write: Callable[[str], None]) -> Trajectory:
+    """Run one episode. agent: `random`, or a policy's folder."""
     folder = None if agent == RANDOM else policy_folder(Path(agent))
-    chat = chat_of(folder)
-    check_shown(target.env, chat)
+    chat = load_chat(folder)
+    check_rendering(target.env, chat)
     if folder is None:
-        target = unbounded(target)
+        target = remove_token_limits(target)
     env = registry.make(target.env.env_type, target.env.env_config)
     try:
         if folder is None:
-            sample = SpokenAnswers(random_speaker(env, seed), chat)
+            sample = TextSampler(make_random_agent(env, seed), chat)
         else:
-            sample = policy_sampler(folder, chat, target, seed)
-        trajectory, _ = await watch(target, env, sample, chat, seed=seed, show_tokens=folder is not None, tell=tell)
+            sample = load_sampler(folder, chat, target, seed)
+        trajectory, _ = await trace_episode(
+            target, env, sample, chat, seed=seed, show_tokens=folder is not None, write=write
+        )
     finally:
         env.close()
     return trajectory
@@ -41,7 +43,7 @@ async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, tell:
 
 @dataclass(frozen=True, slots=True)
 class CollectedEpisodes:
-    """Episodes that were collected, and the chat format that reads their tokens."""
+    """Collected episodes and the chat format of their tokens."""
 
     result: EpisodeResult
     chat: ChatFormat
@@ -50,15 +52,15 @@ class CollectedEpisodes:
 async def collect(
     config: RunConfig, request: EpisodeRequest, agent: str | Path | None, progress: Callable[[int, int], None]
 ) -> CollectedEpisodes:
-    """Collect the episodes of `request`; agent: `random`, the folder of a policy, or None as in `find_policy`."""
+    """Collect the requested episodes. agent: `random`, a policy's folder, or None as in `find_policy`."""
     folder = None if agent == RANDOM else find_policy(config, agent)
-    chat = chat_of(folder)
+    chat = load_chat(folder)
     for env in config.custom_envs.values():
-        check_shown(env, chat)
-    target = target_of(config, next(iter(config.custom_envs)))
-    sample = None if folder is None else policy_sampler(folder, chat, target, request.seed)
+        check_rendering(env, chat)
+    target = build_target(config, next(iter(config.custom_envs)))
+    sample = None if folder is None else load_sampler(folder, chat, target, request.seed)
     runtime = None if folder is None else runtime_for(config.custom_envs, folder)
-    return CollectedEpisodes(await play_many(config, request, chat, sample, progress, runtime), chat)
+    return CollectedEpisodes(await run_episodes(config, request, chat, sample, progress, runtime), chat)
 
 
 def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
@@ -67,17 +69,17 @@ def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
     Raises:
         ValueError: the run has no checkpoint yet and its policy is the built-in one.
     """
-    own = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
-    if agent is None and str(own) == "tiny":
+    default = config.output_dir if (config.output_dir / CHECKPOINTS).is_dir() else Path(config.pretrain)
+    if agent is None and str(default) == "tiny":
         raise ValueError(
-            f"{config.output_dir} holds no checkpoints: train first, or give the folder of a policy, or `random`"
+            f"{config.output_dir} holds no checkpoints: train first, or name a policy's folder or `random`"
         )
-    return policy_folder(Path(agent) if agent else own)
+    return policy_folder(Path(agent) if agent else default)
 
 
-def policy_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) -> TogetherSampler:
-    """Load the policy of a folder; its episodes' turns are sampled in batches."""
+def load_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) -> BatchingSampler:
+    """Load a policy and return its sampler, which batches turns."""
     params = SamplingParams(target.temperature, target.top_p, target.top_k)
     policy_class = TransformersPolicy if model_family(folder) is None else VisionPolicy
     policy = policy_class(folder, chat.stop_ids, seed=seed)
-    return TogetherSampler(policy, params, max_new_tokens=target.max_new_tokens)
+    return BatchingSampler(policy, params, max_new_tokens=target.max_new_tokens)

@@ -14,13 +14,13 @@ from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import traits_of
 from offbeat.trainer.config.issue import ConfigIssue
 
-LONGEST = 1_000_000
-"""Tokens of an episode of an env that no configuration bounds."""
+UNBOUNDED_TOKENS = 1_000_000
+"""Token limit of an env without a run's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayTarget:
-    """One tag and the bounds of its episodes."""
+    """One tag with its episodes' limits and sampling parameters."""
 
     tag: str
     env: CustomEnv
@@ -28,15 +28,15 @@ class PlayTarget:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    max_new_tokens: int = LONGEST
+    max_new_tokens: int = UNBOUNDED_TOKENS
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
-        """Return the target with changed settings of the env."""
+        """Return a copy with changed settings of the env."""
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
-    """Load a run's configuration and check its keys and envs, but not whether this machine could train it.
+    """Load a run's configuration and check its keys and envs, but not this machine's resources.
 
     Raises:
         ConfigError: with all issues.
@@ -53,7 +53,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
         problems.append(ConfigIssue("custom_envs", "no env: name at least one tag"))
     problems += [
         ConfigIssue(
-            f"custom_envs.{tag}.agent_runner", "agents are told text alone: leave {image} out of agent_template"
+            f"custom_envs.{tag}.agent_runner", "external agents receive text only: remove {image} from agent_template"
         )
         for tag, env in config.custom_envs.items()
         if env.shows_pictures and env.agent_runner
@@ -63,8 +63,8 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
     return config
 
 
-def target_of(config: RunConfig, tag: str) -> PlayTarget:
-    """Return a tag of a run, sampled as in training."""
+def build_target(config: RunConfig, tag: str) -> PlayTarget:
+    """Build the target of a run's tag, with training's sampling parameters."""
     args = config.actor_infer.generating_args
     return PlayTarget(
         tag,
@@ -77,58 +77,57 @@ def target_of(config: RunConfig, tag: str) -> PlayTarget:
     )
 
 
-def check_shown(env: CustomEnv, chat: ChatFormat) -> None:
+def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
     """Check that a chat format can render the env's images and tools.
 
     Raises:
-        RolloutError: it can't.
+        RolloutError: the format lacks images or tools.
     """
     if env.shows_pictures:
         _ = chat.sight
-    made = registry.make(env.env_type, env.env_config)
+    instance = registry.make(env.env_type, env.env_config)
     try:
-        if traits_of(made).functions:
+        if traits_of(instance).functions:
             chat.calling(env.tool_call_parser)
     finally:
-        made.close()
+        instance.close()
 
 
-def unbounded(setting: PlayTarget) -> PlayTarget:
-    """Return the target without token limits, for agents that answer with text."""
-    env = setting.env.model_copy(update={"max_tokens_per_step": LONGEST})
-    return replace(setting, env=env, sequence_length=LONGEST, max_new_tokens=LONGEST)
+def remove_token_limits(target: PlayTarget) -> PlayTarget:
+    """Return a copy without token limits, for agents that answer with text."""
+    env = target.env.model_copy(update={"max_tokens_per_step": UNBOUNDED_TOKENS})
+    return replace(target, env=env, sequence_length=UNBOUNDED_TOKENS, max_new_tokens=UNBOUNDED_TOKENS)
 
 
 def find_target(
     env: str, env_config: dict[str, Any], tag: str | None, max_steps: int | None, template: str | None = None
 ) -> PlayTarget:
-    """Return an env by name or `module:Class`, or a tag of a run's YAML file. With a policy that sees images, the env draws
-    them by default.
+    """Return the target for an env's name, `module:Class`, or a tag of a run's YAML file.
 
-    template: overrides the tag's `agent_template`.
+    template: overrides the tag's `agent_template`; with `{image}` in it, the env draws images by default.
 
     Raises:
-        ConfigError: there is no such env, tag or setting.
+        ConfigError: no such env, tag or setting.
     """
     if env.endswith((".yaml", ".yml")):
         config = load_config(Path(env))
         tag = tag or next(iter(config.custom_envs))
         if tag not in config.custom_envs:
             raise ConfigError([ConfigIssue("--tag", f"no tag {tag!r}; there is {', '.join(config.custom_envs)}")], env)
-        setting = target_of(config, tag).with_env_config(env_config)
+        target = build_target(config, tag).with_env_config(env_config)
     else:
-        steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=LONGEST, env_config=env_config)
-        setting = PlayTarget(env, steps, LONGEST)
+        steps = CustomEnv(env_type=env, max_steps=100, max_tokens_per_step=UNBOUNDED_TOKENS, env_config=env_config)
+        target = PlayTarget(env, steps, UNBOUNDED_TOKENS)
     changes = {"max_steps": max_steps, "agent_template": template}
     changes = {key: value for key, value in changes.items() if value is not None}
     try:
-        custom = CustomEnv.model_validate({**setting.env.model_dump(), **changes})
+        custom = CustomEnv.model_validate({**target.env.model_dump(), **changes})
     except ValidationError as error:
         raise ConfigError([ConfigIssue("--template", error.errors()[0]["msg"])], env) from error
     if custom.shows_pictures and "render_mode" in registry.setting_names(custom.env_type):
         custom = custom.model_copy(update={"env_config": {"render_mode": "rgb_array", **custom.env_config}})
-    setting = replace(setting, env=custom)
-    problems = registry.check_env_config(setting.env.env_type, setting.env.env_config)
+    target = replace(target, env=custom)
+    problems = registry.check_env_config(target.env.env_type, target.env.env_config)
     if problems:
         raise ConfigError([ConfigIssue("", message) for message in problems], env)
-    return setting
+    return target

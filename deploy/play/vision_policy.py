@@ -1,5 +1,5 @@
 # pyright: basic
-"""A vision-language policy on this machine's CPU.
+"""Vision-language policy on this machine's CPU.
 
 Invariant: pixels and positions come from the learner's own code (`services.chat.vision`, `trainer.models.vision`).
 """
@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 from offbeat.deploy.play.policy import (
     PromptRequest,
     SamplingParams,
-    completion_of,
-    version_of,
+    build_completion,
+    parse_version,
 )
 from offbeat.services.chat.vision import PictureReader, stacked
 from offbeat.services.messages.types import Completion
@@ -33,27 +33,30 @@ from offbeat.trainer.models.vision import rope_positions
 
 
 class VisionPolicy:
-    """Completes prompts of text and images; see `offbeat.deploy.play.policy.Policy`."""
+    """Completes prompts of text and images. Not thread-safe."""
 
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
-        """Load the policy. Raises `RolloutError` if the folder has no image processor."""
+        """Load the policy.
+
+        Raises:
+            RolloutError: the folder has no image processor.
+        """
         disable_progress_bar()
         self._reader = PictureReader(folder)
         self._model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).float().eval()
         self._embed: Any = self._model.get_input_embeddings()
         self._stop_ids = torch.tensor(list(stop_ids))
-        self._version = version_of(folder)
+        self._version = parse_version(folder)
         torch.manual_seed(seed)
 
     @torch.inference_mode()
-    def complete(self, asked: Sequence[PromptRequest], chance: SamplingParams) -> list[Completion]:
-        """Complete prompts; a batch is padded on the left."""
-        embedded, mask, positions, following = self._batch(asked)
-        cache, draw = DynamicCache(config=self._model.config), _drawing(chance)
+    def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]:
+        embedded, mask, positions, following = self._batch(requests)
+        cache, draw = DynamicCache(config=self._model.config), _make_token_sampler(params)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
-        ended = torch.zeros(len(asked), dtype=torch.bool)
-        most = torch.tensor([each.most for each in asked])
+        ended = torch.zeros(len(requests), dtype=torch.bool)
+        max_tokens = torch.tensor([request.max_tokens for request in requests])
         while not ended.all():
             logits = self._model(
                 inputs_embeds=embedded,
@@ -66,56 +69,56 @@ class VisionPolicy:
             drawn, logprob = draw(logits.float())
             tokens.append(drawn)
             logprobs.append(logprob)
-            ended |= torch.isin(drawn, self._stop_ids) | (most <= len(tokens))
+            ended |= torch.isin(drawn, self._stop_ids) | (max_tokens <= len(tokens))
             embedded = self._embed(drawn[:, None])
-            mask = torch.cat([mask, mask.new_ones(len(asked), 1)], dim=1)
+            mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
             positions, following = following, following + 1
-        rows = zip(torch.stack(tokens, dim=1).tolist(), torch.stack(logprobs, dim=1).tolist(), asked, strict=True)
+        rows = zip(torch.stack(tokens, dim=1).tolist(), torch.stack(logprobs, dim=1).tolist(), requests, strict=True)
         stop_ids = self._stop_ids.tolist()
         return [
-            completion_of(ids[: each.most], values[: each.most], stop_ids, self._version) for ids, values, each in rows
+            build_completion(ids[: request.max_tokens], values[: request.max_tokens], stop_ids, self._version)
+            for ids, values, request in rows
         ]
 
-    def _batch(self, asked: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a batch of B prompts: embeddings [B, N, D], mask [B, N], positions [4, B, N] and those of the next
-        token [4, B, 1]."""
-        longest = max(len(each.prompt) for each in asked)
-        embedded = torch.zeros(len(asked), longest, self._embed.embedding_dim)
-        mask = torch.zeros(len(asked), longest, dtype=torch.long)
-        positions = torch.zeros(4, len(asked), longest + 1, dtype=torch.long)
-        for row, each in enumerate(asked):
-            start = longest - len(each.prompt)
+    def _batch(self, requests: Sequence[PromptRequest]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return embeddings [B, N, D], mask [B, N], positions [4, B, N] and next positions [4, B, 1]; padded left."""
+        longest = max(len(request.prompt) for request in requests)
+        embedded = torch.zeros(len(requests), longest, self._embed.embedding_dim)
+        mask = torch.zeros(len(requests), longest, dtype=torch.long)
+        positions = torch.zeros(4, len(requests), longest + 1, dtype=torch.long)
+        for row, request in enumerate(requests):
+            start = longest - len(request.prompt)
             mask[row, start:] = 1
-            embedded[row, start:], positions[:, row, start:] = self._read(each)
+            embedded[row, start:], positions[:, row, start:] = self._read(request)
         return embedded, mask, positions[:, :, :-1], positions[:, :, -1:]
 
-    def _read(self, asked: PromptRequest) -> tuple[Tensor, Tensor]:
-        """Return a prompt's embeddings [N, D], with image features in place, and positions [4, N + 1]."""
-        embedded = self._embed(torch.tensor(asked.prompt))
-        pixels = [self._reader.pixels(picture.png) for picture in asked.pictures]
-        if pixels:
-            patches, grids = map(torch.from_numpy, stacked(pixels))
-            seen = torch.cat(self._model.model.get_image_features(patches, grids, return_dict=True).pooler_output)
-            places = torch.cat([torch.arange(p.start, p.start + p.count) for p in asked.pictures])
-            embedded = embedded.index_copy(0, places, seen)
-        packing = Packing.of(torch.tensor([0, len(asked.prompt) + 1]))
-        grids = [each.grid for each in pixels]
-        return embedded, rope_positions(packing, asked.pictures, grids, self._reader.merge)[:, 0]
+    def _read(self, request: PromptRequest) -> tuple[Tensor, Tensor]:
+        """Return a prompt's embeddings [N, D], including image features, and positions [4, N + 1]."""
+        embedded = self._embed(torch.tensor(request.prompt))
+        images = [self._reader.pixels(picture.png) for picture in request.pictures]
+        if images:
+            patches, grids = map(torch.from_numpy, stacked(images))
+            features = torch.cat(self._model.model.get_image_features(patches, grids, return_dict=True).pooler_output)
+            positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in request.pictures])
+            embedded = embedded.index_copy(0, positions, features)
+        packing = Packing.of(torch.tensor([0, len(request.prompt) + 1]))
+        grids = [image.grid for image in images]
+        return embedded, rope_positions(packing, request.pictures, grids, self._reader.merge)[:, 0]
 
 
-def _drawing(chance: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return a function that maps logits [B, V] to sampled tokens [B] and their log-probabilities [B]."""
+def _make_token_sampler(params: SamplingParams) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return a function: logits [B, V] -> sampled tokens [B], their log-probabilities [B]."""
     warpers = LogitsProcessorList()
-    if chance.temperature > 0:
-        warpers.append(TemperatureLogitsWarper(chance.temperature))
-        if chance.top_k > 0:
-            warpers.append(TopKLogitsWarper(chance.top_k))
-        if chance.top_p < 1:
-            warpers.append(TopPLogitsWarper(chance.top_p))
+    if params.temperature > 0:
+        warpers.append(TemperatureLogitsWarper(params.temperature))
+        if params.top_k > 0:
+            warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            warpers.append(TopPLogitsWarper(params.top_p))
 
     def draw(logits: Tensor) -> tuple[Tensor, Tensor]:
         warped = cast(Any, warpers)(None, logits).log_softmax(dim=-1)
-        tokens = torch.multinomial(warped.exp(), 1)[:, 0] if chance.temperature > 0 else warped.argmax(dim=-1)
+        tokens = torch.multinomial(warped.exp(), 1)[:, 0] if params.temperature > 0 else warped.argmax(dim=-1)
         return tokens, warped.gather(-1, tokens[:, None])[:, 0]
 
     return draw

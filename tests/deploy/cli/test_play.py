@@ -157,16 +157,16 @@ def test_mistakes_are_told_in_a_line_and_end_with_2(folder: Path, recorded: Path
     for arguments, says in (
         (("play", "frozenlake"), "did you mean frozen_lake?"),
         (("play", "sokoban", "num_boxs=1"), "did you mean env_config.num_boxes?"),
-        (("play", "sokoban", "--agent", tmp_path), "is no model folder"),
+        (("play", "sokoban", "--agent", tmp_path), "is neither a model folder"),
         (("play", "sokoban", "--agent", "policy"), "--agent policy needs a path"),
-        (("rollout", folder / "run.yaml", "--agent", "policy", tmp_path), "is no model folder"),
+        (("rollout", folder / "run.yaml", "--agent", "policy", tmp_path), "is neither a model folder"),
         (("play", "sokoban", "--render", "x.png"), "write .gif or .html"),
         (("play", "sokoban", "--render", "nowhere/x.gif"), "there is no folder nowhere"),
         (("play", folder / "run.yaml", "--tag", "Box"), "no tag 'Box'; there is Boxes"),
         (("play", "nowhere.yaml"), "no such file: nowhere.yaml"),
         (("rollout", folder / "run.yaml"), "holds no checkpoints: train first"),
         (("rollout", folder / "run.yaml", "--episodes", 5, "--group-size", 2), "no whole number of groups"),
-        (("inspect", tmp_path / "x.parquet"), "is no parquet file"),
+        (("inspect", tmp_path / "x.parquet"), "is not a parquet file"),
         (("inspect", tmp_path), "holds no evaluations"),
         (("inspect", recorded, "--episode", 12), "holds episodes 0 to 11, not 12"),
     ):
@@ -180,5 +180,5 @@ def test_pass_at_k_is_the_chance_that_one_of_k_drawn_succeeds():
     assert pass_at_k([[True, False, False, False]], 2) == pytest.approx(1 / 2)
     assert pass_at_k([[True, False, False, False], [False] * 4], 4) == pytest.approx(1 / 2)
     assert pass_at_k([[True] * 3], 2) == 1
-    with pytest.raises(ValueError, match="groups of 3"):
+    with pytest.raises(ValueError, match="groups of at least 3"):
         pass_at_k([[True, False]], 3)

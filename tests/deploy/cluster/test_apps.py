@@ -17,39 +17,39 @@ URL = "redis://127.0.0.1:6399/0"
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
 
 def read(name: str, folder: Path) -> ServeDeploySchema:
-    """A deploy file as Serve's own schema has it, with what a user must change changed."""
+    """Parse a deploy file by Serve's schema, with the folders that users have to set."""
     text = (FOLDER / name).read_text().replace("/etc/offbeat", str(folder)).replace("/shared", str(folder))
     return ServeDeploySchema.model_validate(yaml.safe_load(text))
 
 
 def settings(schema: ServeDeploySchema) -> dict[str, Any]:
-    """Application -> what its one deployment is told."""
-    found: dict[str, Any] = {}
+    """Return the settings of each application's deployment."""
+    result: dict[str, Any] = {}
     for app in schema.applications:
         module, _, function = app.import_path.partition(":")
         assert module == apps.__name__
         deployment = getattr(apps, function)(app.args)._bound_deployment
         assert [override.name for override in app.deployments] in ([], [deployment.name])
-        (found[app.name],) = deployment.init_args
-    return found
+        (result[app.name],) = deployment.init_args
+    return result
 
 
-def test_the_file_for_one_machine_builds_and_listens_on_loopback_alone(tmp_path: Path):
+def test_local_file_builds_and_listens_on_loopback_only(tmp_path: Path):
     schema = read("local.yaml", tmp_path)
     built = settings(schema)
     assert schema.http_options.host == "127.0.0.1"
-    assert [type(each) for each in built.values()] == [RedisSettings, ReplicaSettings, ControlSettings]
+    assert [type(value) for value in built.values()] == [RedisSettings, ReplicaSettings, ControlSettings]
     assert built["redis"].port == 6390
-    assert {each.redis_url for name, each in built.items() if name != "redis"} == {"redis://127.0.0.1:6390/0"}
+    assert {value.redis_url for name, value in built.items() if name != "redis"} == {"redis://127.0.0.1:6390/0"}
     assert (built["generation-local"].model / "tokenizer.json").is_file()
 
 
-def test_the_file_for_gpus_builds_and_asks_for_a_token(tmp_path: Path):
+def test_gpu_file_builds_and_requires_a_token(tmp_path: Path):
     (tmp_path / "token").write_text("secret\n")
     schema = read("deploy.yaml", tmp_path)
     built = settings(schema)
@@ -62,17 +62,17 @@ def test_the_file_for_gpus_builds_and_asks_for_a_token(tmp_path: Path):
     assert override.autoscaling_config["max_replicas"] == 4
 
 
-def test_an_unknown_argument_is_refused_with_the_nearest_one():
+def test_unknown_argument_is_rejected_with_the_nearest_name():
     with pytest.raises(ConfigError, match="did you mean `working_dir`"):
         apps.control({"redis_url": URL, "workingdir": "/tmp"})
 
 
-def test_a_wrong_key_of_a_run_is_refused_with_its_path():
+def test_invalid_key_of_a_run_is_rejected_with_its_path():
     with pytest.raises(ConfigError, match=r"actor_infer\.tensor_parallel_size"):
         apps.generation({"redis_url": URL, "folder": "g", "config": {"actor_infer": {"tensor_parallel_size": 0}}})
 
 
-def test_a_token_file_that_is_empty_or_missing_is_refused(tmp_path: Path):
+def test_empty_or_missing_token_file_is_rejected(tmp_path: Path):
     with pytest.raises(ConfigError, match="token_file"):
         apps.control({"redis_url": URL, "token_file": str(tmp_path / "none")})
     (tmp_path / "token").write_text("\n")
@@ -80,20 +80,20 @@ def test_a_token_file_that_is_empty_or_missing_is_refused(tmp_path: Path):
         apps.control({"redis_url": URL, "token_file": str(tmp_path / "token")})
 
 
-def test_keys_of_a_generation_application_hold_instead_of_those_of_its_run():
+def test_config_of_a_generation_application_overrides_its_run():
     application = apps.generation(
         {"redis_url": URL, "folder": "g", "run": "quickstart.yaml", "config": {"actor_infer": {"num_replicas": 3}}}
     )
-    (told,) = application._bound_deployment.init_args
-    assert (told.config.num_replicas, told.config.dtype, told.sequence_length) == (3, "float32", 512)
+    (bound,) = application._bound_deployment.init_args
+    assert (bound.config.num_replicas, bound.config.dtype, bound.sequence_length) == (3, "float32", 512)
 
 
 @pytest.mark.parametrize("url", ["redis://elsewhere:6390/0", "rediss://127.0.0.1:6390/0", "redis://127.0.0.1/0"])
-def test_a_server_that_clients_could_not_reach_at_its_url_is_refused(url: str, tmp_path: Path):
+def test_redis_url_that_clients_could_not_reach_is_rejected(url: str, tmp_path: Path):
     with pytest.raises(ValueError, match="redis_url"):
         RedisSettings.of(url, tmp_path, RedisConfig())
 
 
-def test_the_servers_port_and_password_are_those_of_its_url(tmp_path: Path):
-    told = RedisSettings.of("redis://:s%40fe@127.0.0.1:6390/0", tmp_path, RedisConfig())
-    assert (told.port, told.password) == (6390, "s@fe")
+def test_redis_port_and_password_come_from_the_url(tmp_path: Path):
+    bound = RedisSettings.of("redis://:s%40fe@127.0.0.1:6390/0", tmp_path, RedisConfig())
+    assert (bound.port, bound.password) == (6390, "s@fe")

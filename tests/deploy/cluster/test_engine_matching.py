@@ -25,60 +25,60 @@ def offer(run: RunConfig, **changes: Any) -> EngineOffer:
     return EngineOffer(**{**values, **changes})
 
 
-def chosen(config: RunConfig, offers: dict[str, EngineOffer], busy: tuple[str, ...] = ()) -> str | None:
+def choose(config: RunConfig, offers: dict[str, EngineOffer], busy: tuple[str, ...] = ()) -> str | None:
     app, problems = choose_app(config, offers, lambda app: app not in busy)
     assert problems == []
     return app
 
 
-def refusals(config: RunConfig, offers: dict[str, EngineOffer]) -> str:
+def messages(config: RunConfig, offers: dict[str, EngineOffer]) -> str:
     _, problems = choose_app(config, offers, lambda _: True)
     assert {problem.path for problem in problems} == {"actor_infer.app"}
     return " ".join(problem.message for problem in problems)
 
 
-def test_a_run_takes_a_free_application_equal_to_its_own():
+def test_run_takes_a_free_application_equal_to_its_own():
     config = run_config()
-    there = {"a": offer(config), "b": offer(config)}
-    assert chosen(config, there) == "a"
-    assert chosen(config, there, busy=("a",)) == "b"
-    assert chosen(config, there, busy=("a", "b")) is None
-    assert chosen(config, {}) is None
+    offers = {"a": offer(config), "b": offer(config)}
+    assert choose(config, offers) == "a"
+    assert choose(config, offers, busy=("a",)) == "b"
+    assert choose(config, offers, busy=("a", "b")) is None
+    assert choose(config, {}) is None
 
 
-def test_a_run_that_samples_otherwise_or_waits_longer_still_takes_it():
+def test_run_specific_settings_do_not_prevent_a_match():
     config = run_config("actor_infer.generating_args.temperature=0.7", "actor_infer.request_timeout_s=9.0")
-    assert chosen(config, {"a": offer(run_config())}) == "a"
+    assert choose(config, {"a": offer(run_config())}) == "a"
 
 
 @pytest.mark.parametrize(
     "override",
     ["actor_infer.dtype=bfloat16", "actor_infer.num_replicas=2", "tiny.hidden_size=128", "sequence_length=1024"],
 )
-def test_a_run_that_asks_for_another_engine_gets_one_of_its_own(override: str):
-    assert chosen(run_config(override), {"a": offer(run_config())}) is None
+def test_run_with_another_engine_deploys_its_own(override: str):
+    assert choose(run_config(override), {"a": offer(run_config())}) is None
 
 
-def test_a_run_that_names_its_own_application_gets_it():
+def test_run_that_names_its_own_application_deploys_it():
     config = run_config(f"actor_infer.app={app_name('quickstart')}")
-    assert chosen(config, {"a": offer(run_config())}) is None
+    assert choose(config, {"a": offer(run_config())}) is None
 
 
-def test_a_named_application_with_the_same_model_is_taken():
+def test_named_application_with_the_same_model_is_taken():
     """Its engine settings may differ."""
-    there = {"a": offer(run_config(), config=GenerationConfig(dtype="bfloat16", num_replicas=3))}
-    assert chosen(run_config("actor_infer.app=a"), there) == "a"
+    offers = {"a": offer(run_config(), config=GenerationConfig(dtype="bfloat16", num_replicas=3))}
+    assert choose(run_config("actor_infer.app=a"), offers) == "a"
 
 
-def test_an_unknown_application_is_refused_with_the_known_ones():
-    assert "there is a, b" in refusals(
+def test_unknown_application_is_rejected_with_the_known_ones():
+    assert "there is a, b" in messages(
         run_config("actor_infer.app=c"), {"b": offer(run_config()), "a": offer(run_config())}
     )
-    assert "there is none" in refusals(run_config("actor_infer.app=c"), {})
+    assert "there is none" in messages(run_config("actor_infer.app=c"), {})
 
 
-def test_another_runs_own_application_is_left_to_the_claim_to_refuse():
-    assert chosen(run_config("actor_infer.app=generation-other"), {}, busy=("generation-other",)) == "generation-other"
+def test_another_runs_own_application_is_rejected_by_the_claim():
+    assert choose(run_config("actor_infer.app=generation-other"), {}, busy=("generation-other",)) == "generation-other"
 
 
 @pytest.mark.parametrize(
@@ -91,5 +91,5 @@ def test_another_runs_own_application_is_left_to_the_claim_to_refuse():
         ("weights.transport=nccl", "takes weights by shm, the run sends them by nccl"),
     ],
 )
-def test_an_unsuitable_application_is_refused_with_the_reason(override: str, reason: str):
-    assert reason in refusals(run_config("actor_infer.app=a", override), {"a": offer(run_config())})
+def test_unsuitable_application_is_rejected_with_the_reason(override: str, reason: str):
+    assert reason in messages(run_config("actor_infer.app=a", override), {"a": offer(run_config())})

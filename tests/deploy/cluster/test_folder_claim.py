@@ -10,10 +10,12 @@ def run_config(folder: Path, *overrides: str) -> RunConfig:
     return validate_tree(compose_tree(QUICKSTART, [f"output_dir={folder}", *overrides]))
 
 
-def test_an_earlier_run_is_moved_aside_once(tmp_path: Path):
+def test_earlier_run_is_moved_aside_once(tmp_path: Path):
     folder = tmp_path / "run"
     claim_folder(run_config(folder), "first")
-    assert (folder / "config.yaml").stat().st_mode & 0o777 == 0o600, "the API's token and Redis' password stand in it"
+    assert (folder / "config.yaml").stat().st_mode & 0o777 == 0o600, (
+        "it contains the API's token and the Redis password"
+    )
     (folder / "report.json").write_text("{}")
     claim_folder(run_config(folder), "second")
     (folder / "checkpoints").mkdir()
@@ -23,7 +25,7 @@ def test_an_earlier_run_is_moved_aside_once(tmp_path: Path):
     assert not (tmp_path / "run.2").exists()
 
 
-def test_a_resumed_run_finds_its_folder_as_it_left_it(tmp_path: Path):
+def test_resumed_run_keeps_its_folder(tmp_path: Path):
     folder = tmp_path / "run"
     claim_folder(run_config(folder), "first")
     (folder / "checkpoints").mkdir()
@@ -31,6 +33,6 @@ def test_a_resumed_run_finds_its_folder_as_it_left_it(tmp_path: Path):
     assert (folder / "checkpoints").is_dir()
 
 
-def test_the_configuration_lies_in_the_folder(tmp_path: Path):
+def test_configuration_is_written_to_the_folder(tmp_path: Path):
     claim_folder(run_config(tmp_path / "run", "seed=7"), "first")
     assert load_run(tmp_path / "run" / "config.yaml").seed == 7

@@ -24,23 +24,23 @@ def paths(config: RunConfig, hosts: int = 1) -> list[str]:
     return [problem.path for problem in check_cluster(config, Cluster(8.0, 0.0, hosts), URL)]
 
 
-def test_a_run_lives_in_the_redis_of_its_mesh():
+def test_run_uses_the_redis_of_its_mesh():
     assert paths(run_config()) == []
     assert paths(run_config(f"redis.url={URL}")) == []
     assert paths(run_config("redis.url=redis://elsewhere:6379/0")) == ["redis.url"]
 
 
-def test_shared_memory_is_refused_where_there_are_several_hosts():
+def test_shared_memory_is_rejected_with_several_hosts():
     assert paths(run_config(), hosts=2) == ["weights.transport"]
     assert paths(run_config("weights.transport=fs"), hosts=2) == []
 
 
-def test_relative_paths_start_from_the_folder_of_the_mesh(tmp_path: Path):
+def test_relative_paths_start_at_the_folder_of_the_mesh(tmp_path: Path):
     config = load_document(QUICKSTART.read_text(), working_dir=tmp_path)
     assert config.output_dir == tmp_path / "runs/quickstart"
 
 
-def test_a_run_is_checked_against_the_cluster_not_the_service_host():
+def test_run_is_checked_against_the_cluster_not_the_service_host():
     text = QUICKSTART.read_text().replace("num_workers: 1", "num_workers: 40")
     with pytest.raises(ConfigError, match=r"rollout\.num_workers"):
         load_document(text, cores=4.0, gpus=0.0)
@@ -62,13 +62,13 @@ def record(folder: Path) -> RunRecord:
     return RunRecord("lake", config.model_dump_json(), str(folder), 7, config.settings, created_at=1.0)
 
 
-async def test_a_failed_report_names_the_command_that_writes_it(factory: RayRunFactory, tmp_path: Path):
+async def test_failed_report_names_the_command_that_writes_it(factory: RayRunFactory, tmp_path: Path):
     (tmp_path / CLAIM_FILE).write_text("lake 1.0")
     with pytest.raises(ControlError, match=rf"there is no run in .*write it with `offbeat report {tmp_path} --redis"):
         await factory.write_report(record(tmp_path))
 
 
-async def test_no_report_is_written_into_a_folder_of_another_run(factory: RayRunFactory, tmp_path: Path):
+async def test_no_report_is_written_to_the_folder_of_another_run(factory: RayRunFactory, tmp_path: Path):
     """The run failed because another run uses the folder."""
     (tmp_path / CLAIM_FILE).write_text("other 1.0")
     await factory.write_report(record(tmp_path))

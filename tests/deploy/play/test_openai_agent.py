@@ -18,7 +18,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.template: ChatTemplate = chat_template(PLAIN)
-        self.session = EpisodeSession(self.template, self._say, SessionLimits(100_000, 100), model="walker")
+        self.session = EpisodeSession(self.template, self._sample, SessionLimits(100_000, 100), model="walker")
         self.gateway = Gateway()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -29,9 +29,9 @@ class Endpoint:
         self._opened = self.gateway.opened(self.session)
         self._opened.__enter__()
 
-    async def _say(self, _: tuple[int, ...], __: int) -> Completion:
-        words = "Down" if self.session.tree.nodes else "Right"
-        ids = (*self.template.encode(words), self.template.end_id)
+    async def _sample(self, _: tuple[int, ...], __: int) -> Completion:
+        text = "Down" if self.session.tree.nodes else "Right"
+        ids = (*self.template.encode(text), self.template.end_id)
         return Completion("", ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),))
 
     def close(self) -> None:
@@ -41,26 +41,26 @@ class Endpoint:
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
+    server = Endpoint()
     try:
-        yield made
+        yield server
     finally:
-        made.close()
+        server.close()
 
 
 def play(*arguments: object, key: str = "") -> tuple[int, str]:
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["play", "frozen_lake", "--seed", "1", *map(str, arguments)], env={"OPENAI_API_KEY": key}
     )
-    return done.exit_code, done.output
+    return result.exit_code, result.output
 
 
-def test_a_model_behind_an_endpoint_plays(endpoint: Endpoint):
-    code, said = play("--agent", "openai", f"{endpoint.gateway.origin}/v1", key=endpoint.session.key)
-    assert code == 0, said
-    assert "'Right'" in said
-    assert "'Down'" in said
-    assert "stop" in said
+def test_model_behind_endpoint_runs_an_episode(endpoint: Endpoint):
+    code, output = play("--agent", "openai", f"{endpoint.gateway.origin}/v1", key=endpoint.session.key)
+    assert code == 0, output
+    assert "'Right'" in output
+    assert "'Down'" in output
+    assert "stop" in output
     (segment,) = endpoint.session.close().segments
     conversation = "".join(endpoint.template.token_text(int(token)) for token in segment.tokens)
     assert conversation.startswith(
@@ -68,11 +68,11 @@ def test_a_model_behind_an_endpoint_plays(endpoint: Endpoint):
     )
 
 
-def test_what_the_endpoint_refuses_is_told(endpoint: Endpoint):
-    code, said = play("--agent", "openai", f"{endpoint.gateway.origin}/v1", key="wrong")
+def test_endpoint_errors_are_printed(endpoint: Endpoint):
+    code, output = play("--agent", "openai", f"{endpoint.gateway.origin}/v1", key="wrong")
     assert code == 2
-    assert "401" in said
-    assert "OPENAI_API_KEY" in said
+    assert "401" in output
+    assert "OPENAI_API_KEY" in output
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,6 @@ def test_what_the_endpoint_refuses_is_told(endpoint: Endpoint):
         (("--agent", "openai", "http://127.0.0.1:1/v1"), "does not answer"),
     ],
 )
-def test_a_wrong_endpoint_is_told_in_a_line(arguments: tuple[str, ...], message: str):
-    code, said = play(*arguments)
-    assert (code, message in said) == (2, True), said
+def test_invalid_endpoint_is_rejected_in_one_line(arguments: tuple[str, ...], message: str):
+    code, output = play(*arguments)
+    assert (code, message in output) == (2, True), output

@@ -1,4 +1,4 @@
-"""`play`, `rollout` and `inspect` with an env that the policy sees."""
+"""`play`, `rollout` and `inspect` with a vision policy."""
 
 import base64
 import json
@@ -49,9 +49,9 @@ def offbeat(*arguments: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`sees`: an untrained policy that reads pictures; `run.yaml`: a run on FrozenLake as pictures."""
-    folder = tmp_path_factory.mktemp("seeing")
+def vision_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with `sees`, an untrained vision policy, and `run.yaml`, a run on FrozenLake with images."""
+    folder = tmp_path_factory.mktemp("vision_folder")
     write_tiny_policy(
         folder / "sees", TinyPolicyConfig(num_hidden_layers=2, vision=TinyVisionConfig()), (*WORDS, "Walk", "to")
     )
@@ -63,9 +63,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recorded(seeing: Path) -> list[RecordedTokens]:
-    out = seeing / "r.parquet"
-    done = offbeat("rollout", seeing / "run.yaml", "--episodes", 6, "--group-size", 2, "--out", out)
+def recorded(vision_folder: Path) -> list[RecordedTokens]:
+    out = vision_folder / "r.parquet"
+    done = offbeat("rollout", vision_folder / "run.yaml", "--episodes", 6, "--group-size", 2, "--out", out)
     assert done.exit_code == 0, done.output
     assert "mean of 6 episodes" in done.output
     assert "pass@2 " in done.output
@@ -73,26 +73,26 @@ def recorded(seeing: Path) -> list[RecordedTokens]:
     return read_parquet(out)
 
 
-def test_recorded_vision_logprobs_equal_the_learners(seeing: Path, recorded: list[RecordedTokens]):
+def test_recorded_vision_logprobs_equal_the_learners(vision_folder: Path, recorded: list[RecordedTokens]):
     """The images are inserted where the recorded file says."""
-    learner = load_policy(seeing / "sees", ModelArgs(), seed=1)
+    learner = load_policy(vision_folder / "sees", ModelArgs(), seed=1)
     for episode in recorded:
         shown = zip(episode.picture_starts, episode.picture_tokens, episode.pictures, strict=True)
         tokens, mask = torch.tensor(episode.tokens), torch.tensor(episode.loss_mask)
         with torch.inference_mode():
-            said = learner(
+            output = learner(
                 PackedInput.of(
                     tokens,
                     torch.tensor([0, len(tokens)]),
                     mask.nonzero()[:, 0],
-                    pictures=tuple(Picture(*each) for each in shown),
+                    pictures=tuple(Picture(*picture) for picture in shown),
                 )
             )
         assert len(episode.pictures) == len(episode.turn_ends)
-        torch.testing.assert_close(torch.tensor(episode.logprobs)[mask], said.logprobs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.tensor(episode.logprobs)[mask], output.logprobs, atol=1e-4, rtol=1e-4)
 
 
-def test_the_pictures_of_a_file_are_what_the_env_drew(recorded: list[RecordedTokens]):
+def test_recorded_pictures_equal_those_of_the_env(recorded: list[RecordedTokens]):
     for episode in recorded:
         env = FrozenLakeEnv(FrozenLakeConfig(size=3, render_mode="rgb_array", split="held_out"))
         env.reset(seed=episode.seed)
@@ -103,26 +103,26 @@ def test_the_pictures_of_a_file_are_what_the_env_drew(recorded: list[RecordedTok
             env.step(answer)
 
 
-def test_inspect_shows_a_mark_for_each_picture(seeing: Path, recorded: list[RecordedTokens]):
-    done = offbeat("inspect", seeing / "r.parquet", "--episode", 0)
+def test_inspect_shows_a_mark_for_each_picture(vision_folder: Path, recorded: list[RecordedTokens]):
+    done = offbeat("inspect", vision_folder / "r.parquet", "--episode", 0)
     assert done.exit_code == 0, done.output
     assert done.output.count("[picture: 9 tokens, ") == len(recorded[0].pictures)
-    said = zip(recorded[0].token_texts, recorded[0].loss_mask, strict=True)
-    assert done.output.count("<|image_pad|>") == sum(text == "<|image_pad|>" and mask for text, mask in said)
+    tokens = zip(recorded[0].token_texts, recorded[0].loss_mask, strict=True)
+    assert done.output.count("<|image_pad|>") == sum(text == "<|image_pad|>" and mask for text, mask in tokens)
 
 
-def test_a_policy_that_sees_plays_and_the_page_shows_what_it_saw(seeing: Path, tmp_path: Path):
+def test_vision_policy_plays_and_the_page_shows_its_pictures(vision_folder: Path, tmp_path: Path):
     page = tmp_path / "lake.html"
-    done = offbeat("play", seeing / "run.yaml", "--agent", "policy", seeing / "sees", "--render", page)
+    done = offbeat("play", vision_folder / "run.yaml", "--agent", "policy", vision_folder / "sees", "--render", page)
     assert done.exit_code == 0, done.output
     assert re.search(r"<\|vision_start\|>' \[picture: 9 x \d+:'<\|image_pad\|>'\] \d+:'<\|vision_end", done.output)
     assert done.output.count("completion ") == done.output.count("[picture: 9 x ")
     assert page.read_text().count("data:image/png") == done.output.count("completion ") + 1
 
 
-def test_an_env_by_its_name_is_shown_by_a_template_of_ones_own(seeing: Path, tmp_path: Path):
+def test_template_shows_the_pictures_of_an_env_by_name(vision_folder: Path, tmp_path: Path):
     common = ("play", "frozen_lake", "size=3", "--template", "{image} Left", "--max-steps", 2)
-    done = offbeat(*common, "--agent", "policy", seeing / "sees", "--render", tmp_path / "x.gif")
+    done = offbeat(*common, "--agent", "policy", vision_folder / "sees", "--render", tmp_path / "x.gif")
     assert done.exit_code == 0, done.output
     assert "[picture: 9 x " in done.output
     assert (tmp_path / "x.gif").read_bytes()[:4] == b"GIF8"
@@ -131,15 +131,15 @@ def test_an_env_by_its_name_is_shown_by_a_template_of_ones_own(seeing: Path, tmp
     assert "bytes of PNG" in random.output
 
 
-def test_a_model_behind_an_endpoint_is_sent_the_pictures():
+def test_model_behind_endpoint_receives_the_pictures():
     chat = load_chat(None)
     mark, pngs = chat.sight.mark, (b"first", b"second")
     first = chat.first_prompt("Walk.", f"see {mark} now")
     ids, (shown,) = chat.sight.place(first, pngs[0], 1)
     ids += (*chat.encode("Up"), chat.end_id)
-    behind, (again,) = chat.sight.place(chat.next_prompt(mark), pngs[1], 1)
-    pictures = (shown, Picture(len(ids) + again.start, again.count, pngs[1]))
-    system, user, answer, later = parse_conversation(chat, ids + behind, pictures)
+    following, (second,) = chat.sight.place(chat.next_prompt(mark), pngs[1], 1)
+    pictures = (shown, Picture(len(ids) + second.start, second.count, pngs[1]))
+    system, user, answer, later = parse_conversation(chat, ids + following, pictures)
     assert (system["content"], answer) == ("Walk.", {"role": "assistant", "content": "Up"})
     assert [part["type"] for part in user["content"]] == ["text", "image_url", "text"]
     assert (user["content"][0]["text"], user["content"][2]["text"]) == ("see ", " now")
@@ -148,10 +148,10 @@ def test_a_model_behind_an_endpoint_is_sent_the_pictures():
     assert json.dumps(system)
 
 
-def test_a_policy_that_reads_no_pictures_is_refused_in_a_line(folder: Path, seeing: Path):
+def test_text_policy_for_pictures_is_rejected_in_one_line(folder: Path, vision_folder: Path):
     for command in (
         ("play", "frozen_lake", "--template", "{image}", "--agent", folder / "policy"),
-        ("rollout", seeing / "run.yaml", "--agent", folder / "policy"),
+        ("rollout", vision_folder / "run.yaml", "--agent", folder / "policy"),
     ):
         done = offbeat(*command)
         assert done.exit_code == 2, done.output
