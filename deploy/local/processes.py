@@ -84,7 +84,7 @@ def find_orphaned_shared_memory() -> set[Path]:
 
 
 def remove_orphaned_shared_memory(held: Collection[Path]) -> None:
-    """Remove shared memory that `find_shared_memory` processes before its processes were killed, if it still exists."""
+    """Remove the files in `held` that no process uses any more."""
     if held:
         for path in find_orphaned_shared_memory().intersection(held):
             path.unlink(missing_ok=True)
