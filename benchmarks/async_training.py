@@ -25,7 +25,7 @@ from offbeat.benchmarks.harness.environment import (
 )
 from offbeat.benchmarks.harness.learner import BenchLearner, TimedTrainer, real_trainers
 from offbeat.benchmarks.harness.result import console, show
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts, Usage
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess, Usage
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.telemetry import MetricRecord
@@ -37,7 +37,7 @@ FIRST_STEPS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AsyncOptions:
     """What is measured; times in seconds."""
 
     work: Literal["real", "emulated"] = "real"
@@ -56,7 +56,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ProgressPoint:
     """How far a run had come after a step."""
 
     trajectories: int
@@ -66,7 +66,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RunResult:
     """One run."""
 
     distribution: str
@@ -81,14 +81,14 @@ class Setting:
     staleness_max: float
     dropped: int
     """Groups that were too old when they were consumed."""
-    curve: tuple[Point, ...]
+    curve: tuple[ProgressPoint, ...]
     ratio: float = 1.0
     """To the synchronous run of the same latencies."""
     share_of_ideal: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class UnboundedRates:
     """What each side does when the other never holds it up, trajectories/s."""
 
     rollout: float
@@ -104,7 +104,11 @@ class AsyncBench:
     """Measures one setting after another on the same engine."""
 
     def __init__(
-        self, options: Options, base: BenchEnvironment, rollouts: Rollouts, trainers: Callable[[RunConfig], Any]
+        self,
+        options: AsyncOptions,
+        base: BenchEnvironment,
+        rollouts: RolloutProcess,
+        trainers: Callable[[RunConfig], Any],
     ) -> None:
         self._options = options
         self._ground = base
@@ -112,7 +116,7 @@ class AsyncBench:
         self._trainers = trainers
         self._slots = options.env_groups * options.group_size
 
-    def alone(self, distribution: str, say: Callable[[str], None]) -> Alone:
+    def alone(self, distribution: str, say: Callable[[str], None]) -> UnboundedRates:
         """Rollouts first, then training on what they made."""
         config = self._config(f"alone-{distribution}", distribution, UNBOUNDED)
         learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
@@ -123,9 +127,9 @@ class AsyncBench:
             rollout = self._watch_rollouts(config)
             self._rollouts.stop()
             records = learner.run()
-        return Alone(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
+        return UnboundedRates(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
 
-    def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> Setting:
+    def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> RunResult:
         """Return one run of `steps` batches."""
         name = f"{distribution}-{max_staleness:g}"
         config = self._config(name, distribution, max_staleness)
@@ -166,13 +170,13 @@ class AsyncBench:
         first = self._options.env_groups
         return (wanted - first) * self._options.group_size / ((seen[wanted - 1] - seen[first - 1]) / 1000)
 
-    def _summed_up(self, distribution: str, bound: float, records: Sequence[MetricRecord], usage: Usage) -> Setting:
+    def _summed_up(self, distribution: str, bound: float, records: Sequence[MetricRecord], usage: Usage) -> RunResult:
         measured, batch = records[FIRST_STEPS:], self._options.batch
         span_s = records[-1].time - records[FIRST_STEPS - 1].time
         total = _sum(measured, "time/step_s")
         began = records[0].time - records[0].values["time/step_s"].value
-        curve = [Point(batch * r.step, r.time - began, r.values["reward"].value) for r in records if r.step]
-        return Setting(
+        curve = [ProgressPoint(batch * r.step, r.time - began, r.values["reward"].value) for r in records if r.step]
+        return RunResult(
             distribution=distribution,
             max_staleness=bound,
             trajectories_per_s=batch * len(measured) / span_s,
@@ -196,7 +200,7 @@ def _busy_s(records: Sequence[MetricRecord]) -> float:
     return _sum(measured, "time/step_s") - _sum(measured, "time/wait_s")
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: AsyncOptions) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, _bench(options, status) as bench:
         found = [_distribution(bench, options, name, status) for name in options.distributions]
@@ -206,7 +210,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 @contextmanager
-def _bench(options: Options, status: Status) -> Iterator[AsyncBench]:
+def _bench(options: AsyncOptions, status: Status) -> Iterator[AsyncBench]:
     def say(text: str) -> None:
         status.update(text)
 
@@ -218,7 +222,7 @@ def _bench(options: Options, status: Status) -> Iterator[AsyncBench]:
         model = config.output_dir / "policy"
         kind = "vllm" if options.work == "real" else "engine"
         policy = PolicySpec(kind, delay_s=options.answer_s, config=config.actor_infer)
-        with Rollouts(policy, model, sequence_length=config.sequence_length) as rollouts:
+        with RolloutProcess(policy, model, sequence_length=config.sequence_length) as rollouts:
             if options.work == "emulated":
                 yield AsyncBench(options, base, rollouts, lambda _: TimedTrainer(options.train_s))
                 return
@@ -226,7 +230,7 @@ def _bench(options: Options, status: Status) -> Iterator[AsyncBench]:
                 yield AsyncBench(options, base, rollouts, trainers)
 
 
-def _distribution(bench: AsyncBench, options: Options, name: str, status: Status) -> dict[str, Any]:
+def _distribution(bench: AsyncBench, options: AsyncOptions, name: str, status: Status) -> dict[str, Any]:
     def say(text: str) -> None:
         status.update(text)
 
@@ -235,7 +239,7 @@ def _distribution(bench: AsyncBench, options: Options, name: str, status: Status
     return summary(name, alone, settings)
 
 
-def summary(distribution: str, alone: Alone, settings: Sequence[Setting]) -> dict[str, Any]:
+def summary(distribution: str, alone: UnboundedRates, settings: Sequence[RunResult]) -> dict[str, Any]:
     """Ratios of the settings, the first of which is the synchronous one, and rewards at equal work and equal time."""
     sync = settings[0]
     at_trajectories = min(s.curve[-1].trajectories for s in settings)
@@ -264,7 +268,7 @@ def summary(distribution: str, alone: Alone, settings: Sequence[Setting]) -> dic
 LAST_POINTS = 4
 
 
-def reward_until(curve: Sequence[Point], within: Callable[[Point], bool]) -> float | None:
+def reward_until(curve: Sequence[ProgressPoint], within: Callable[[ProgressPoint], bool]) -> float | None:
     """Mean reward of the last few steps within a limit; None where none is."""
     last = [point.reward for point in curve if within(point)][-LAST_POINTS:]
     return sum(last) / len(last) if last else None

@@ -73,7 +73,7 @@ def bench_async(
     """The same work synchronously and asynchronously, against the ideal: the slower of both sides alone."""
     from offbeat.benchmarks import async_training
 
-    options = async_training.Options(
+    options = async_training.AsyncOptions(
         work=work.value,
         distributions=tuple(each.value for each in distribution or Distribution),
         mean_s=mean,
@@ -86,7 +86,7 @@ def bench_async(
         answer_s=answer_s,
     )
     if quick:
-        options = async_training.Options(
+        options = async_training.AsyncOptions(
             work="emulated", distributions=("lognormal",), mean_s=0.01, std_s=0.02, staleness=(1.0,),
             steps=4, batch=16, env_groups=4, train_s=0.05, answer_s=0.002,
         )  # fmt: skip
@@ -108,7 +108,7 @@ def bench_redundancy(
     """Time to collect a batch of 32 groups of 8, and with more groups and episodes started than are needed."""
     from offbeat.benchmarks import redundancy
 
-    options = redundancy.Options(
+    options = redundancy.RedundancyOptions(
         distributions=tuple(each.value for each in distribution or Distribution),
         mean_s=mean,
         normal_std_s=normal_std,
@@ -116,7 +116,7 @@ def bench_redundancy(
         rounds=rounds,
     )
     if quick:
-        options = redundancy.Options(
+        options = redundancy.RedundancyOptions(
             distributions=("lognormal",), mean_s=0.01, lognormal_std_s=0.05, num_groups=4, group_size=2, over=((5, 3),),
             rounds=1,
         )  # fmt: skip
@@ -140,11 +140,15 @@ def bench_buffer(
     """Groups/s into and out of the trajectory buffer, against plain redis-py moving the same bytes, and against Reverb."""
     from offbeat.benchmarks.buffer import comparison
 
-    options = comparison.Options(
-        tokens=tuple(tokens or comparison.Options().tokens), batches=batches, rounds=rounds, reverb=reverb, venv=venv
+    options = comparison.BufferOptions(
+        tokens=tuple(tokens or comparison.BufferOptions().tokens),
+        batches=batches,
+        rounds=rounds,
+        reverb=reverb,
+        venv=venv,
     )
     if quick:
-        options = comparison.Options(tokens=(256,), batches=2, rounds=1, reverb=False)
+        options = comparison.BufferOptions(tokens=(256,), batches=2, rounds=1, reverb=False)
     _run("buffer", comparison.run, options, json)
 
 
@@ -163,14 +167,14 @@ def bench_scale(
     busy at each number; with --answer-s 0.05 --coalesce-s 0.01 it waits for answers as in a run."""
     from offbeat.benchmarks import scale
 
-    options = scale.Options(
-        concurrency=tuple(concurrency or scale.Options().concurrency),
+    options = scale.ScaleOptions(
+        concurrency=tuple(concurrency or scale.ScaleOptions().concurrency),
         answer_s=answer_s,
         coalesce_s=coalesce_s,
         rounds=rounds,
     )
     if quick:
-        options = scale.Options(concurrency=(16, 64), window_s=1.0, rounds=1)
+        options = scale.ScaleOptions(concurrency=(16, 64), window_s=1.0, rounds=1)
     _run("scale", scale.run, options, json)
 
 
@@ -193,10 +197,10 @@ def bench_generation(
     """Tokens/s and latency of the generation service against a bare AsyncLLM, at 1 to 256 requests at a time."""
     from offbeat.benchmarks import generation
 
-    options = generation.Options(
+    options = generation.GenerationOptions(
         model=model,
         dtype=dtype,
-        concurrency=tuple(concurrency or generation.Options().concurrency),
+        concurrency=tuple(concurrency or generation.GenerationOptions().concurrency),
         tokens=tokens,
         per_client=per_client,
         rounds=rounds,
@@ -225,7 +229,7 @@ def bench_learner(
     """Tokens/s and peak memory of an optimizer step, against a bare transformers loop and TRL's trainer."""
     from offbeat.benchmarks import learner
 
-    options = learner.Options(
+    options = learner.LearnerOptions(
         model=model, size=size.value, sequences=sequences, longest=longest, budget=budget, steps=steps, threads=threads,
         device="cuda" if cuda else "cpu",
     )  # fmt: skip
@@ -233,9 +237,9 @@ def bench_learner(
         options = replace(options, sequences=8, longest=64, budget=256, steps=2, vocabulary=256)
     try:
         if complaint := learner.check(options):
-            raise learner.SideError(complaint)
+            raise learner.LearnerSideError(complaint)
         _run("learner", learner.run, options, json)
-    except learner.SideError as error:
+    except learner.LearnerSideError as error:
         typer.echo(f"offbeat: {error}", err=True)
         raise typer.Exit(2) from None
 
@@ -258,7 +262,7 @@ def bench_weights(
     from offbeat.benchmarks import weights
     from offbeat.benchmarks.weight_deltas import DeltaOptions
 
-    options = weights.Options(
+    options = weights.WeightOptions(
         sizes=tuple(each.value for each in size or Size),
         replicas=tuple(replicas or (1, 2)),
         rounds=rounds,

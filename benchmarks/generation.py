@@ -26,7 +26,7 @@ from offbeat.benchmarks.harness.environment import (
     bench_environment,
     slow_lake,
 )
-from offbeat.benchmarks.harness.load import Load, Prompts, under_load
+from offbeat.benchmarks.harness.load import Prompts, RoundLoad, under_load
 from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.deploy.config.run import RunConfig
@@ -37,12 +37,12 @@ SEQUENCE_LENGTH = 512
 SATURATED = 0.9
 """Share of the bare engine's best rate from which on a number of requests counts as saturating it."""
 
-Measure = Callable[[int, int], Awaitable[Load]]
+RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
 """(requests at a time, requests in all) -> what was seen."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GenerationOptions:
     """What is measured."""
 
     model: Path | None = None
@@ -75,7 +75,7 @@ class BareEngine:
         self._llm = engine.llm
         self._prompts = Prompts(engine.llm.model_config.get_vocab_size(), self._tokens, seed=1)
 
-    async def measure(self, concurrency: int, count: int) -> Load:
+    async def measure(self, concurrency: int, count: int) -> RoundLoad:
         """Return one round."""
         return await under_load(self._call, self._prompts.take(count), concurrency)
 
@@ -106,7 +106,7 @@ class BareEngine:
 class Service:
     """The service as an env worker reaches it."""
 
-    def __init__(self, run_id: str, options: Options, vocab_size: int) -> None:
+    def __init__(self, run_id: str, options: GenerationOptions, vocab_size: int) -> None:
         from offbeat.services.generation.client import ServeGenerationClient
         from offbeat.services.generation.config import app_name
         from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
@@ -114,7 +114,7 @@ class Service:
         self._batcher = TurnBatcher(ServeGenerationClient(app_name(run_id)), options.coalesce_s)
         self._prompts = Prompts(vocab_size, options.tokens, seed=2)
 
-    async def measure(self, concurrency: int, count: int) -> Load:
+    async def measure(self, concurrency: int, count: int) -> RoundLoad:
         """Return one round."""
         return await under_load(self._call, self._prompts.take(count), concurrency)
 
@@ -122,7 +122,7 @@ class Service:
         return len((await self._batcher.sample(request)).token_ids)
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: GenerationOptions) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, bench_environment() as base:
         config = _run_config(base, options)
@@ -132,7 +132,7 @@ def run(options: Options) -> dict[str, Any]:
             status.update("starting the service")
             with _service(base, config, model) as address, ExitStack() as stack:
                 service = Service(config.exp_name, options, vocab_size)
-                sides: dict[str, Measure] = {"bare": partial(_remotely, bare), "handle": service.measure}
+                sides: dict[str, RoundMeasure] = {"bare": partial(_remotely, bare), "handle": service.measure}
                 if options.http:
                     host = GatewayHost(address, config.exp_name, model, options.coalesce_s)
                     agents = Agents(
@@ -145,7 +145,7 @@ def run(options: Options) -> dict[str, Any]:
     return result
 
 
-def _run_config(base: BenchEnvironment, options: Options) -> RunConfig:
+def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig:
     first = base.run_config("bench-generation", custom_envs={TAG: slow_lake({})})
     infer = first.actor_infer.model_copy(update={"dtype": options.dtype, "max_num_seqs": 256})
     config = first.model_copy(update={"actor_infer": infer})
@@ -195,15 +195,17 @@ def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator
         ray.shutdown()
 
 
-async def _remotely(side: ProcessActor, concurrency: int, count: int) -> Load:
+async def _remotely(side: ProcessActor, concurrency: int, count: int) -> RoundLoad:
     return await asyncio.to_thread(side.call, "measure", concurrency, count)
 
 
-async def _levels(options: Options, sides: dict[str, Measure], status: Status) -> dict[int, dict[str, list[Load]]]:
-    seen: dict[int, dict[str, list[Load]]] = {}
+async def _levels(
+    options: GenerationOptions, sides: dict[str, RoundMeasure], status: Status
+) -> dict[int, dict[str, list[RoundLoad]]]:
+    seen: dict[int, dict[str, list[RoundLoad]]] = {}
     for concurrency in options.concurrency:
         count = concurrency * options.per_client if concurrency > 1 else 2 * options.per_client
-        rounds: dict[str, list[Load]] = {name: [] for name in sides}
+        rounds: dict[str, list[RoundLoad]] = {name: [] for name in sides}
         for number in range(-1, options.rounds):  # the first one warms up
             for name, measure in sides.items():
                 status.update(f"{concurrency} requests at a time, round {number + 1}/{options.rounds}, {name}")
@@ -214,7 +216,7 @@ async def _levels(options: Options, sides: dict[str, Measure], status: Status) -
     return seen
 
 
-def summary(levels: dict[int, dict[str, list[Load]]]) -> dict[str, Any]:
+def summary(levels: dict[int, dict[str, list[RoundLoad]]]) -> dict[str, Any]:
     """Medians and ratios of each level, and the ratio where the bare engine is saturated."""
     rows = [
         {
@@ -241,7 +243,7 @@ def _best(rows: Sequence[dict[str, Any]], side: str) -> float:
     return max(row[f"{side}_tokens_per_s"].median for row in rows)
 
 
-def _median(loads: Sequence[Load]) -> float:
+def _median(loads: Sequence[RoundLoad]) -> float:
     return Spread.of(load.tokens_per_s for load in loads).median
 
 

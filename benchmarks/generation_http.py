@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat.benchmarks.harness.load import Load, Prompts, under_load
+from offbeat.benchmarks.harness.load import Prompts, RoundLoad, under_load
 from offbeat.benchmarks.harness.process_actor import ProcessActor
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
 
@@ -87,7 +87,7 @@ class Agents:
         self._tokens = tokens
         self._prompts = Prompts(vocab_size, tokens, seed=3)
 
-    async def measure(self, concurrency: int, count: int) -> Load:
+    async def measure(self, concurrency: int, count: int) -> RoundLoad:
         """Return one round."""
         import httpx
 

@@ -23,7 +23,7 @@ from offbeat.benchmarks.learner_backends import (
     GROUP,
     READY,
     STEP,
-    Task,
+    BackendTask,
 )
 
 PROMPT = 16
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LearnerOptions:
     """What is measured."""
 
     model: Path | None = None
@@ -50,11 +50,11 @@ class Options:
     device: str = "cpu"
 
 
-class SideError(Exception):
+class LearnerSideError(Exception):
     """A side ended before its time; the message is what it said last."""
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: LearnerOptions) -> dict[str, Any]:
     """Measure equal and ragged lengths, and long prompts with short answers, where ours is also asked to compute a group's
     prompt once; shows a table and returns what the JSON file holds."""
     sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
@@ -68,7 +68,7 @@ def run(options: Options) -> dict[str, Any]:
             ("ragged", _ragged(options), PROMPT),
             ("long prompts", equal, long_prompt),
         ):
-            task = Task(model, lengths, prompt, options.budget, options.threads, 1, options.device)
+            task = BackendTask(model, lengths, prompt, options.budget, options.threads, 1, options.device)
             task.write(Path(folder) / "task.json")
             present = ["offbeat", "shared", *sides[1:]] if prompt == long_prompt else sides
             batches[name] = _measure(present, Path(folder) / "task.json", sum(lengths), options.steps)
@@ -80,7 +80,7 @@ def run(options: Options) -> dict[str, Any]:
     return result
 
 
-def _ragged(options: Options) -> list[int]:
+def _ragged(options: LearnerOptions) -> list[int]:
     """Lengths spread evenly on a logarithmic scale, each group's in another order."""
     rng = random.Random(1)
     count = options.sequences
@@ -89,7 +89,7 @@ def _ragged(options: Options) -> list[int]:
     return lengths
 
 
-def _make_model(folder: Path, options: Options) -> str:
+def _make_model(folder: Path, options: LearnerOptions) -> str:
     import torch
 
     from offbeat.benchmarks.weights import SHAPES
@@ -169,7 +169,7 @@ def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) 
         if line.startswith(word):
             return line.removeprefix(word)
     said = log.read_text().strip().splitlines()[-3:] if log else []
-    raise SideError(f"{cast(list[str], process.args)[3]} ended early: {' '.join(said) or process.wait()}")
+    raise LearnerSideError(f"{cast(list[str], process.args)[3]} ended early: {' '.join(said) or process.wait()}")
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def _show(result: dict[str, Any]) -> None:
         console().print(line)
 
 
-def check(options: Options) -> str:
+def check(options: LearnerOptions) -> str:
     """Why these options can't be measured, or nothing."""
     if options.sequences % GROUP:
         return f"{options.sequences} sequences are no whole number of groups of {GROUP}"

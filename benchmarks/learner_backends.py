@@ -25,7 +25,7 @@ RATE, CLIP, MAX_NORM, GROUP = 1e-5, 0.2, 1.0, 4
 
 
 @dataclass(frozen=True)
-class Task:
+class BackendTask:
     """What every side trains. lengths: tokens of each sequence, of which the first `prompt` were not sampled and are the
     same for the sequences of a group."""
 
@@ -97,7 +97,7 @@ class Data:
         return ((groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)).reshape(-1)
 
 
-def data_of(task: Task, vocab_size: int) -> Data:
+def data_of(task: BackendTask, vocab_size: int) -> Data:
     """Return the same for every side."""
     import numpy as np
 
@@ -109,12 +109,12 @@ def data_of(task: Task, vocab_size: int) -> Data:
     return Data(tokens, logprobs, rng.random(len(tokens)))
 
 
-def shared(task: Task) -> None:
+def shared(task: BackendTask) -> None:
     """Ours, where a group's prompt is computed once."""
     ours(task, shared_prefix=True)
 
 
-def ours(task: Task, *, shared_prefix: bool = False) -> None:
+def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
     """The learner's own step, packing, targets and gauges included, on DeepSpeed."""
     import torch
 
@@ -144,7 +144,7 @@ def ours(task: Task, *, shared_prefix: bool = False) -> None:
                 trainer.train(StepBatch(step, groups, groups))
 
 
-def _groups(task: Task, data: Data) -> list[Any]:
+def _groups(task: BackendTask, data: Data) -> list[Any]:
     import numpy as np
 
     from offbeat.services.messages.types import (
@@ -170,7 +170,7 @@ def _groups(task: Task, data: Data) -> list[Any]:
     ]
 
 
-def bare(task: Task) -> None:
+def bare(task: BackendTask) -> None:
     """transformers and torch: rows padded to the longest of their pass, sorted by length so that little is padded."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -193,7 +193,7 @@ def bare(task: Task) -> None:
             optimizer.zero_grad()
 
 
-def passes(task: Task) -> list[list[int]]:
+def passes(task: BackendTask) -> list[list[int]]:
     """Sequences of each pass: of similar length, at most `budget` tokens when padded to the longest."""
     order = sorted(range(len(task.lengths)), key=lambda i: task.lengths[i])
     out: list[list[int]] = [[]]
@@ -204,7 +204,7 @@ def passes(task: Task) -> list[list[int]]:
     return out
 
 
-def _bare_loss(model: Any, task: Task, data: Data, rows: list[int]) -> Any:
+def _bare_loss(model: Any, task: BackendTask, data: Data, rows: list[int]) -> Any:
     import torch
 
     def pad(values: list[Any]) -> Any:
@@ -222,7 +222,7 @@ def _bare_loss(model: Any, task: Task, data: Data, rows: list[int]) -> Any:
     return loss * mask[:, task.prompt :]
 
 
-def trl(task: Task) -> None:
+def trl(task: BackendTask) -> None:
     """TRL's GRPOTrainer from its batch of completions on: what would sample and score gives the same batch every time."""
     import torch
     from datasets import Dataset
@@ -237,7 +237,7 @@ def trl(task: Task) -> None:
     rows = max(1, task.budget // max(task.lengths))
     rows = math.gcd(len(task.lengths), rows) if len(task.lengths) % rows else rows
 
-    class Trainer(GRPOTrainer):
+    class FixedBatchTrainer(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             del inputs
             return _trl_batch(task, data, self.accelerator.device)
@@ -274,7 +274,7 @@ def trl(task: Task) -> None:
         gradient_checkpointing=False,
         use_cpu=task.device == "cpu",
     )
-    Trainer(
+    FixedBatchTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
@@ -284,7 +284,7 @@ def trl(task: Task) -> None:
     ).train()
 
 
-def _trl_batch(task: Task, data: Data, device: Any) -> dict[str, Any]:
+def _trl_batch(task: BackendTask, data: Data, device: Any) -> dict[str, Any]:
     import torch
 
     def pad(values: list[Any]) -> Any:
@@ -308,4 +308,4 @@ def _trl_batch(task: Task, data: Data, device: Any) -> dict[str, Any]:
 SIDES = {"offbeat": ours, "shared": shared, "bare": bare, "trl": trl}
 
 if __name__ == "__main__":
-    SIDES[sys.argv[1]](Task(**json.loads(Path(sys.argv[2]).read_text())))
+    SIDES[sys.argv[1]](BackendTask(**json.loads(Path(sys.argv[2]).read_text())))

@@ -22,7 +22,7 @@ from offbeat.benchmarks.harness.environment import (
 )
 from offbeat.benchmarks.harness.learner import BenchLearner, TimedTrainer
 from offbeat.benchmarks.harness.result import Spread, console, show
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 
 FIRST_BATCHES = 1
@@ -32,7 +32,7 @@ ROLL_MEAN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RedundancyOptions:
     """What is measured; times in seconds."""
 
     distributions: tuple[str, ...] = ("normal", "lognormal")
@@ -49,14 +49,14 @@ class Options:
     answer_s: float = 0.005
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: RedundancyOptions) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     grid = ((options.num_groups, options.group_size), *options.over)
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
         policy = PolicySpec("engine", delay_s=options.answer_s)
-        with Rollouts(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
+        with RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
             found = {
                 name: [_setting(options, base, rollouts, name, *cell, status) for cell in grid]
                 for name in options.distributions
@@ -74,7 +74,13 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _setting(
-    o: Options, base: BenchEnvironment, rollouts: Rollouts, distribution: str, groups: int, members: int, status: Status
+    o: RedundancyOptions,
+    base: BenchEnvironment,
+    rollouts: RolloutProcess,
+    distribution: str,
+    groups: int,
+    members: int,
+    status: Status,
 ) -> dict[str, Any]:
     std_s = o.normal_std_s if distribution == "normal" else o.lognormal_std_s
     latency = {"distribution": distribution, "mean_s": o.mean_s, "std_s": std_s}
@@ -118,7 +124,7 @@ def _total(base: BenchEnvironment, run_id: str, name: str) -> float:
     return sum(r.values[name].total for _, r in records if r.source == "rollout" and name in r.values)
 
 
-def _show(distribution: str, o: Options, rows: Sequence[dict[str, Any]]) -> None:
+def _show(distribution: str, o: RedundancyOptions, rows: Sequence[dict[str, Any]]) -> None:
     scale = ROLL_MEAN_S / o.mean_s if o.mean_s else 1.0
     columns = ("groups x episodes", "batch, s", "lowest", "highest", "at a mean of 10 s", "ratio", "cancelled a batch")
     show(

@@ -26,7 +26,7 @@ from offbeat.benchmarks.harness.environment import (
     slow_lake,
 )
 from offbeat.benchmarks.harness.result import Spread, console, show
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.keys import RunKeys
@@ -47,7 +47,7 @@ _NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ScaleOptions:
     """What is measured; times in seconds."""
 
     concurrency: tuple[int, ...] = (16, 64, 256, 1024, 4096)
@@ -91,19 +91,19 @@ class Window:
         return self.worker_cpu_ms + self.redis_cpu_ms
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: ScaleOptions) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
         policy = PolicySpec("client", delay_s=options.answer_s)
         windows: dict[int, list[Window]] = {count: [] for count in options.concurrency}
-        with Rollouts(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
-            _Setting(options, base, rollouts, WARM_UP).measure()  # imports, caches, connections
+        with RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
+            _ConcurrencyRun(options, base, rollouts, WARM_UP).measure()  # imports, caches, connections
             for number in range(options.rounds):
                 for count in options.concurrency:
                     status.update(f"round {number + 1} of {options.rounds}: {count} episodes at a time")
-                    windows[count].append(_Setting(options, base, rollouts, count).measure())
+                    windows[count].append(_ConcurrencyRun(options, base, rollouts, count).measure())
     rows = [_row(count, seen) for count, seen in windows.items()]
     spread = cost_spread([[each.cpu_ms for each in seen] for seen in windows.values()])
     _show(rows, spread)
@@ -121,10 +121,10 @@ def cost_spread(costs: Sequence[Sequence[float]]) -> float:
     return max(relative) / min(relative) - 1
 
 
-class _Setting:
+class _ConcurrencyRun:
     """One number of episodes at a time, in a run of its own."""
 
-    def __init__(self, options: Options, base: BenchEnvironment, rollouts: Rollouts, count: int) -> None:
+    def __init__(self, options: ScaleOptions, base: BenchEnvironment, rollouts: RolloutProcess, count: int) -> None:
         self._options = options
         self._ground = base
         self._rollouts = rollouts

@@ -15,7 +15,7 @@ from typing import Any
 from offbeat.benchmarks.harness.environment import TAG, BenchEnvironment, manager
 from offbeat.benchmarks.harness.learner import real_trainers
 from offbeat.benchmarks.harness.result import Spread, show
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.keys import RunKeys
@@ -80,7 +80,7 @@ def _batches(base: BenchEnvironment, config: RunConfig) -> list[list[Group]]:
     keys = RunKeys(config.exp_name)
     base.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
     buffer = RedisLearnerBuffer(base.redis, config.exp_name, epoch)
-    with Rollouts(
+    with RolloutProcess(
         PolicySpec("client"), config.output_dir / "policy", sequence_length=config.sequence_length
     ) as rollouts:
         rollouts.play(base.worker_settings(config))

@@ -53,7 +53,7 @@ SERVED_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class WeightOptions:
     """What is measured."""
 
     sizes: tuple[str, ...] = tuple(SHAPES)
@@ -80,7 +80,9 @@ class ReplicaSeen:
 class LoadedReplica:
     """In its own process: a replica that follows the broker while requests run in it."""
 
-    def __init__(self, name: str, run_id: str, redis_url: str, folder: Path, model: Path, options: Options) -> None:
+    def __init__(
+        self, name: str, run_id: str, redis_url: str, folder: Path, model: Path, options: WeightOptions
+    ) -> None:
         self._name = name
         self._run_id = run_id
         self._redis_url = redis_url
@@ -147,22 +149,24 @@ class _Timed:
         return times
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: WeightOptions) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     rows: list[dict[str, Any]] = []
     with console().status("starting") as status, bench_environment() as base:
         for size in options.sizes:
-            rows += [_Setting(base, options, size, replicas, status).measure() for replicas in options.replicas]
+            rows += [_ReplicaRun(base, options, size, replicas, status).measure() for replicas in options.replicas]
         deltas = measure(base, options.deltas, status.update)
     _show(rows)
     show_deltas(deltas)
     return {"settings": rows, "deltas": deltas}
 
 
-class _Setting:
+class _ReplicaRun:
     """One size and number of replicas."""
 
-    def __init__(self, base: BenchEnvironment, options: Options, size: str, replicas: int, status: Status) -> None:
+    def __init__(
+        self, base: BenchEnvironment, options: WeightOptions, size: str, replicas: int, status: Status
+    ) -> None:
         self._base = base
         self._options = options
         self._size = size

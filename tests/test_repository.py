@@ -91,3 +91,16 @@ def test_no_import_cycle_exists_not_even_through_imports_inside_functions():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_a_class_name_stands_for_one_class():
+    """Across services, envs, trainer, deploy and benchmarks; nested classes excepted."""
+    modules: dict[str, list[str]] = {}
+    for part in PARTS:
+        for path in sorted((ROOT / part).rglob("*.py")):
+            if ROOT / "deploy" / "package" in path.parents:
+                continue
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}

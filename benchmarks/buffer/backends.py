@@ -15,7 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.benchmarks.buffer.load import (
     RUN,
-    Load,
+    GroupLoad,
     Rates,
     Side,
     expect,
@@ -43,7 +43,7 @@ def with_cpu(side: Side, redis: Redis) -> Side:
         used = cast(dict[str, float], redis.info("cpu"))
         return used["used_cpu_user"] + used["used_cpu_sys"]
 
-    def measured(load: Load) -> Rates:
+    def measured(load: GroupLoad) -> Rates:
         client, server = time.process_time(), server_cpu_s()
         rates = side(load)
         spent = time.process_time() - client + server_cpu_s() - server
@@ -55,7 +55,7 @@ def with_cpu(side: Side, redis: Redis) -> Side:
 def offbeat_side(redis: Redis, url: str) -> Side:
     """Return the trajectory buffer."""
 
-    def side(load: Load) -> Rates:
+    def side(load: GroupLoad) -> Rates:
         redis.flushdb()
         configure_buffer(redis, RUN, _limits(load))
         keys = RunKeys(RUN)
@@ -78,7 +78,7 @@ def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) ->
     """Return a stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read. codec:
     trajectories are checked and encoded on the way in and decoded on the way out, as ours are; otherwise bytes are moved."""
 
-    def side(load: Load) -> Rates:
+    def side(load: GroupLoad) -> Rates:
         redis.flushdb()
         redis.xgroup_create(STREAM, READER, id="0", mkstream=True)
         into = event_loop.run(_append(load, url, pipelined=pipelined, codec=codec))
@@ -103,7 +103,7 @@ def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) ->
     return side
 
 
-def _limits(load: Load) -> BufferLimits:
+def _limits(load: GroupLoad) -> BufferLimits:
     return BufferLimits(
         group_size=load.group_size,
         redundancy=0,
@@ -117,7 +117,7 @@ def _limits(load: Load) -> BufferLimits:
     )
 
 
-async def _claim_and_submit(load: Load, url: str) -> float:
+async def _claim_and_submit(load: GroupLoad, url: str) -> float:
     redis = connect_async(url)
     buffer = AsyncRolloutBuffer(redis, RUN)
 
@@ -130,7 +130,7 @@ async def _claim_and_submit(load: Load, url: str) -> float:
     return await _timed(redis, HANDS, play)
 
 
-async def _append(load: Load, url: str, *, pipelined: bool, codec: bool) -> float:
+async def _append(load: GroupLoad, url: str, *, pipelined: bool, codec: bool) -> float:
     redis = connect_async(url)
     rows = _parcels(load, load.group_size if pipelined else 1)
 
@@ -150,7 +150,7 @@ async def _append(load: Load, url: str, *, pipelined: bool, codec: bool) -> floa
     return await _timed(redis, max(1, load.in_hand // (load.group_size if pipelined else 1)), play)
 
 
-def _parcels(load: Load, size: int) -> Iterator[list[dict[Any, Any]]]:
+def _parcels(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
     """What one round trip carries."""
     for number, blobs in enumerate(load.blobs):
         fields = [{"n": number, "i": index, "b": blob} for index, blob in enumerate(blobs)]

@@ -17,7 +17,7 @@ from typing import Any
 
 from offbeat.benchmarks.buffer.backends import offbeat_side, raw_side, with_cpu
 from offbeat.benchmarks.buffer.load import (
-    Load,
+    GroupLoad,
     Rates,
     Side,
     make_load,
@@ -32,7 +32,7 @@ PARTS = ("into", "out", "both")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BufferOptions:
     """What is moved."""
 
     batches: int = 32
@@ -50,7 +50,7 @@ class Options:
     """Reverb's own, made if absent; None: in the user's cache."""
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: BufferOptions) -> dict[str, Any]:
     """Measure everything and show it; returns what goes into the JSON."""
     with console().status("starting") as status, ExitStack() as stack:
         base = stack.enter_context(bench_environment())
@@ -74,7 +74,7 @@ def run(options: Options) -> dict[str, Any]:
     return {"loads": rows, "reverb_left_out": refusal}
 
 
-def _reverb(options: Options, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:
+def _reverb(options: BufferOptions, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:
     """Reverb, or why there is none."""
     try:
         python = REVERB_VENV.ensure(options.venv or REVERB_VENV.default_folder())
@@ -83,7 +83,7 @@ def _reverb(options: Options, base: BenchEnvironment, stack: ExitStack) -> tuple
         return None, str(error)
 
 
-def _measure(options: Options, tokens: int, sides: dict[str, Side], say: Callable[[str], None]) -> dict[str, Any]:
+def _measure(options: BufferOptions, tokens: int, sides: dict[str, Side], say: Callable[[str], None]) -> dict[str, Any]:
     load = make_load(
         groups=options.batches * options.batch,
         group_size=options.group_size,
@@ -105,7 +105,7 @@ def _measure(options: Options, tokens: int, sides: dict[str, Side], say: Callabl
     return {"tokens": tokens, "bytes_per_group": _bytes_per_group(load), **summary(found)}
 
 
-def _bytes_per_group(load: Load) -> float:
+def _bytes_per_group(load: GroupLoad) -> float:
     return sum(len(blob) for row in load.blobs for blob in row) / load.num_groups
 
 

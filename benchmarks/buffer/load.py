@@ -23,7 +23,7 @@ WORDS = ("You walk on a lake.", *("Row 1: S . # ." if i % 2 == 0 else "right" fo
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GroupLoad:
     """The trajectories of each group, and their bytes."""
 
     trajectories: list[list[Trajectory]]
@@ -41,9 +41,9 @@ class Load:
     def group_size(self) -> int:
         return len(self.blobs[0])
 
-    def first(self, groups: int) -> "Load":
+    def first(self, groups: int) -> "GroupLoad":
         """Return the same, but fewer groups."""
-        return Load(self.trajectories[:groups], self.blobs[:groups], self.in_hand, self.batch)
+        return GroupLoad(self.trajectories[:groups], self.blobs[:groups], self.in_hand, self.batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ class Rates:
         return 1 / (1 / self.into + 1 / self.out)
 
 
-Side = Callable[[Load], Rates]
+Side = Callable[[GroupLoad], Rates]
 
 
 class LostError(Exception):
     """A side did not give back what was put in."""
 
 
-def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> Load:
+def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> GroupLoad:
     """Trajectories as an env worker hands them in; groups is a multiple of batch."""
     rows = [[_trajectory(number, index, tokens) for index in range(group_size)] for number in range(groups)]
-    return Load(rows, [[encode_trajectory(each) for each in row] for row in rows], in_hand, batch)
+    return GroupLoad(rows, [[encode_trajectory(each) for each in row] for row in rows], in_hand, batch)
 
 
 def expect(found: int, wanted: int, what: str) -> None:

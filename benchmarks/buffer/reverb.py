@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from offbeat.benchmarks.buffer.load import Load, Rates, expect
+from offbeat.benchmarks.buffer.load import GroupLoad, Rates, expect
 from offbeat.benchmarks.harness.venv import GuestVenv
 
 REVERB_VENV = GuestVenv("reverb", "Reverb", ("dm-reverb[tensorflow]==0.14.0", "tensorflow==2.15.1", "numpy==1.26.4"))
@@ -46,7 +46,7 @@ class Reverb:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end()
 
-    def side(self, load: Load) -> Rates:
+    def side(self, load: GroupLoad) -> Rates:
         """Put a load in and take it out."""
         assert self._process is not None, "use `with`"
         assert self._process.stdin is not None

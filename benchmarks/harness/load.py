@@ -17,7 +17,7 @@ Call = Callable[[GenerateRequest], Awaitable[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RoundLoad:
     """What one round showed."""
 
     tokens_per_s: float
@@ -43,7 +43,7 @@ class Prompts:
         return GenerateRequest(next(self._numbers), prompt, self._sampling)
 
 
-async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrency: int) -> Load:
+async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrency: int) -> RoundLoad:
     """Send all requests, `concurrency` at a time."""
     waiting = iter(requests)
     latencies: list[float] = []
@@ -60,7 +60,7 @@ async def under_load(call: Call, requests: Sequence[GenerateRequest], concurrenc
     began = time.monotonic()
     await asyncio.gather(*(client() for _ in range(concurrency)))
     wall_s = time.monotonic() - began
-    return Load(tokens / wall_s, quantile(latencies, 0.5), quantile(latencies, 0.99))
+    return RoundLoad(tokens / wall_s, quantile(latencies, 0.5), quantile(latencies, 0.99))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from offbeat.benchmarks.harness.child_process import Child
 
 
-class Served(Protocol):
+class ActorObject(Protocol):
     """What a servant's process holds; made in the parent, started in the child."""
 
     async def start(self) -> None: ...
@@ -22,7 +22,7 @@ class Served(Protocol):
 class ProcessActor(Child):
     """The parent's end."""
 
-    def __init__(self, served: Served, log: Path) -> None:
+    def __init__(self, served: ActorObject, log: Path) -> None:
         """log: where the process's output goes."""
         super().__init__(_serve, (served,), log=log, goodbye=None)
 

@@ -56,7 +56,7 @@ class Usage:
     """To generation."""
 
 
-class Rollouts(Child):
+class RolloutProcess(Child):
     """The parent's end."""
 
     def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:

@@ -15,8 +15,8 @@ from offbeat.benchmarks.harness.result import console, show
 from offbeat.benchmarks.peer.options import (
     OFFBEAT,
     TRL,
-    Options,
-    SideError,
+    PeerOptions,
+    PeerSideError,
 )
 from offbeat.benchmarks.peer.plot import draw
 from offbeat.benchmarks.peer.processes import (
@@ -28,7 +28,7 @@ from offbeat.benchmarks.peer.processes import (
 from offbeat.benchmarks.peer.records import SideRun, read_offbeat, read_trl
 from offbeat.benchmarks.peer.settings import (
     SETTINGS,
-    Setting,
+    PeerSetting,
     adjusted,
     evaluate_job,
     offbeat_config,
@@ -47,12 +47,12 @@ DONE = "done"
 class PeerBench:
     """Runs what is not there yet, and reads what is."""
 
-    def __init__(self, options: Options, say: Callable[[str], None]) -> None:
+    def __init__(self, options: PeerOptions, say: Callable[[str], None]) -> None:
         self._options = options
         self._say = say
         self._guest = TRL_VENV.python_of(options.venv)
 
-    def measure(self, setting: Setting, seed: int, side: str) -> SideRun:
+    def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
         """Return one run of one side, its snapshots rated."""
         name = f"{TRL}-together" if side == TRL and self._options.together else side
         folder = self._options.folder / f"{setting.name}-{seed}" / name
@@ -65,12 +65,12 @@ class PeerBench:
         run = read_trl(folder) if side == TRL else read_offbeat(folder / "run", Path(config.pretrain))
         return self._rated(setting, config, run, folder, f"{setting.name}, seed {seed}, {side}")
 
-    def config(self, setting: Setting, seed: int, output: Path) -> RunConfig:
+    def config(self, setting: PeerSetting, seed: int, output: Path) -> RunConfig:
         """What both sides go by; the policy is made if it is not there."""
         steps = self._options.steps or setting.steps
         return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
 
-    def _run(self, setting: Setting, seed: int, side: str, config: RunConfig, folder: Path) -> None:
+    def _run(self, setting: PeerSetting, seed: int, side: str, config: RunConfig, folder: Path) -> None:
         self._say(f"setting {setting.name}, seed {seed}: {side} trains")
         o = self._options
         if side == OFFBEAT:
@@ -81,11 +81,11 @@ class PeerBench:
         )  # fmt: skip
         run_trl(self._python(), job, folder, 4 * o.max_seconds)
 
-    def _policy(self, setting: Setting, seed: int) -> Path:
+    def _policy(self, setting: PeerSetting, seed: int) -> Path:
         if setting.pretrained:
             if not (self._options.smollm2 / "config.json").exists():
                 where = self._options.smollm2
-                raise SideError(
+                raise PeerSideError(
                     f"no model in {where}: make it with `offbeat model smollm2 {where}`, or name it by --smollm2"
                 )
             return self._options.smollm2.resolve()
@@ -96,7 +96,7 @@ class PeerBench:
             make_policy(warm_config(setting, seed, out.with_name(f"warm-{seed}")), out, self._options.max_seconds)
         return out
 
-    def _rated(self, setting: Setting, config: RunConfig, run: SideRun, folder: Path, who: str) -> SideRun:
+    def _rated(self, setting: PeerSetting, config: RunConfig, run: SideRun, folder: Path, who: str) -> SideRun:
         if not setting.eval_tasks or not run.snapshots:
             return run
         kept = folder / SUCCESSES
@@ -114,7 +114,7 @@ class PeerBench:
         return self._guest
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: PeerOptions) -> dict[str, Any]:
     """Measure, show and draw; returns what goes into the JSON."""
     settings = [adjusted(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
@@ -127,7 +127,7 @@ def run(options: Options) -> dict[str, Any]:
     return {"settings": found}
 
 
-def _setting(bench: PeerBench, options: Options, setting: Setting) -> dict[str, Any]:
+def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> dict[str, Any]:
     sides = [side for side in (OFFBEAT, TRL) if side in options.sides]
     batch = bench.config(setting, options.seeds[0], Path("run")).rollout_batch_size
     runs = {side: {seed: bench.measure(setting, seed, side) for seed in options.seeds} for side in sides}

@@ -13,12 +13,12 @@ class PeerError(Exception):
     """The comparison can't be had; the message says why and what would be right."""
 
 
-class SideError(PeerError):
+class PeerSideError(PeerError):
     """A side failed; the message names its log."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PeerOptions:
     """What is compared."""
 
     settings: tuple[str, ...] = ("a", "b", "c")
@@ -41,7 +41,7 @@ class Options:
     fresh: bool = False
 
 
-def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: Any) -> Options:
+def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: Any) -> PeerOptions:
     """Options from what stood on the command line: lists with commas.
 
     Raises:
@@ -49,7 +49,7 @@ def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: A
     """
     from offbeat.benchmarks.peer.venv import TRL_VENV
 
-    return Options(
+    return PeerOptions(
         settings=_names("settings", settings, SETTING_NAMES),
         seeds=_numbers(seeds),
         sides=_names("sides", sides, (OFFBEAT, TRL)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import offbeat
 from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter
-from offbeat.benchmarks.peer.options import SideError
+from offbeat.benchmarks.peer.options import PeerSideError
 from offbeat.benchmarks.peer.trl_worker import job as jobs
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
@@ -91,7 +91,7 @@ def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str,
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise SideError(f"not done in {timeout_s:g} s: {' '.join(command[1:4])}\nRead {log}") from None
+            raise PeerSideError(f"not done in {timeout_s:g} s: {' '.join(command[1:4])}\nRead {log}") from None
         finally:
             if meter is not None:
                 meter.stop()
@@ -103,4 +103,4 @@ def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str,
                     process.kill()
                     process.wait()
     if code:
-        raise SideError(f"{' '.join(command[1:4])} ended with {code}\nRead {log}")
+        raise PeerSideError(f"{' '.join(command[1:4])} ended with {code}\nRead {log}")

@@ -19,7 +19,7 @@ REPORT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PeerStep:
     """One optimizer batch."""
 
     step: int
@@ -48,7 +48,7 @@ class SideRun:
 
     startup_s: float
     """From the command to the moment from which `seconds` count."""
-    steps: tuple[Step, ...]
+    steps: tuple[PeerStep, ...]
     snapshots: tuple[PolicySnapshot, ...]
     cpu: tuple[tuple[float, float], ...] = ()
     """(Unix time, CPU seconds that all its processes had taken)."""
@@ -105,7 +105,7 @@ class SideRun:
 def read_trl(folder: Path) -> SideRun:
     """What `guest.train` wrote."""
     records = _lines(folder / "steps.jsonl")
-    steps = tuple(Step(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
+    steps = tuple(PeerStep(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
     seconds = {0: 0.0} | {each.step: each.seconds for each in steps}
     return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds), *_cpu(folder))
 
@@ -117,7 +117,7 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
     served = next(r["time"] for r in records if r["source"] == "generation" and r["values"].get("weight_updates"))
     zero = served - REPORT_S
     learner = [r for r in records if r["source"] == "learner" and r["step"] is not None]
-    steps = tuple(Step(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
+    steps = tuple(PeerStep(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
     seconds = {each.step: each.seconds for each in steps}
     snapshots = (PolicySnapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
     return SideRun(zero - began, steps, snapshots, *_cpu(folder.parent))

@@ -23,7 +23,7 @@ LEARNER_MEASURES = ("eval_steps=0", "final_val_batch_size=1", "max_ckpt_to_keep=
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PeerSetting:
     """One of the three."""
 
     name: str
@@ -42,8 +42,8 @@ class Setting:
 
 LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
 SETTINGS = {
-    "a": Setting("a", "tiny policy, instant env", "quickstart.yaml", 120, 10, 256),
-    "b": Setting(
+    "a": PeerSetting("a", "tiny policy, instant env", "quickstart.yaml", 120, 10, 256),
+    "b": PeerSetting(
         "b",
         "tiny policy, env steps log-normal, mean 0.1 s, std 0.2 s",
         "quickstart.yaml",
@@ -62,23 +62,23 @@ SETTINGS = {
         ),
         env_threads=64,
     ),
-    "c": Setting(
+    "c": PeerSetting(
         "c", "SmolLM2-135M, instant env", "frozen_lake_smollm2.yaml", 8, 0, 0, pretrained=True
     ),
 }  # fmt: skip
 
 
-def adjusted(setting: Setting, overrides: Sequence[str]) -> Setting:
+def adjusted(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
     """Return the setting under a configuration that differs by `key=value`s; what TRL has no word for is Offbeat's alone."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
-def warm_config(setting: Setting, seed: int, output: Path) -> RunConfig:
+def warm_config(setting: PeerSetting, seed: int, output: Path) -> RunConfig:
     """Return the run whose warm start gives both sides their policy."""
     return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
 
 
-def offbeat_config(setting: Setting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
+def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
     """What `offbeat train` runs."""
     return load_run(
         CONFIGS / setting.config,
@@ -116,7 +116,7 @@ def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -
 
 
 def train_job(
-    setting: Setting, config: RunConfig, output: Path, *, threads: int, max_seconds: float, together: bool
+    setting: PeerSetting, config: RunConfig, output: Path, *, threads: int, max_seconds: float, together: bool
 ) -> TrainJob:
     """Return the same run for TRL."""
     args, group_size = config.actor_train.training_args, config.train_env_manager.group_size
@@ -150,7 +150,7 @@ def train_job(
 
 
 def evaluate_job(
-    setting: Setting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
+    setting: PeerSetting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
 ) -> EvaluateJob:
     """Success of snapshots on held-out maps, without the envs' latency."""
     settings: dict[str, Any] = dict(config.custom_envs[TAG].env_config)

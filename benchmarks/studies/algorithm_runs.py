@@ -18,7 +18,7 @@ import torch
 
 from offbeat.benchmarks.harness.environment import BenchEnvironment, bench_environment
 from offbeat.benchmarks.harness.learner import BenchLearner, learner_config
-from offbeat.benchmarks.harness.rollout_process import PolicySpec, Rollouts
+from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.services.telemetry import MetricRecord
@@ -36,7 +36,7 @@ SAMPLINGS = ("sampled", "greedy")
 class Field:
     """One engine, one Redis, one env worker's process."""
 
-    def __init__(self, base: BenchEnvironment, rollouts: Rollouts, ranks: Ranks, policy: Path) -> None:
+    def __init__(self, base: BenchEnvironment, rollouts: RolloutProcess, ranks: Ranks, policy: Path) -> None:
         self._ground = base
         self._rollouts = rollouts
         self._ranks = ranks
@@ -123,7 +123,7 @@ def field(file: Path, overrides: list[str], policy: Path) -> Iterator[Field]:
     ranks = ranks_of_environment("cpu")
     with (
         bench_environment() as base,
-        Rollouts(spec, policy, sequence_length=config.sequence_length) as rollouts,
+        RolloutProcess(spec, policy, sequence_length=config.sequence_length) as rollouts,
         process_group(ranks),
     ):
         yield Field(base, rollouts, ranks, policy)

@@ -70,7 +70,7 @@ RESULT = "result.json"
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One run."""
 
     name: str
@@ -103,7 +103,7 @@ class Run:
         return [f"max_staleness={self.staleness}", f"train_env_manager.num_env_groups={groups}", *ALGORITHMS[self.name]]
 
 
-Play = Callable[[Run, Path], dict[str, Any]]
+Play = Callable[[StudyRun, Path], dict[str, Any]]
 
 
 def start(folder: Path, seed: int, timeout_s: float) -> Path:
@@ -116,7 +116,7 @@ def start(folder: Path, seed: int, timeout_s: float) -> Path:
     return policy
 
 
-def on_mesh(run: Run, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
+def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
     """What came of a run of `offbeat train`."""
     command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def on_mesh(run: Run, folder: Path, policy: Path, timeout_s: float) -> dict[str,
     return {key: found[key] for key in kept} | summed_up(steps) | {"load": [load, os.getloadavg()[0]]}
 
 
-def measure(run: Run, folder: Path, play: Play) -> dict[str, Any]:
+def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
     """Return the row of a run: what came of it, or why nothing did."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
     kept = folder / RESULT
@@ -211,7 +211,7 @@ def main() -> None:
     kind += suffix
     out, rows = args.out.resolve(), []
     for seed in seeds:
-        runs = [Run(name, seed, bound, args.steps) for name in names for bound in bounds]
+        runs = [StudyRun(name, seed, bound, args.steps) for name in names for bound in bounds]
         folders = {run: out / f"{run.label}{suffix}" for run in runs}
         needed = not all((folder / RESULT).is_file() for folder in folders.values())
         with player(out, seed, mesh=args.mesh, needed=needed, timeout_s=args.timeout) as play:

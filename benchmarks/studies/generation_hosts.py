@@ -82,7 +82,7 @@ async def spread(call: Callable[[list[GenerateRequest]], Any], turns: int, token
     return time.monotonic() - began
 
 
-class Served:
+class HostedReplica:
     """What both hosts do with a request."""
 
     _replica: GenerationReplica
@@ -114,7 +114,7 @@ class Served:
         return await spread(call, turns, tokens, 1)
 
 
-class PlainHost(Served):
+class PlainHost(HostedReplica):
     async def __init__(self, model: Path) -> None:
         engine = await VllmEngine.start(CONFIG, model, sequence_length=SEQUENCE_LENGTH, seed=0)
         await self._ready(engine.llm)
@@ -130,7 +130,7 @@ def llm_server(model: Path) -> Any:
     """Ray Serve LLM's server; how to reach vLLM's client inside of it is not public."""
     from ray.serve.llm import LLMConfig, LLMServer, build_llm_deployment
 
-    class ServerHost(Served, LLMServer):
+    class ServerHost(HostedReplica, LLMServer):
         async def __init__(self, llm_config: LLMConfig) -> None:
             os.environ.update(engine_environment(CONFIG))
             await LLMServer.__init__(self, llm_config)

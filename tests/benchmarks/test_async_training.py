@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.benchmarks.async_training import AsyncBench, Options
+from offbeat.benchmarks.async_training import AsyncBench, AsyncOptions
 from offbeat.benchmarks.harness.environment import bench_environment
 from offbeat.benchmarks.harness.learner import TimedTrainer
 
@@ -21,7 +21,7 @@ class Ended:
 
 @pytest.mark.timeout(60)
 def test_a_learner_does_not_wait_for_rollouts_that_have_ended() -> None:
-    options = Options(work="emulated", steps=3, batch=16, env_groups=4, train_s=0.01)
+    options = AsyncOptions(work="emulated", steps=3, batch=16, env_groups=4, train_s=0.01)
     rollouts: Any = Ended()
     with bench_environment() as base:
         bench = AsyncBench(options, base, rollouts, lambda _: TimedTrainer(0.01))

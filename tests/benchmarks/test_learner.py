@@ -11,7 +11,7 @@ from offbeat.benchmarks.learner_backends import (
     CLIP,
     MAX_NORM,
     RATE,
-    Task,
+    BackendTask,
     _bare_loss,
     _groups,
     data_of,
@@ -23,11 +23,11 @@ from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
 from tests.trainer.plain_engine import PlainEngine
 
-SMALL = learner.Options(sequences=8, longest=64, vocabulary=64)
+SMALL = learner.LearnerOptions(sequences=8, longest=64, vocabulary=64)
 
 
-def task(model: str = "", lengths: tuple[int, ...] = (20, 64, 33, 40, 64, 18, 25, 50)) -> Task:
-    return Task(model, list(lengths), 16, 128, 1, 1, "cpu")
+def task(model: str = "", lengths: tuple[int, ...] = (20, 64, 33, 40, 64, 18, 25, 50)) -> BackendTask:
+    return BackendTask(model, list(lengths), 16, 128, 1, 1, "cpu")
 
 
 def test_passes_cover_all_sequences_within_the_padded_token_budget() -> None:
@@ -39,7 +39,7 @@ def test_passes_cover_all_sequences_within_the_padded_token_budget() -> None:
 
 
 def test_ragged_lengths_span_the_range() -> None:
-    lengths = learner._ragged(learner.Options(sequences=32, longest=256))
+    lengths = learner._ragged(learner.LearnerOptions(sequences=32, longest=256))
     assert (min(lengths), max(lengths), len(lengths)) == (learner.SHORTEST, 256, 32)
 
 
@@ -47,7 +47,7 @@ def test_ragged_lengths_span_the_range() -> None:
     ("options", "says"), [({"sequences": 6}, "groups of 4"), ({"longest": 8}, "at least 32"), ({}, "")]
 )
 def test_what_can_not_be_measured_is_said(options: dict[str, int], says: str) -> None:
-    found = learner.check(learner.Options(**options))
+    found = learner.check(learner.LearnerOptions(**options))
     assert says in found
     assert bool(found) == bool(says)
 

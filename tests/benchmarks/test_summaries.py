@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from offbeat.benchmarks.async_training import (
-    Alone,
-    Point,
-    Setting,
+    ProgressPoint,
+    RunResult,
+    UnboundedRates,
     reward_until,
     summary,
 )
@@ -20,8 +20,8 @@ from offbeat.benchmarks.buffer.comparison import summary as buffer_summary
 from offbeat.benchmarks.buffer.load import Rates
 from offbeat.benchmarks.generation import summary as generation_summary
 from offbeat.benchmarks.harness.load import (
-    Load,
     Prompts,
+    RoundLoad,
     quantile,
     under_load,
 )
@@ -32,14 +32,14 @@ from offbeat.benchmarks.scale import cost_spread
 from offbeat.services.messages.types import GenerateRequest
 
 
-def setting(bound: float, rate: float, rewards: tuple[float, ...], step_s: float) -> Setting:
-    curve = tuple(Point(64 * (i + 1), step_s * (i + 1), reward) for i, reward in enumerate(rewards))
-    return Setting("normal", bound, rate, step_s, 0.5, 0.25, bound, bound, 0, curve)
+def setting(bound: float, rate: float, rewards: tuple[float, ...], step_s: float) -> RunResult:
+    curve = tuple(ProgressPoint(64 * (i + 1), step_s * (i + 1), reward) for i, reward in enumerate(rewards))
+    return RunResult("normal", bound, rate, step_s, 0.5, 0.25, bound, bound, 0, curve)
 
 
 def test_ratios_are_to_the_synchronous_run_and_shares_to_the_slower_side() -> None:
     sync = setting(0.0, 20.0, (0.1, 0.2), 4.0)
-    found = summary("normal", Alone(rollout=60.0, training=100.0), [sync, setting(1.0, 50.0, (0.1, 0.2), 1.0)])
+    found = summary("normal", UnboundedRates(rollout=60.0, training=100.0), [sync, setting(1.0, 50.0, (0.1, 0.2), 1.0)])
     assert found["ideal"] == 60.0
     assert [row["ratio"] for row in found["settings"]] == [1.0, 2.5]
     assert [row["share_of_ideal"] for row in found["settings"]] == [20 / 60, 50 / 60]
@@ -48,7 +48,7 @@ def test_ratios_are_to_the_synchronous_run_and_shares_to_the_slower_side() -> No
 def test_rewards_are_compared_at_equal_trajectories_and_at_equal_time() -> None:
     sync = setting(0.0, 16.0, (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), 4.0)
     fast = setting(1.0, 64.0, (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), 1.0)
-    found = summary("normal", Alone(64.0, 64.0), [sync, fast])
+    found = summary("normal", UnboundedRates(64.0, 64.0), [sync, fast])
     rows = found["settings"]
     assert found["equal_time_s"] == 8.0
     assert [row["reward_at_equal_trajectories"] for row in rows] == pytest.approx([0.55, 0.55])
@@ -56,7 +56,7 @@ def test_rewards_are_compared_at_equal_trajectories_and_at_equal_time() -> None:
 
 
 def test_no_reward_is_claimed_before_the_first_step() -> None:
-    assert reward_until((Point(64, 5.0, 0.3),), lambda p: p.seconds <= 4.0) is None
+    assert reward_until((ProgressPoint(64, 5.0, 0.3),), lambda p: p.seconds <= 4.0) is None
 
 
 @pytest.mark.parametrize("distribution", ["normal", "lognormal"])
@@ -99,10 +99,10 @@ async def test_tokens_of_requests_that_run_at_the_same_time_all_count() -> None:
 
 def test_service_and_bare_engine_are_compared_at_their_best() -> None:
     loads = {
-        1: {"bare": [Load(100.0, 1.0, 2.0)], "handle": [Load(60.0, 1.0, 2.0)]},
-        64: {"bare": [Load(900.0, 1.0, 2.0), Load(1000.0, 1.0, 2.0), Load(1100.0, 1.0, 2.0)]}
-        | {"handle": [Load(800.0, 1.0, 2.0)]},
-        256: {"bare": [Load(950.0, 1.0, 2.0)], "handle": [Load(900.0, 1.0, 2.0)]},
+        1: {"bare": [RoundLoad(100.0, 1.0, 2.0)], "handle": [RoundLoad(60.0, 1.0, 2.0)]},
+        64: {"bare": [RoundLoad(900.0, 1.0, 2.0), RoundLoad(1000.0, 1.0, 2.0), RoundLoad(1100.0, 1.0, 2.0)]}
+        | {"handle": [RoundLoad(800.0, 1.0, 2.0)]},
+        256: {"bare": [RoundLoad(950.0, 1.0, 2.0)], "handle": [RoundLoad(900.0, 1.0, 2.0)]},
     }
     found = generation_summary(loads)
     assert [row["ratio"] for row in found["levels"]] == pytest.approx([0.6, 0.8, 900 / 950])

@@ -22,7 +22,7 @@ from offbeat.envs.prompts import fill_template
 
 
 @dataclass
-class Episode:
+class SlotEpisode:
     """One episode as it grows."""
 
     slot: int
@@ -62,8 +62,8 @@ class EpisodeRunner:
         self._store = Store(model, num_slots, play.sequence_length)
         self._envs = [registry.make(play.env_type, play.env_config) for _ in range(num_slots)]
         self._pool = ThreadPoolExecutor(play.env_threads) if play.env_threads else None
-        self._replies: queue.SimpleQueue[tuple[Episode, Any]] = queue.SimpleQueue()
-        self._live: list[Episode] = []
+        self._replies: queue.SimpleQueue[tuple[SlotEpisode, Any]] = queue.SimpleQueue()
+        self._live: list[SlotEpisode] = []
         """By slot."""
 
     def first_message(self, task_seed: int) -> str:
@@ -75,9 +75,9 @@ class EpisodeRunner:
         return fill_template(self._play.agent_template, observation=observation, step=turns + 1, actions_left=left)
 
     @torch.inference_mode()
-    def play(self, task_seeds: Sequence[int], group_size: int = 1) -> list[Episode]:
+    def play(self, task_seeds: Sequence[int], group_size: int = 1) -> list[SlotEpisode]:
         """Play `group_size` episodes of each task to their ends; siblings stand together, in the order of the tasks."""
-        episodes = [Episode(slot, self._envs[slot]) for slot in range(len(task_seeds) * group_size)]
+        episodes = [SlotEpisode(slot, self._envs[slot]) for slot in range(len(task_seeds) * group_size)]
         self._live = list(episodes)
         self._store.clear()
         logits = self._begin(episodes, task_seeds, group_size)
@@ -88,7 +88,7 @@ class EpisodeRunner:
                 self._answer(ready, self._read(ready))
         return episodes
 
-    def _begin(self, episodes: Sequence[Episode], task_seeds: Sequence[int], group_size: int) -> Tensor:
+    def _begin(self, episodes: Sequence[SlotEpisode], task_seeds: Sequence[int], group_size: int) -> Tensor:
         leaders = episodes[::group_size]
         for number, episode in enumerate(episodes):
             observation, _ = episode.env.reset(seed=task_seeds[number // group_size])
@@ -99,14 +99,14 @@ class EpisodeRunner:
                 self._store.copy(leader.slot, range(leader.slot + 1, leader.slot + group_size))
         return logits.repeat_interleave(group_size, 0)
 
-    def _read(self, ready: Sequence[Episode]) -> Tensor:
+    def _read(self, ready: Sequence[SlotEpisode]) -> Tensor:
         chunks = [each.unread for each in ready]
         logits = self._store.feed([each.slot for each in ready], chunks)
         for each in ready:
             each.unread = []
         return logits
 
-    def _answer(self, ready: list[Episode], logits: Tensor) -> None:
+    def _answer(self, ready: list[SlotEpisode], logits: Tensor) -> None:
         """One answer of each, and off to its env."""
         speaking = ready
         for place in range(self._play.max_new_tokens):
@@ -124,13 +124,13 @@ class EpisodeRunner:
             else:
                 self._pool.submit(self._step, episode, text)
 
-    def _step(self, episode: Episode, text: str) -> None:
+    def _step(self, episode: SlotEpisode, text: str) -> None:
         try:
             self._replies.put((episode, episode.env.step(text)))
         except Exception as error:
             self._replies.put((episode, error))
 
-    def _take_replies(self) -> list[Episode]:
+    def _take_replies(self) -> list[SlotEpisode]:
         """Wait for an env, take along all that have answered; returns the episodes that go on, by slot."""
         least = len(self._live) if self._play.together else 1
         replies = [self._replies.get() for _ in range(least)]
@@ -139,7 +139,7 @@ class EpisodeRunner:
         goes_on = [episode for episode, reply in replies if self._hear(episode, reply)]
         return sorted(goes_on, key=lambda each: each.slot)
 
-    def _hear(self, episode: Episode, reply: Any) -> bool:
+    def _hear(self, episode: SlotEpisode, reply: Any) -> bool:
         if isinstance(reply, Exception):
             raise reply
         observation, reward, terminated, truncated, info = reply
@@ -156,7 +156,7 @@ class EpisodeRunner:
         episode.hear(chunk if ended else (self._chat.end_id, *chunk))
         return True
 
-    def _leave(self, episode: Episode) -> None:
+    def _leave(self, episode: SlotEpisode) -> None:
         """Free a slot; the last one moves there, so that the live ones lie together."""
         last = self._live.pop()
         if last is not episode:

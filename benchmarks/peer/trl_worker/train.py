@@ -22,7 +22,7 @@ from offbeat.benchmarks.peer.trl_worker.job import TrainJob, read  # noqa: E402
 from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner  # noqa: E402
 
 
-class Rollouts:
+class RolloutFunction:
     """TRL's `rollout_func`."""
 
     def __init__(self, player: EpisodeRunner, seed_of: dict[str, int], group_size: int) -> None:
@@ -60,7 +60,7 @@ def episode_reward(episode_reward: list[float], **_: Any) -> list[float]:
 class Watch(TrainerCallback):
     """Writes down each step and keeps snapshots, whose time does not count."""
 
-    def __init__(self, job: TrainJob, rollouts: Rollouts, trainer_of: Any) -> None:
+    def __init__(self, job: TrainJob, rollouts: RolloutFunction, trainer_of: Any) -> None:
         self._job = job
         self._rollouts = rollouts
         self._log = (Path(job.output) / "steps.jsonl").open("w", encoding="utf-8")
@@ -157,7 +157,7 @@ def main() -> None:
         tokenizer.pad_token_id = chat.pad_id
     player = EpisodeRunner(model, chat, job.play, job.groups_per_step * job.group_size)
     observations = [player.first_message(seed) for seed in job.task_seeds]
-    rollouts = Rollouts(player, dict(zip(observations, job.task_seeds, strict=True)), job.group_size)
+    rollouts = RolloutFunction(player, dict(zip(observations, job.task_seeds, strict=True)), job.group_size)
     watch = Watch(job, rollouts, lambda: model)
     trainer = GRPOTrainer(
         model=model,

@@ -11,11 +11,11 @@ import pytest
 
 from offbeat.benchmarks.peer.comparison import common_target, compare
 from offbeat.benchmarks.peer.cpu_meter import CPU, CpuMeter, kind_of
-from offbeat.benchmarks.peer.options import Options, PeerError, parse
+from offbeat.benchmarks.peer.options import PeerError, PeerOptions, parse
 from offbeat.benchmarks.peer.records import (
+    PeerStep,
     PolicySnapshot,
     SideRun,
-    Step,
     read_offbeat,
     read_trl,
 )
@@ -39,7 +39,7 @@ def write_lines(path: Path, records: list[dict[str, object]]) -> None:
 
 def side(step_s: float, successes: list[float]) -> SideRun:
     """A run of 20 steps with a snapshot each 5."""
-    steps = tuple(Step(n, n * step_s, 0.5) for n in range(1, 21))
+    steps = tuple(PeerStep(n, n * step_s, 0.5) for n in range(1, 21))
     snapshots = tuple(PolicySnapshot(5 * i, 5 * i * step_s, Path(f"{i}")) for i in range(5))
     return SideRun(3.0, steps, snapshots).rated(successes)
 
@@ -52,7 +52,10 @@ def test_a_success_between_two_snapshots_is_reached_in_between() -> None:
 
 
 def test_rates_leave_out_the_first_steps() -> None:
-    steps = (*(Step(n, 100.0 * n, 0.0) for n in range(1, 7)), *(Step(6 + n, 600.0 + 0.5 * n, 0.0) for n in range(1, 9)))
+    steps = (
+        *(PeerStep(n, 100.0 * n, 0.0) for n in range(1, 7)),
+        *(PeerStep(6 + n, 600.0 + 0.5 * n, 0.0) for n in range(1, 9)),
+    )
     run = SideRun(0.0, steps, ())
     assert run.rate(64) == pytest.approx(64 / 0.5)
     assert run.step_s() == pytest.approx(0.5)
@@ -142,7 +145,7 @@ def test_what_is_set_on_the_command_line_holds_over_the_setting(folder: Path, tm
 
 def test_options_name_what_is_wrong() -> None:
     words = {"settings": "a,c", "seeds": "1, 5", "sides": "trl", "venv": None}
-    assert parse(**words) == Options(settings=("a", "c"), seeds=(1, 5), sides=("trl",), venv=parse(**words).venv)
+    assert parse(**words) == PeerOptions(settings=("a", "c"), seeds=(1, 5), sides=("trl",), venv=parse(**words).venv)
     with pytest.raises(PeerError, match="there is no 'd', there is a, b, c"):
         parse(**{**words, "settings": "a,d"})
     with pytest.raises(PeerError, match="'x' is no whole number"):
@@ -160,7 +163,7 @@ def test_a_venv_counts_once_its_pins_are_written_down(tmp_path: Path) -> None:
 
 
 def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:
-    steps = tuple(Step(n, float(n), 0.0, 100.0 + n) for n in range(1, 17))
+    steps = tuple(PeerStep(n, float(n), 0.0, 100.0 + n) for n in range(1, 17))
     used = tuple((100.0 + t, 7.0 + 1.5 * t) for t in range(0, 40, 3))
     assert SideRun(0.0, steps, (), used).step_cpu_s() == pytest.approx(1.5)
     assert SideRun(0.0, steps, ()).step_cpu_s() is None
