@@ -41,7 +41,6 @@ def current_path(path: str) -> str:
 
 
 def _is_foreign(module: str) -> bool:
-    """Return True if `module` is found outside of this package."""
     try:
         spec = find_spec(module)
     except ModuleNotFoundError:

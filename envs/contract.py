@@ -28,8 +28,6 @@ Call = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Violation of the contract."""
-
     severity: Literal["problem", "advice"]
     """A problem breaks training; advice may be ignored."""
     rule: str
@@ -38,23 +36,19 @@ class Finding:
 
 @dataclass(slots=True)
 class ContractReport:
-    """Result of a contract check."""
-
     findings: list[Finding] = field(default_factory=list[Finding])
     num_episodes: int = 0
     num_turns: int = 0
     make_s: float = 0.0
     reset_s: float = 0.0
-    """Longest reset."""
     step_s: float = 0.0
     mean_s: float = 0.0
     """Mean of resets and steps."""
     bytes_per_env: int = 0
-    """Memory of one env in this process."""
     sandbox: str = ""
     """Isolation of the programs that the env runs; empty if it runs none."""
     digest: str = ""
-    """Digest of observations and rewards; equal on every machine."""
+    """Digest of all observations and rewards."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -92,7 +86,7 @@ def check_contract(
 
 
 def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
-    """Return the env's own `random_answer(rng)`, else one of its `words`, else a common short answer."""
+    """Return the env's own `random_answer(rng)`, one of its `words`, or a common short answer."""
     inner = env.unwrapped
     own_answer = cast(Callable[[np.random.Generator], str] | None, getattr(inner, "random_answer", None))
     if own_answer is not None:
@@ -104,8 +98,6 @@ def random_answer(env: TextEnv, rng: np.random.Generator) -> str:
 
 
 class _EpisodeRunner:
-    """Runs and times episodes."""
-
     def __init__(
         self, env_type: str, env_config: Mapping[str, JsonValue], max_turns: int, report: ContractReport, on_call: Call
     ) -> None:
@@ -140,7 +132,7 @@ class _EpisodeRunner:
         return result
 
     def run_episode(self, env: TextEnv, seed: int) -> list[object]:
-        """Return all observations and rewards of an episode whose answers depend on `seed` alone."""
+        """Return observations and rewards; answers depend on `seed` alone."""
         rng = np.random.default_rng(seed)
         transcript: list[object] = [self.reset(env, seed)[0]]
         for _ in range(self.max_turns):
@@ -151,7 +143,7 @@ class _EpisodeRunner:
         return transcript
 
     def measure_bytes(self) -> int:
-        """Measure the memory of an env after its first reset; untimed, because tracing slows it down."""
+        """Measure the memory of an env; untimed, because tracing is slow."""
         self._announce("make")
         tracemalloc.start(1)
         try:
@@ -272,7 +264,7 @@ def _check_tasks(runner: _EpisodeRunner, num_seeds: int) -> Findings:
         return
     first = runner.reset(env, 0)[0]
     ids = [task_id(seed) for seed in range(num_seeds)]
-    if runner.make().unwrapped.task_id(0) != ids[0]:  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]
+    if runner.make().unwrapped.task_id(0) != ids[0]:  # pyright: ignore[reportAttributeAccessIssue]
         yield "problem", "task_id(0) differs between two instances"
     runner.reset(env, 0)
     if runner.reset(env, 0)[0] != first or [task_id(seed) for seed in range(num_seeds)] != ids:

@@ -15,10 +15,8 @@ A = TypeVar("A")
 
 
 class ParsedAction(NamedTuple, Generic[A]):
-    """Result of parsing an answer."""
-
     action: A | None
-    """None if the answer has no valid action."""
+    """None if the answer has no valid one."""
     content: str
     """The action's text; the whole answer if the pattern did not match."""
     think: str = ""

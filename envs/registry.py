@@ -6,19 +6,18 @@ An env of Offbeat is a `gymnasium.Env` with these conventions:
   (`offbeat.envs.parsing`).
 - `system_prompt: str` describes the task. A tag's `agent_system_template` overrides it.
 - All randomness comes from `self.np_random`, seeded by `reset(seed=)`: equal seeds and settings give equal tasks on
-every machine.
-  Envs are reset and reused.
-- Numbers and booleans in `step`'s info are metrics. `success` is taken from the last turn; others are averaged over turns
-  (`action_is_valid`, `action_is_effective`, `format_penalty`, ...) unless `metrics_agg_mode: dict[str, str]` sets
+  every machine. Envs are reset and reused.
+- Numbers and booleans in `step`'s info are metrics. `success` is taken from the last turn; others are averaged over
+  turns (`action_is_valid`, `action_is_effective`, `format_penalty`, ...) unless `metrics_agg_mode: dict[str, str]` sets
   `sum`, `mean`, `min`, `max`, `first` or `last`.
 - Optional `config_class`: a pydantic model that validates `env_config` and is the constructor's only argument (if
-frozen, one
-  instance for all envs of a tag). Without it, `env_config` is passed as keyword arguments.
+  frozen, one instance for all envs of a tag). Without it, `env_config` is passed as keyword arguments.
 - Optional setting `split`: evaluation sets it to `"held_out"`, whose tasks never occur in training.
 - Optional `task_id(seed)`: equal for equal tasks, so that evaluation runs each task once.
 - Optional `random_answer(rng)`: a plausible answer, for random agents and the contract check.
 - Optional `render()`.
 - Optional `functions`: tools called in the chat template's own format (`offbeat.envs.tools.functions`).
+
 """
 
 import inspect
@@ -80,7 +79,6 @@ def make(env_type: str, env_config: Mapping[str, JsonValue]) -> TextEnv:
 
 
 def _config(model: type[BaseModel], text: str) -> BaseModel:
-    """Build the settings; a frozen model is shared by all envs of a tag."""
     return _shared_config(model, text) if model.model_config.get("frozen") else model.model_validate_json(text)
 
 
@@ -105,7 +103,7 @@ def find_factory(env_type: str) -> EnvFactory:
     """Return the callable that makes the env.
 
     Raises:
-        ValueError: unknown name, or its module can't be imported.
+        ValueError: unknown name, or the import failed.
     """
     path = BUILT_IN.get(env_type) or (env_type if ":" in env_type else _entry_point_path(env_type))
     try:
@@ -122,7 +120,6 @@ def find_factory(env_type: str) -> EnvFactory:
 
 
 def list_names() -> list[str]:
-    """Return all names of built-in and installed envs."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
@@ -132,23 +129,19 @@ def describe(env_type: str) -> str:
 
 
 def setting_names(env_type: str) -> list[str]:
-    """Return the names of an env's settings. Raises ValueError for an unknown env."""
+    """Return an env's setting names. Raises ValueError for an unknown env."""
     return _setting_names(find_factory(env_type))[0]
 
 
 def held_out_config(env_type: str, env_config: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return the settings for evaluation: with `split: held_out`, unless the tag sets `split` or the env has no such
-    setting."""
+    """Return the settings for evaluation: adds `split: held_out` unless set or unsupported."""
     if "split" in env_config or "split" not in _setting_names(find_factory(env_type))[0]:
         return dict(env_config)
     return {**env_config, "split": "held_out"}
 
 
 def distinct_seeds(n: int, start: int, env_type: str, env_config: Mapping[str, JsonValue]) -> list[int]:
-    """Return the first `n` seeds from `start` with distinct tasks; all seeds are distinct for an env without `task_id`.
-
-    If there are fewer than `n` tasks, the seeds repeat in the same order.
-    """
+    """Return `n` seeds from `start` with distinct tasks, repeated in order if there are too few."""
     env = make(env_type, env_config)
     try:
         task_id = cast(Callable[[int], object] | None, getattr(env.unwrapped, "task_id", None))
@@ -183,7 +176,7 @@ def _config_class(factory: EnvFactory) -> type[BaseModel] | None:
 
 
 def _setting_names(factory: EnvFactory) -> tuple[list[str], bool]:
-    """Return the names of an env's settings, and True if it accepts others, too."""
+    """Return the setting names, and True if the env accepts others."""
     model = _config_class(factory)
     if model is not None:
         return list(model.model_fields), model.model_config.get("extra") == "allow"

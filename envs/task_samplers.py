@@ -11,7 +11,7 @@ import numpy as np
 
 
 class TaskSampler(Protocol):
-    """Protocol of a task sampler, constructed as `Class(tags, **args)`.
+    """Protocol of a task sampler, constructed as `Class(tags, **args)`; the state is JSON values.
 
     class Uniform:
         def __init__(self, tags):
@@ -36,13 +36,9 @@ class TaskSampler(Protocol):
         """Update the state with a trained group: reward and `success` of each episode."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state returned by `state_dict`."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Levels:

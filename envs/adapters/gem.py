@@ -26,7 +26,7 @@ class GemConfig(Config):
 
 
 class GemEnv(TextEnv):
-    """An env of GEM. Many draw from global generators: run it inline or in a process, not in threads."""
+    """Env of GEM; many draw from global generators: run it inline or in a process, not in threads."""
 
     config_class: ClassVar[type[GemConfig]] = GemConfig
 
@@ -56,7 +56,6 @@ class GemEnv(TextEnv):
         return str(observation), float(reward), bool(terminated), bool(truncated), {**numbers, "success": success}
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return GEM's own random action, or a random number for envs without one."""
         random_state = PrivateRandomState()
         random_state.seed(int(rng.integers(2**31)))
         with random_state():

@@ -79,7 +79,6 @@ class GymnasiumEnv(TextEnv):
         return self._observe(), float(reward), bool(terminated), bool(truncated), step_info
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return a random action."""
         space = self._space
         if isinstance(space, spaces.Discrete):
             return self._action_names()[int(rng.integers(len(self._action_names())))]

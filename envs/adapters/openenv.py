@@ -70,7 +70,7 @@ class OpenEnvEnv(TextEnv):
         return self._observation, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Send the answer. Raises as `reset` does."""
+        """Raises as `reset` does."""
         request = self._action(action)
         if request is None:
             return self._reject("the answer is not a JSON object")
@@ -88,17 +88,15 @@ class OpenEnvEnv(TextEnv):
         return self._observation, reward, done, False, info
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return a number, as text or as the action's JSON."""
         return str(rng.integers(10))
 
     def close(self) -> None:
-        """Close the session."""
         if self._client is not None:
             client, self._client = self._client, None
             client.close()
 
     def _reset_new_session(self, arguments: dict[str, Any]) -> Any:
-        """Retry once after an idle session was closed; a server that closes a new session is full."""
+        """Retry once: an idle session was closed; a server that closes a new one is full."""
         try:
             return self._request("reset", **arguments)
         except self._closed_error as error:
@@ -107,7 +105,7 @@ class OpenEnvEnv(TextEnv):
             ) from error
 
     def _request(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Send one request; after an error the session is dropped and the next reset opens another."""
+        """Send one request; an error drops the session, and the next reset opens another."""
         if self._client is None:
             client = self._library.GenericEnvClient(self.config.base_url, message_timeout_s=self.config.timeout_s)
             self._client = client.sync()

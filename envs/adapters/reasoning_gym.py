@@ -30,7 +30,7 @@ class ReasoningGymConfig(Config):
 
 
 class ReasoningGymEnv(TextEnv):
-    """A question and its score in [0, 1]; `success` is a score of 1."""
+    """Procedural question of reasoning-gym, scored in [0, 1]; `success` is a score of 1."""
 
     config_class: ClassVar[type[ReasoningGymConfig]] = ReasoningGymConfig
     system_prompt: str = "Think, then give the answer in <answer> </answer>."
@@ -60,7 +60,6 @@ class ReasoningGymEnv(TextEnv):
         return "", score + penalty, True, False, info
 
     def task_id(self, seed: int) -> int:
-        """Return the seed that generates the question of `reset(seed=seed)`."""
         return self._draw_seed(seeding.np_random(seed)[0])
 
     def _draw_seed(self, rng: Any) -> int:

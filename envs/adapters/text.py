@@ -16,8 +16,6 @@ PRINTABLE = "".join(map(chr, range(32, 127))) + "\n\t"
 
 
 class TextEnv(gymnasium.Env[str, str]):
-    """Base class of the adapters."""
-
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     system_prompt: str = ""
 
@@ -35,7 +33,6 @@ class TextEnv(gymnasium.Env[str, str]):
 
 
 def select_numbers(info: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers and booleans of an info dict."""
     numbers: dict[str, float] = {}
     for key, value in info.items():
         number: object = value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value

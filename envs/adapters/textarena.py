@@ -19,7 +19,7 @@ class TextArenaConfig(Config):
 
 
 class TextArenaEnv(TextEnv):
-    """A game with a final reward; `success` is a reward of at least 1.
+    """Single-player game of TextArena; the reward is final, and `success` is a reward of at least 1.
 
     Games draw from Python's global generator: run them inline or in a process, not in threads.
     """
@@ -65,7 +65,6 @@ class TextArenaEnv(TextEnv):
             raise ValueError(f"textarena.make({self.config.id!r}): {' '.join(str(error).split())}") from error
 
     def _new_log(self) -> str:
-        """Return the part of the game's log that has not been shown yet."""
         _, log = self._game.get_observation()
         if not isinstance(log, str):
             return "\n".join(str(message[1]) for message in log if message[0] != 0)

@@ -42,7 +42,7 @@ class VerifiersConfig(Config):
 
 
 class VerifiersEnv(TextEnv):
-    """One task, one answer; the reward is the weighted sum of the task's rewards, its metrics are added to info."""
+    """Task of a verifiers taskset; the reward is the weighted sum of the task's rewards, its metrics are added to info."""
 
     config_class: ClassVar[type[VerifiersConfig]] = VerifiersConfig
 
@@ -77,11 +77,9 @@ class VerifiersEnv(TextEnv):
         return "", reward, True, False, {**metrics, **rewards, "success": reward >= self.config.success_reward}
 
     def task_id(self, seed: int) -> str:
-        """Return the key of the task of `reset(seed=seed)`."""
         return str(self._tasks[self._index(seed, seeding.np_random(seed)[0])].key)
 
     def _describe_episode(self) -> dict[str, JsonValue]:
-        """Return the episode's description for `offbeat.deploy.agents.verifiers_env`."""
         taskset: dict[str, JsonValue] = {**self.config.taskset, "id": self.config.id}
         return {
             "taskset": taskset,
@@ -97,7 +95,7 @@ class VerifiersEnv(TextEnv):
         return int(rng.integers(len(self._tasks)))
 
     def _trace(self, answer: str) -> Any:
-        """Build the conversation as verifiers' own rollouts record it."""
+        """Build the conversation as verifiers' rollouts record it."""
         vf, task = self._library, self._task
         messages = [(vf.UserMessage(content=task.data.prompt_text), False), (vf.AssistantMessage(content=answer), True)]
         if task.data.system_prompt:
@@ -114,12 +112,12 @@ class VerifiersEnv(TextEnv):
 
 @lru_cache(maxsize=8)
 def load_tasks(taskset_id: str, settings: str, num_tasks: int | None, split: str, played_by: str) -> tuple[Any, ...]:
-    """Return the tasks of a split; they are shared by all envs of a process and must not be modified.
+    """Return the tasks of a split, shared by all envs of a process: read-only.
 
     settings: JSON.
 
     Raises:
-        ValueError: there is no such taskset, or its tasks can't be solved by a single answer.
+        ValueError: unknown taskset, or a task that needs more than one answer.
     """
     vf = require("verifiers.v1", "verifiers")
     try:

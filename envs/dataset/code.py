@@ -75,7 +75,7 @@ class CodeEnv(QuestionEnv[CodeConfig]):
 
 
 def read_tests(tests: Any) -> list[tuple[str, str, str | None]]:
-    """Return (code after the program, stdin, expected stdout) of each test; stdout is compared word by word.
+    """Return (code after the program, stdin, expected stdout) of each test.
 
     Raises:
         ValueError: there are no tests.

@@ -51,8 +51,6 @@ class QuestionsConfig(Config):
 
 
 class Judgement(NamedTuple):
-    """Score of an answer."""
-
     reward: float
     success: bool
     valid: bool = True
@@ -80,7 +78,6 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Created lazily: the character tables are larger than the env."""
         return Text(min_length=0, max_length=MAX_CHARS, charset=CHARSET)
 
     @cached_property
@@ -120,11 +117,9 @@ class QuestionEnv(gymnasium.Env[str, str], Generic[C]):
         return judgement.feedback, judgement.reward + penalty, True, False, info
 
     def task_id(self, seed: int) -> str:
-        """Return file and row number of `reset(seed=seed)`."""
         return self._rows.row_id(self._index(seed, seeding.np_random(seed)[0]))
 
     def render(self) -> str:
-        """Return the question and its correct answer."""
         return f"{self._question()}\n[{self.row[self.config.answer_key]}]"
 
     def _question(self) -> str:

@@ -33,7 +33,7 @@ class MathConfig(QuestionsConfig):
 
 
 class MathEnv(QuestionEnv[MathConfig]):
-    r"""A problem; reward for an equal expression or number in `\boxed{}`.
+    r"""A math problem; reward for an equal expression or number in `\boxed{}`.
 
     math-verify's own timeouts need signals, which threads do not have: the tag's `step_timeout_s` bounds it instead.
     """

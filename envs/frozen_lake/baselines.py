@@ -19,7 +19,6 @@ class LakeBaselines(NamedTuple):
     """Probability of reaching the goal within an episode's turns, mean over maps."""
 
     random: float
-    """Uniformly random directions."""
     scripted: float
     """A nearer neighbour that is no hole, else any that is none."""
     optimal: float
@@ -42,7 +41,6 @@ def baselines(seeds: Iterable[int], config: FrozenLakeConfig | None = None, *, m
 
 
 def map_baselines(lake: LakeMap, max_steps: int, *, is_slippery: bool = False) -> LakeBaselines:
-    """Compute the baselines on one map."""
     moves = transitions(lake, is_slippery=is_slippery)
     start = lake.start[0] * lake.size + lake.start[1]
     uniform = np.full((lake.size**2, len(ACTIONS)), 1 / len(ACTIONS))

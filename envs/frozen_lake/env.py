@@ -63,8 +63,7 @@ class FrozenLakeConfig(Config):
 
 
 class FrozenLakeEnv(gymnasium.Env[str, str]):
-    """Reward 1 at the goal, `format_penalty` for an answer without a direction, else 0; holes and the goal end the
-    episode."""
+    """Walk to a goal around holes; reward 1 at the goal, `format_penalty` for an answer without a direction, else 0."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[FrozenLakeConfig]] = FrozenLakeConfig
@@ -79,7 +78,6 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Created lazily: the character tables are larger than the env."""
         return Text(max_length=4 * self.config.size**2 + 64, charset=OBSERVATION_CHARS)
 
     @cached_property
@@ -99,7 +97,6 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
 
     @property
     def agent(self) -> Cell:
-        """Position of the agent."""
         return self._agent
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -125,7 +122,6 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return self._observation(), penalty or float(success), success or self._agent in lake.holes, False, info
 
     def task_id(self, seed: int) -> str:
-        """Return the map of `reset(seed=seed)` without changing the env."""
         config = self.config
         rng, _ = seeding.np_random(seed)
         return draw_map(rng, config.size, config.p, config.start_goal, config.split).task_id
@@ -134,7 +130,6 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return ACTIONS[int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
-        """Return the map with the agent on it, one line per row."""
         lake, rows = self.lake, range(self.config.size)
         return "\n".join(" ".join(lake.cell((row, column), self._agent) for column in rows) for row in rows)
 
@@ -147,7 +142,7 @@ class FrozenLakeEnv(gymnasium.Env[str, str]):
         return f"{row} {column} {' '.join(neighbours)}"
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """Return the map as text (`ansi`) or as an image, [height, width, 3] uint8 (`rgb_array`)."""
+        """Return the map as text, or as an image [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_lake(self.lake, self._agent)
         return self.grid_text() if self.render_mode == "ansi" else None

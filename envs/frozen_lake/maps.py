@@ -25,8 +25,6 @@ ACTIONS = tuple(MOVES)
 
 @dataclass(frozen=True)
 class LakeMap:
-    """One lake."""
-
     size: int
     holes: frozenset[Cell]
     start: Cell
@@ -59,7 +57,6 @@ class LakeMap:
         return there if 0 <= there[0] < self.size and 0 <= there[1] < self.size else at
 
     def is_solvable(self) -> bool:
-        """Return True if a path around the holes leads from start to goal."""
         visited, frontier = {self.start}, [self.start]
         while frontier:
             at = frontier.pop()

@@ -72,15 +72,13 @@ class Limits(Config):
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """Result of a program."""
-
     stdout: str
     stderr: str
     exit_code: int
     """Negative: number of the signal that killed it."""
     timed_out: bool
     layers: tuple[Layer, ...]
-    """Isolation layers that were active."""
+    """Active isolation layers."""
 
     @property
     def ok(self) -> bool:
@@ -88,7 +86,7 @@ class ProgramResult:
 
     @property
     def error(self) -> str:
-        """Last line of the error; empty if there was none."""
+        """Last line of the error, or empty."""
         if self.timed_out:
             return "out of time"
         lines = [line for line in self.stderr.splitlines() if line.strip()]
@@ -136,12 +134,11 @@ def sandbox_in_use() -> str:
 
 @functools.cache
 def platform_isolation() -> tuple[Layer, ...]:
-    """Return the layers that this kernel offers, probed once by running an empty program."""
+    """Return the layers that this kernel offers, probed once with an empty program."""
     return run_python("", limits=Limits(isolation="warn", timeout_s=60.0)).layers
 
 
 def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
-    """Describe the guarantees that `layers` do not give."""
     missing = [f"{guarantee} ({REQUIREMENTS[guarantee]})" for guarantee in missing_guarantees(layers, one_process=True)]
     return (
         missing if "mounts" in layers else [*missing, "filling the disk with many files (mounts in a user namespace)"]
@@ -149,9 +146,7 @@ def describe_missing(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def check_isolation(limits: Limits, layers: tuple[Layer, ...] | None = None) -> None:
-    """Raise, or warn once, if this machine can't isolate programs.
-
-    layers: layers that the kernel offers; None probes them.
+    """Raise, or warn once, if this machine can't isolate programs. layers: None probes the kernel.
 
     Raises:
         IsolationError: a guarantee that `limits` require is missing.

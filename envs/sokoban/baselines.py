@@ -21,7 +21,6 @@ class RoomBaselines(NamedTuple):
     """Probability of solving the room within an episode's turns, mean over rooms."""
 
     random: float
-    """Uniformly random directions."""
     scripted: float
     """A push towards the nearest target, else a step towards the start of one."""
     optimal: float
@@ -49,7 +48,6 @@ def baselines(
 
 
 def room_baselines(room: Room, max_steps: int) -> RoomBaselines | None:
-    """Compute the baselines in one room."""
     positions = _positions(room, max_steps)
     if positions is None:
         return None

@@ -100,7 +100,7 @@ class SokobanConfig(Config):
 
 
 class SokobanEnv(gymnasium.Env[str, str]):
-    """gym-sokoban's rewards: -0.1 per step, +1 for a box pushed onto a target, -1 for one pushed off, +10 when solved."""
+    """Boxes pushed onto targets; gym-sokoban's rewards: -0.1 a step, +1 for a box on target, -1 for one off, +10 if solved."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[SokobanConfig]] = SokobanConfig
@@ -116,7 +116,6 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Created lazily: the character tables are larger than the env."""
         texts = (*self.config.grid_lookup.values(), *self.config.action_lookup.values())
         longest = (max(map(len, texts)) + 8) * (self.config.dim_room[0] * self.config.dim_room[1] + 32)
         return Text(max_length=longest, charset="".join(sorted({*"".join(texts), *"0123456789 \n"})))
@@ -156,14 +155,12 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return self._observation(), self._reward(before, after) + penalty, after.is_solved, truncated, info
 
     def task_id(self, seed: int) -> str:
-        """Return the room of `reset(seed=seed)` without changing the env."""
         return self._generate(seeding.np_random(seed)[0]).task_id
 
     def random_answer(self, rng: np.random.Generator) -> str:
         return self.config.action_lookup[1 + int(rng.integers(len(ACTIONS)))]
 
     def grid_text(self) -> str:
-        """Return the room, one line per row."""
         room, symbol = self.room, self.config.grid_lookup
         cells = [symbol[room.code(cell)] for cell in range(room.height * room.width)]
         return "\n".join(" ".join(cells[start : start + room.width]) for start in range(0, len(cells), room.width))
@@ -188,7 +185,7 @@ class SokobanEnv(gymnasium.Env[str, str]):
         return " ".join([*self._neighbours(), *boxes, *targets])
 
     def render(self) -> str | npt.NDArray[np.uint8] | None:
-        """Return the room as text (`ansi`) or as an image, [height, width, 3] uint8 (`rgb_array`)."""
+        """Return the room as text, or as an image [height, width, 3] uint8 (`rgb_array`)."""
         if self.render_mode == "rgb_array":
             return draw_room(self.room)
         return self.grid_text() if self.render_mode == "ansi" else None
@@ -236,7 +233,6 @@ class SokobanEnv(gymnasium.Env[str, str]):
 
 
 def system_prompt(config: SokobanConfig) -> str:
-    """Render the system prompt in the symbols and words of the settings."""
     symbol = config.grid_lookup
     prompt = f"Push {symbol[4]} to {symbol[2]} ."
     if config.grid_vocab:

@@ -76,7 +76,6 @@ class Room:
         return replace(self, player=there, boxes=self.boxes - {there} | {beyond})
 
     def cell(self, at: Cell) -> tuple[int, int]:
-        """Return row and column."""
         return divmod(at, self.width)
 
 

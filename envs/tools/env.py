@@ -41,7 +41,7 @@ class ToolEnvConfig(Config):
 
 
 class ToolEnv(gymnasium.Env[str, str]):
-    """An env with tools."""
+    """Any env with tools that the policy may call before it answers."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": []}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[ToolEnvConfig]] = ToolEnvConfig

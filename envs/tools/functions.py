@@ -15,8 +15,6 @@ BETWEEN = f"{CLOSING}\n{OPENING}"
 
 
 class Function(NamedTuple):
-    """Function that a policy may call."""
-
     name: str
     description: str
     parameters: dict[str, Any]
@@ -28,13 +26,10 @@ class Function(NamedTuple):
         return {"type": "function", "function": function}
 
     def to_json(self) -> str:
-        """Return the schema as one line of JSON."""
         return json.dumps(self.schema(), ensure_ascii=False)
 
 
 class Call(NamedTuple):
-    """Call of a function."""
-
     name: str
     arguments: dict[str, Any]
 
@@ -69,7 +64,7 @@ def read_call(text: str) -> Call:
 
 
 def write_results(results: Sequence[str]) -> str:
-    """Render the results of calls as an observation."""
+    """Render results as an observation."""
     return OPENING + BETWEEN.join(results) + CLOSING
 
 

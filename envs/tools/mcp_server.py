@@ -47,14 +47,13 @@ class McpServer:
             raise
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Return (output of the tool, whether it succeeded)."""
+        """Return (output, whether it succeeded)."""
         try:
             return self._run(lambda client: _call_tool(client, name, arguments))
         except ValueError as error:
             return str(error), False
 
     def close(self) -> None:
-        """Close the connection, and the server if it was started here."""
         asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result(2 * CLOSE_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -177,21 +176,20 @@ class McpSession:
         self.instruction = instruction.replace("{tools}", "\n".join(f.to_json() for f in self.functions))
 
     def accepts(self, text: str) -> bool:
-        """Return True if the call is of one of these functions."""
         try:
             return read_call(text).name in self._functions
         except ValueError:
             return False
 
     def use(self, text: str) -> tuple[str, bool]:
-        """Make the call in `text` and return (output, whether it succeeded)."""
+        """Make the call in `text`; return (output, whether it succeeded)."""
         try:
             return self.call_function(read_call(text))
         except ValueError as error:
             return str(error), False
 
     def call_function(self, call: Call) -> tuple[str, bool]:
-        """Make a call and return (output, whether it succeeded)."""
+        """Return (output, whether it succeeded)."""
         if call.name not in self._functions:
             return f"there is no function {call.name!r}; there is {', '.join(self._functions)}", False
         return self._server.call(call.name, call.arguments)

@@ -37,8 +37,6 @@ For each function call, return a json object with function name and arguments wi
 
 
 class ToolResult(NamedTuple):
-    """Result of a call."""
-
     text: str
     ok: bool
 
@@ -47,9 +45,7 @@ class OpenTool(Protocol):
     """Tool opened for one env."""
 
     @property
-    def instruction(self) -> str:
-        """Text added to the system prompt."""
-        ...
+    def instruction(self) -> str: ...
 
     def find_call(self, answer: str) -> str | None:
         """Return the call's text; None if the answer does not call this tool."""
@@ -72,9 +68,7 @@ class OpenTool(Protocol):
         """Call one of `functions`; a failure is described in the result."""
         ...
 
-    def close(self) -> None:
-        """Release the tool's resources."""
-        ...
+    def close(self) -> None: ...
 
 
 class Tool(Config):

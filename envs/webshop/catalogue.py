@@ -53,7 +53,6 @@ class Catalogue:
     first_train: int
 
     def split(self, name: str) -> Sequence[Goal]:
-        """Return the goals of `train`, `held_out` or `any`."""
         match name:
             case "held_out":
                 return self.goals[: self.num_held_out]

@@ -92,7 +92,7 @@ class WebShopConfig(Config):
 
 
 class WebShopEnv(gymnasium.Env[str, str]):
-    """The paper's reward, in [0, 1], for the purchase; 0 for earlier turns. `success` is a reward of 1."""
+    """Shopping by search and clicks; the paper's reward, in [0, 1], for the purchase. `success` is a reward of 1."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 1}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[WebShopConfig]] = WebShopConfig
@@ -114,7 +114,6 @@ class WebShopEnv(gymnasium.Env[str, str]):
 
     @cached_property
     def observation_space(self) -> Text:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Created lazily: the character tables are larger than the env."""
         charset = PRINTABLE if self.config.data_dir is None else "".join(map(chr, range(9, 0x2FFF)))
         return Text(max_length=MAX_CHARS, charset=charset)
 
@@ -158,12 +157,10 @@ class WebShopEnv(gymnasium.Env[str, str]):
         return self._result(before, purchase.reward if purchase else 0.0, purchase, valid=True)
 
     def task_id(self, seed: int) -> str:
-        """Return the product and instruction of `reset(seed=seed)` without changing the env."""
         goal = self._draw_goal(seeding.np_random(seed)[0])
         return f"{goal.product.asin} {goal.instruction}"
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """Return a search for the goal's category, or a random click."""
         elements = list(clickables(self._page).values())
         if not elements:
             return f"search[ {self.goal.product.query} ]"

@@ -35,7 +35,7 @@ class ResultsPage:
 
 @dataclass(frozen=True, slots=True)
 class ItemPage:
-    """Product with the options chosen so far, or one section of its description."""
+    """Product page with the options chosen so far, or one section of it."""
 
     product: Product
     back: ResultsPage
@@ -47,7 +47,6 @@ Page = SearchPage | ResultsPage | ItemPage
 
 
 def page_text(page: Page) -> str:
-    """Render the page."""
     match page:
         case SearchPage():
             parts = ["Search"]

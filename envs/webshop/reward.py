@@ -22,8 +22,6 @@ STOP_WORDS = frozenset(
 
 
 class PurchaseReward(NamedTuple):
-    """Reward and its factors."""
-
     reward: float
     r_type: float
     r_att: float

@@ -13,8 +13,6 @@ MAX_RESULTS = 50
 
 
 class ProductSearch:
-    """Index of a shop's products."""
-
     def __init__(self, products: Sequence[Product]) -> None:
         """Raises ValueError if bm25s is not installed."""
         self._products = products
