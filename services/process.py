@@ -1,7 +1,4 @@
-"""Child processes: death with the parent, termination, JSON lines over pipes, free ports.
-
-Children import this module at startup, so it uses the standard library only.
-"""
+"""Child processes. Imported by children at startup, so it uses the standard library only."""
 
 import ctypes
 import json
@@ -21,8 +18,7 @@ ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, int(sys.argv[2]))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Program that sets the death signal, which `exec` preserves, and becomes the command; a `preexec_fn` would be unsafe in a
-process with threads."""
+"""Program that sets the death signal, then executes the command; a `preexec_fn` is unsafe in a process with threads."""
 
 
 def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SIGKILL) -> None:
@@ -42,7 +38,7 @@ def die_with_parent(parent: int | None = None, *, by: signal.Signals = signal.SI
 
 
 def bind_to_thread(command: Sequence[str], *, by: signal.Signals = signal.SIGKILL) -> list[str]:
-    """Return a command line for `command` as a child that dies with the thread that starts it."""
+    """Return a command line for `command` that dies with the thread that starts it."""
     return [sys.executable, "-IS", "-c", DIE_WITH_PARENT, str(os.getpid()), str(int(by)), *command]
 
 
@@ -59,7 +55,7 @@ def terminate(process: "subprocess.Popen[Any]", grace_s: float) -> bool:
 
 
 def claim_stdout() -> BinaryIO:
-    """Return stdout for messages to the parent, and redirect further output to stderr."""
+    """Redirect stdout to stderr, and return the original for messages to the parent."""
     messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return messages

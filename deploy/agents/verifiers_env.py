@@ -1,7 +1,4 @@
-"""Agent that runs an episode with verifiers (harness, tools, users, runtimes, rewards) and the policy as its model.
-
-Requires `env_type: verifiers` and `played_by: agent`.
-"""
+"""Agent that runs episodes with verifiers and the policy as model; requires `env_type: verifiers`, `played_by: agent`."""
 
 import asyncio
 import json
@@ -13,9 +10,9 @@ from offbeat.envs.optional_imports import require
 from offbeat.services.rollout.agents.task import AgentTask
 
 KEY_NAME = "OFFBEAT_EPISODE_KEY"
-"""Environment variable with the episode's API key for verifiers' client; a process runs one episode at a time."""
+"""Environment variable with the running episode's API key; a process runs one episode at a time."""
 DEFAULT_ENVIRONMENT: dict[str, Any] = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
-"""Chat loop with the task's tools on this machine; verifiers' default is a sandbox in Prime's cloud."""
+"""Chat loop on this machine; verifiers' default is a sandbox in Prime's cloud."""
 
 
 def play(task: AgentTask) -> dict[str, Any]:
@@ -45,10 +42,7 @@ async def _play(task: AgentTask, request: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _load(settings: str, idx: int) -> tuple[Any, Any]:
-    """Load the env and the task; cached, because a process runs many episodes of few tasks.
-
-    settings: JSON list of the `[env]` block and the taskset.
-    """
+    """Load the env and the task; cached, because a process runs many episodes of few tasks."""
     vf = require("verifiers.v1", "verifiers")
     environment, taskset = json.loads(settings)
     env = vf.load_environment(vf.resolve_env_config({**environment, "taskset": taskset}))

@@ -14,7 +14,6 @@ def client(base_url: str) -> OpenAI:
 
 
 def play(task: AgentTask) -> None:
-    """Step the env with the policy's answers until the episode ends."""
     policy = client(task.base_url).with_options(api_key=task.api_key)
     messages: list[Any] = [
         {"role": "system", "content": task.system_prompt},

@@ -105,7 +105,7 @@ class TrainCommand:
         self._config = config
         self._view = view
         self._resume_command = resume_command
-        self._mesh = LocalMesh(config, began=psutil.Process().create_time(), say=view.say)
+        self._mesh = LocalMesh(config, started_at=psutil.Process().create_time(), on_progress=view.say)
         self._history = RunHistory()
         self._report = ReportMaker(config, self._history)
         self._interrupted = asyncio.Event()

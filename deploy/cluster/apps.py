@@ -39,8 +39,6 @@ RedisUrl = Annotated[str, AfterValidator(_check_address)]
 
 
 class RedisArguments(Config):
-    """`args` of the Redis application."""
-
     redis_url: RedisUrl
     """Client URL; sets port and password. The server listens on loopback."""
     folder: Path
@@ -49,8 +47,6 @@ class RedisArguments(Config):
 
 
 class GenerationArguments(Config):
-    """`args` of a generation application that any run may claim."""
-
     redis_url: RedisUrl
     folder: Path
     """Folder of logs, and of the tiny policy if `pretrain` is `tiny`."""
@@ -61,8 +57,6 @@ class GenerationArguments(Config):
 
 
 class ControlAppArgs(Config):
-    """`args` of the control application."""
-
     redis_url: RedisUrl
     """Redis of all runs, reachable from every node."""
     working_dir: Path | None = None
@@ -76,7 +70,6 @@ class ControlAppArgs(Config):
 
 
 def redis(args: dict[str, Any]) -> Application:
-    """Build the Redis application, for a mesh on one machine."""
     arguments = parse_arguments(RedisArguments, args)
     config = RedisConfig(appendfsync=arguments.appendfsync)
     folder = arguments.folder.resolve()
@@ -84,7 +77,6 @@ def redis(args: dict[str, Any]) -> Application:
 
 
 def generation(args: dict[str, Any]) -> Application:
-    """Build engines that serve one run after another."""
     arguments = parse_arguments(GenerationArguments, args)
     folder = arguments.folder.resolve()
     config = _load_run_config(arguments).model_copy(update={"output_dir": folder})

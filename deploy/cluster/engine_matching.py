@@ -61,7 +61,6 @@ def choose_app(
 
 
 def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], offer: EngineOffer) -> Iterator[str]:
-    """Yield the reasons why the application can't serve the run."""
     different = sorted(
         key for key in architecture.keys() | offer.architecture.keys() if _is_different(key, architecture, offer)
     )
@@ -79,12 +78,10 @@ def find_mismatches(config: RunConfig, architecture: Mapping[str, JsonValue], of
 
 
 def is_equivalent(requested: GenerationConfig, offer: EngineOffer) -> bool:
-    """Return True if the run would deploy the same application."""
     return requested.model_dump(exclude=RUN_SPECIFIC_KEYS) == offer.config.model_dump(exclude=RUN_SPECIFIC_KEYS)
 
 
 def load_architecture(config: RunConfig) -> dict[str, JsonValue]:
-    """Return `config.json` of the run's policy, which may not exist yet."""
     if config.pretrain != "tiny":
         return read_architecture(Path(config.pretrain))
     from offbeat.trainer.models.tiny import write_tiny_policy  # noqa: PLC0415

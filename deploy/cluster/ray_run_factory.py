@@ -1,8 +1,7 @@
 # pyright: basic
 """Run factory of a control service started by `serve deploy`.
 
-Invariants: all runs' relative paths start at one folder; a run is checked against the cluster, not the control service's
-host.
+Invariants: runs' relative paths start at one folder; a run is checked against the cluster, not the service's host.
 """
 
 import asyncio
@@ -40,13 +39,10 @@ from offbeat.trainer.config.issue import ConfigIssue
 
 REPORT_TIMEOUT_S = 900.0
 MAX_OUTPUT_CHARS = 2000
-"""Length to which a failed command's output is cut in its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Resources of a Ray cluster."""
-
     cpus: float
     gpus: float
     hosts: int
@@ -59,8 +55,6 @@ class Cluster:
 
 
 class RayRunFactory(MeshRunFactory):
-    """Run factory for a cluster that outlives its runs."""
-
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
         super().__init__(redis, redis_url, working_dir or Path.cwd())
         ensure_reaper()
@@ -107,7 +101,6 @@ class RayRunFactory(MeshRunFactory):
         return state is None or RunState(state.decode()).over
 
     def build_mesh(self, record: RunRecord) -> RunComponents:
-        """Claim the run's folder, then build its components."""
         config = RunConfig.model_validate_json(record.config)
         watch = BufferWatch(self._async_redis, record.run_id)
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status, claim=_claim_id(record))
@@ -150,12 +143,10 @@ class RayRunFactory(MeshRunFactory):
 
 
 def _claim_id(record: RunRecord) -> str:
-    """Return the id of this start of a run."""
     return f"{record.run_id} {record.created_at}"
 
 
 def check_cluster(config: RunConfig, cluster: Cluster, redis_url: str) -> Iterator[ConfigIssue]:
-    """Yield settings that can't work on this cluster."""
     if config.redis.url not in (None, redis_url):
         yield ConfigIssue("redis.url", "runs of a deployed mesh use its Redis: remove this key")
     if cluster.hosts > 1 and config.weights.transport == "shm":

@@ -28,13 +28,12 @@ logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 LEARNER_GRACE_S = 20.0
-"""Time for learners to finish a step and save a checkpoint."""
 HOST_EXTRA_GRACE_S = 4.0
 ENSURE_INTERVAL_S = 5.0
 SHUTDOWN_KEY = b"serve-shutdown-in-progress"
-"""Suffix of the key that `serve shutdown` sets in the store of Serve's controller."""
+"""Suffix of the key that `serve shutdown` sets."""
 SHUTDOWN_FLAG_TTL_S = 30
-"""Time after a shutdown during which no learner is started; bounds the delay of an immediate redeployment."""
+"""Time after a shutdown during which no learner is started."""
 
 
 class Reaper:
@@ -69,13 +68,12 @@ class Reaper:
 
 
 def wait_for_shutdown() -> None:
-    """Block until Serve is gone."""
     while is_serve_running():
         time.sleep(CHECK_INTERVAL_S)
 
 
 def stop_learners(redis_url: str) -> None:
-    """Stop the learners, which save a checkpoint, if Serve is shutting down; do nothing if only Redis is replaced."""
+    """Stop the learners if Serve is shutting down, rather than just replacing Redis."""
     if not is_serve_shutting_down():
         return
     with connect(redis_url, patience_s=1.0) as redis:
@@ -105,13 +103,12 @@ def is_serve_running() -> bool:
 
 
 def list_actor_names() -> list[str]:
-    """Return the names of the live actors in our namespace."""
     actors = cast(list[dict[str, str]], list_named_actors(all_namespaces=True))
     return [actor["name"] for actor in actors if actor["namespace"] == ray_actors.NAMESPACE]
 
 
 def ensure_reaper() -> None:
-    """Keep a reaper running from a background thread of this process."""
+    """Keep a reaper running, from a background thread."""
     threading.Thread(target=_ensure_reaper, name="reaper starter", daemon=True).start()
 
 
@@ -125,7 +122,6 @@ def _ensure_reaper() -> None:
 
 
 def start_reaper() -> None:
-    """Start the cluster's reaper unless it exists; does not wait for it."""
     ray.remote(Reaper).options(
         name=ray_actors.REAPER,
         namespace=ray_actors.NAMESPACE,

@@ -46,7 +46,6 @@ from offbeat.trainer.config.issue import ConfigIssue
 logger = logging.getLogger(__name__)
 
 CLAIM_FILE = ".claim"
-"""File with the id of the run start that claimed the folder."""
 
 
 class RunComponents:
@@ -62,7 +61,7 @@ class RunComponents:
         *,
         claim: str | None = None,
     ) -> None:
-        """claim: id of this start of the run, by which `prepare` claims the folder; None if it is claimed already."""
+        """claim: id of this start, by which `prepare` claims the folder; None if it is claimed already."""
         self._config = config
         self._claim = claim
         self._redis = redis
@@ -113,10 +112,7 @@ def _build_generation(
 
 
 class MeshRunFactory:
-    """Builds runs for the control service of `offbeat train`."""
-
     def __init__(self, redis: AsyncRedis, redis_url: str, working_dir: Path | None) -> None:
-        """working_dir: base of relative paths in runs' configurations; None: the current one."""
         self._async_redis = redis
         self._working_dir = working_dir
         self._redis = connect(redis_url)
@@ -148,7 +144,7 @@ class MeshRunFactory:
         return RunComponents(config, self._redis, watch, self._redis_url, self._serve_status)
 
     def validate_change(self, record: RunRecord, values: Mapping[str, float]) -> None:
-        """Check a change of a run's live settings.
+        """Check a change of live settings.
 
         Raises:
             InvalidRunError: with the issues that the change causes.
@@ -162,7 +158,7 @@ class MeshRunFactory:
         """Do nothing: `offbeat train` writes the report of its run."""
 
     def remove_files(self, record: RunRecord) -> list[str]:
-        """Remove a run's files from its folder.
+        """Remove a run's files.
 
         Raises:
             BusyError: a command uses the folder.
@@ -221,6 +217,5 @@ def claim_folder(config: RunConfig, claim: str) -> None:
 
 
 def holds_claim(folder: Path, claim: str) -> bool:
-    """Return True if `claim_folder` was called with `claim` last."""
     claim_file = folder / CLAIM_FILE
     return claim_file.exists() and claim_file.read_text() == claim

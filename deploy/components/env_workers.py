@@ -1,5 +1,5 @@
 # pyright: basic
-"""The pool of env workers."""
+"""Pool of env workers."""
 
 import asyncio
 import itertools
@@ -43,7 +43,7 @@ class WorkerPool:
         return [rollout_app.worker_name(self._run_id, index) for index in range(self._num_workers)]
 
     async def resize(self, num_workers: int) -> None:
-        """Set the number of workers: `ensure` starts missing ones, surplus ones return their episodes and exit."""
+        """Set the number of workers: `ensure` starts missing ones, surplus ones exit."""
         self._num_workers = num_workers
         for index in itertools.count(num_workers):
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
@@ -52,12 +52,11 @@ class WorkerPool:
             actor.stop.remote()
 
     async def ensure(self) -> None:
-        """Start missing workers."""
         for index in range(self._num_workers):
             await asyncio.to_thread(rollout_app.build, index, self._settings, namespace=ray_actors.NAMESPACE)
 
     async def stop(self, *, now: bool) -> None:
-        """Stop all workers; with `now`, their episodes are reassigned when their heartbeats time out."""
+        """Stop all workers; with `now`, episodes are reassigned when heartbeats time out."""
         for index in itertools.count():
             actor = await asyncio.to_thread(find_actor, rollout_app.worker_name(self._run_id, index))
             if actor is None and index >= self._num_workers:
@@ -96,7 +95,7 @@ class WorkerPool:
         return Observation(Health.READY, log=log)
 
     async def _observe_unresponsive(self, name: str, actor: ActorHandle, log: str) -> Observation:
-        """Return STARTING if the worker has never answered; kill it once it has hung for `HANG_TIMEOUT_S`."""
+        """Return STARTING if the worker has never answered; kill it once it hangs."""
         last_answer_at = self._answered.get(name)
         if last_answer_at is None:
             return Observation(Health.STARTING, "starting", log)

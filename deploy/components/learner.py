@@ -1,5 +1,5 @@
 # pyright: basic
-"""The learner: managed by the mesh, or attached by a user."""
+"""Managed and external learners."""
 
 import asyncio
 from pathlib import Path
@@ -26,8 +26,6 @@ NO_RETRY_EXIT_CODE = 2
 
 
 class LearnerHostActor:
-    """Learner host as a Ray actor."""
-
     def __init__(self, run_id: str, redis_url: str, output_dir: Path, threads: int, standby: bool) -> None:
         self._run_id = run_id
         self._output_dir = output_dir
@@ -37,16 +35,13 @@ class LearnerHostActor:
         self._host.start()
 
     def stop(self, grace_s: float) -> None:
-        """Stop the learner, and remove its weights from shared memory."""
         from offbeat.services.weights.transports.factory import cleanup  # noqa: PLC0415
 
-        self._host.end(grace_s)
+        self._host.stop(grace_s)
         cleanup(self._run_id, WeightsConfig(), self._output_dir)
 
 
 class ManagedLearner:
-    """Learner process that the mesh starts and replaces."""
-
     name = "learner"
 
     def __init__(self, config: RunConfig, redis: Redis, redis_url: str) -> None:
@@ -59,7 +54,7 @@ class ManagedLearner:
         """Last incarnation whose replacement by the standby was reported to the reconciler."""
 
     async def ensure(self) -> None:
-        """Start a learner unless one is alive or Serve is shutting down."""
+        """Start a learner, if none is alive and Serve is not shutting down."""
         status = await asyncio.to_thread(read_status, self._redis, self._run_id)
         if not status.alive and not await asyncio.to_thread(self._redis.exists, ENDING):
             await asyncio.to_thread(self._start)
@@ -116,18 +111,14 @@ class ManagedLearner:
         return Observation(health, status.end_reason, LEARNER_LOG, status.incarnation)
 
     async def forget(self) -> None:
-        """Remove the host actor."""
         await asyncio.to_thread(kill_actor, self._actor_name)
 
 
 def has_finished(redis: Redis, run_id: str) -> bool:
-    """Return True if all steps are trained and evaluated."""
     return redis.hget(RunKeys(run_id).record, "learner_phase") == b"finished"
 
 
 class ExternalLearner:
-    """Learner attached with `offbeat learner attach`."""
-
     name = "learner"
 
     def __init__(self, config: RunConfig, redis: Redis) -> None:
@@ -139,7 +130,7 @@ class ExternalLearner:
         """Do nothing: a user attaches it."""
 
     async def stop(self, *, now: bool) -> None:
-        """With `now`, reject its further writes; otherwise do nothing, as it reads the run's desired state itself."""
+        """With `now`, reject its further writes; otherwise it stops by itself."""
         if now:
             await asyncio.to_thread(self._redis.incr, RunKeys(self._run_id).epoch)
             await asyncio.to_thread(self._redis.delete, RunKeys(self._run_id).lease)

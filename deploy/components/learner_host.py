@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.2
 REDIS_RETRY_TIMEOUT_S = 0.5
-"""Retry timeout of Redis calls between two checks of the learner."""
 HEARTBEAT_TTL_S = 6.0
 """Time without a heartbeat after which a host and its learner count as dead."""
 KILL_TIMEOUT_S = 2.0
@@ -46,24 +45,20 @@ LEARNER_LOG = "logs/learner.out"
 
 
 def learner_key(run_id: str) -> str:
-    """Return the key of the hash with the learner's state and pending stop request."""
     return RunKeys(run_id).key("learner")
 
 
 def alive_key(run_id: str) -> str:
-    """Return the key of the host's heartbeat, a string with expiry."""
+    """Return the key of the host's heartbeat."""
     return RunKeys(run_id).key("learner", "alive")
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """State of a managed learner, as stored in Redis."""
-
     started: bool
     alive: bool
     exit_code: int | None = None
     stopping: bool = False
-    """True once a stop was requested."""
     incarnation: str = ""
     died: str = ""
     """Last incarnation that the standby replaced."""
@@ -88,7 +83,6 @@ def _signal_name(signal_number: int) -> str:
 
 
 def read_status(redis: Redis, run_id: str) -> LearnerStatus:
-    """Read the state of a run's managed learner."""
     raw = cast(dict[bytes, bytes], redis.hgetall(learner_key(run_id)))
     if b"incarnation" not in raw:
         return LearnerStatus(started=False, alive=False)
@@ -105,7 +99,7 @@ def read_status(redis: Redis, run_id: str) -> LearnerStatus:
 
 
 def request_stop(redis: Redis, run_id: str, *, now: bool) -> None:
-    """Request that the host stop its learner: by SIGTERM (it saves a checkpoint), or `now` by SIGKILL."""
+    """Request that the host stop its learner, by SIGTERM (it saves a checkpoint) or `now` by SIGKILL."""
     if redis.exists(learner_key(run_id)):
         redis.hset(learner_key(run_id), "stop", "kill" if now else "term")
 
@@ -115,8 +109,6 @@ def learner_command(run_id: str) -> list[str]:
 
 
 class LearnerHost:
-    """Runs one active learner, supervised by a thread."""
-
     def __init__(
         self,
         run_id: str,
@@ -131,9 +123,9 @@ class LearnerHost:
         self._is_standby_enabled = standby
         self._standby: subprocess.Popen[bytes] | None = None
         self._next_standby_at = 0.0
-        """Monotonic time of the earliest next start."""
+        """Monotonic time."""
         self._lease_held_at: float | None = None
-        """Monotonic time at which the learner last held its lease."""
+        """Monotonic time."""
         self._run_id = run_id
         self._redis_url = redis_url
         self._output_dir = output_dir
@@ -161,10 +153,9 @@ class LearnerHost:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return True if the learner exits within the timeout."""
         return self._exited.wait(timeout_s)
 
-    def end(self, grace_s: float) -> None:
+    def stop(self, grace_s: float) -> None:
         """Terminate the learner without Redis, which may be gone; kill it after `grace_s`."""
         self._stopping = True
         for signal_number, timeout_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
@@ -230,7 +221,7 @@ class LearnerHost:
             logger.warning("can't start a standby learner: %s; retrying in %g s", error, STANDBY_START_INTERVAL_S)
 
     def _take_over(self, redis: Redis, before: str, code: int, process: subprocess.Popen[bytes]) -> str:
-        """Make the standby learner the active one; return its incarnation."""
+        """Make the standby learner the active one and return its incarnation."""
         incarnation = uuid.uuid4().hex
         reason = _describe_exit(code)
         logger.warning("learner exited (%s); standby learner %d takes over", reason, process.pid)
@@ -293,7 +284,7 @@ class LearnerHost:
         return request
 
     def _is_hung(self, holder: str, pid: int) -> bool:
-        """Return True if the learner has held the lease and lost it for `HANG_TIMEOUT_S`."""
+        """Return True if the learner has lost its lease for `HANG_TIMEOUT_S`."""
         if holder.startswith(f"{owner_of(pid)} "):
             self._lease_held_at = time.monotonic()
         return self._lease_held_at is not None and time.monotonic() > self._lease_held_at + HANG_TIMEOUT_S

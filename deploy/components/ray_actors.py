@@ -11,7 +11,6 @@ LEARNER_HOST_PREFIX = "learner-"
 
 
 def find_actor(name: str) -> ActorHandle | None:
-    """Return the named actor, or None."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -19,7 +18,6 @@ def find_actor(name: str) -> ActorHandle | None:
 
 
 def kill_actor(name: str) -> None:
-    """Kill the named actor if it exists."""
     actor = find_actor(name)
     if actor is not None:
         ray.kill(actor, no_restart=True)
@@ -32,5 +30,4 @@ def last_line(text: str) -> str:
 
 
 def learner_host_name(run_id: str) -> str:
-    """Return the name of the actor that hosts the managed learner."""
     return f"{LEARNER_HOST_PREFIX}{run_id}"

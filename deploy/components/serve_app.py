@@ -35,7 +35,6 @@ class ServeApp:
         self._build = build
         self._status = status
         self._requested_replicas: int | None = None
-        """Replica count last requested from Serve."""
 
     async def ensure(self) -> None:
         await asyncio.to_thread(self._deploy)
@@ -93,7 +92,6 @@ def set_num_replicas(app: str, deployment: str, count: int) -> None:
 
 
 def generation_component(config: RunConfig, redis_url: str, model: Path, status: ServeStatus) -> ServeApp:
-    """Return the component of the generation engines."""
 
     def build() -> Application:
         return generation_service.build(
@@ -111,7 +109,6 @@ def generation_component(config: RunConfig, redis_url: str, model: Path, status:
 
 
 def broker_component(config: RunConfig, redis_url: str, status: ServeStatus) -> ServeApp:
-    """Return the component of the weight-sync broker."""
 
     def build() -> Application:
         return weights_app.build(

@@ -12,8 +12,6 @@ from ray.serve.schema import ApplicationStatus
 
 @dataclass(frozen=True, slots=True)
 class AppStatus:
-    """Status of one application."""
-
     status: ApplicationStatus
     message: str
     """First deployment's message, or the application's."""
@@ -22,22 +20,20 @@ class AppStatus:
 class ServeStatus:
     """Status of all applications by name; concurrent callers share one request.
 
-    `serve.status` would parse all of Serve's state and pickle each deployment's router class, which was most of the control
-    service's work (docs/performance.md).
+    Replaces `serve.status`, which parses all of Serve's state and was most of the control service's work
+    (docs/performance.md).
     """
 
     def __init__(self) -> None:
         self._request: asyncio.Task[Mapping[str, AppStatus]] | None = None
 
     async def __call__(self) -> Mapping[str, AppStatus]:
-        """Return all applications, including those being deleted."""
         if self._request is None or self._request.done():
             self._request = asyncio.create_task(asyncio.to_thread(read_app_statuses))
         return await asyncio.shield(self._request)
 
 
 def read_app_statuses() -> dict[str, AppStatus]:
-    """Read the status of each application; empty if Serve is not running."""
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return {}
@@ -50,10 +46,10 @@ def read_app_statuses() -> dict[str, AppStatus]:
 
 
 def count_replicas(app: str) -> tuple[str, int]:
-    """Return the name of an application's deployment, and its number of replicas in any state.
+    """Return the name of an application's only deployment and its number of replicas.
 
     Raises:
-        LookupError: no such application, or one of several deployments.
+        LookupError: no such application, or several deployments.
     """
     status = serve.status().applications.get(app)
     if status is None or len(status.deployments) != 1:

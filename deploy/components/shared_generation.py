@@ -1,5 +1,5 @@
 # pyright: basic
-"""Generation application of the deploy file, claimed and released by a run, but never started, stopped or resized."""
+"""Deployed generation application that a run claims and releases, but never starts, stops or resizes."""
 
 import asyncio
 from typing import cast
@@ -15,8 +15,6 @@ from offbeat.services.keys import claims_key
 
 
 class SharedGeneration:
-    """Deployed engines that one run has claimed."""
-
     name = "generation"
 
     def __init__(self, run_id: str, app: str, redis: Redis, status: ServeStatus) -> None:
@@ -40,12 +38,11 @@ class SharedGeneration:
         """Do nothing: the deploy file sets it."""
 
     async def stop(self, *, now: bool) -> None:  # noqa: ARG002
-        """Release the application."""
         if await asyncio.to_thread(self._holder) == self._run_id:
             await asyncio.to_thread(self._redis.hdel, claims_key(APP), self._app)
 
     async def observe(self) -> Observation:
-        """Return the state; STARTING while the application is missing or broken: the run waits for its redeployment."""
+        """Return the state; STARTING while the application is missing or broken."""
         if await asyncio.to_thread(self._holder) != self._run_id:
             return Observation(Health.ABSENT)
         observation = await self._serve_app.observe()

@@ -1,4 +1,4 @@
-"""Mesh of one command on this machine: Redis in the run's folder, a private Ray with Serve, control service, learner.
+"""Mesh of one command on this machine: Redis, a private Ray with Serve, control service, learner.
 
 Invariants: everything started here is a descendant of this process and dies with it; `stop` works in any state, also
 during `start`, and leaves no process and no file in shared memory.
@@ -91,22 +91,20 @@ LEARNER_GRACE_S = 4.0
 """Time for an interrupted learner to exit, in addition to twice its last step's."""
 EXIT_GRACE_S = 1.0
 SUBMIT_TIMEOUT_S = 120.0
-"""Time for a started control service to accept the run."""
 REDIS_CHECK_INTERVAL_S = 0.2
 SHARED_MEMORY_SCAN_INTERVAL_S = 1.0
 REDIS_PING_INTERVAL_S, REDIS_HANG_TIMEOUT_S = 2.0, 15.0
-"""Ping interval, and time without an answer after which Redis is killed; short enough for a restart within clients' retry
-timeout (`offbeat.services.redis.connection`)."""
+"""Interval, and time without an answer until a kill; a restart fits into clients' retry timeout."""
 
 
 class LocalMesh:
-    """All processes of one run on this machine."""
-
-    def __init__(self, config: RunConfig, *, began: float, say: Callable[[str], None] = lambda _: None) -> None:
-        """began: Unix time at which the command started. say: called with progress messages."""
-        self._say = say
+    def __init__(
+        self, config: RunConfig, *, started_at: float, on_progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """started_at: Unix time at which the command started. on_progress: called with progress messages."""
+        self._on_progress = on_progress
         self._config = config
-        self._began = began
+        self._started_at = started_at
         self._folder = config.output_dir
         # Linux kills Redis with the *thread* that started it, so this thread has to live as long as the mesh.
         self._redis_thread = ThreadPoolExecutor(1, thread_name_prefix="redis")
@@ -123,7 +121,6 @@ class LocalMesh:
 
     @property
     def redis_address(self) -> str:
-        """Redis URL without its password."""
         return place(self._redis_url)
 
     async def start(self) -> ControlClient:
@@ -170,15 +167,12 @@ class LocalMesh:
         self._record_timing("redis")
 
     async def _start_learner_early(self) -> None:
-        """Start a CPU learner before the control service, which takes it over: it needs Redis only and warms up longest.
-
-        On GPUs, Ray places the learner, so that it shares no GPU with an engine.
-        """
+        """Start a CPU learner first, because it warms up longest; the control service takes it over."""
         config, redis = self._config, self._redis
         assert redis is not None
         async with connect_async(self._redis_url) as async_redis:
             await RunStore(async_redis).create(run_spec(config), takeover=self._server is not None)
-        RedisMetrics(redis, config.exp_name).append(command_started(self._began))
+        RedisMetrics(redis, config.exp_name).append(command_started(self._started_at))
         # No process of this run is alive: its files in shared memory are leftovers of a killed command.
         await asyncio.to_thread(cleanup, config.exp_name, config.weights, self._folder)
         await asyncio.to_thread(prepare_folder, config)
@@ -241,7 +235,7 @@ class LocalMesh:
             async with asyncio.timeout(RAY_STARTUP_TIMEOUT_S):
                 while (answer := await asyncio.to_thread(self._ray_pipe.receive)) == {STATE: RETRYING}:
                     logger.warning(SLOW_START_MESSAGE)
-                    self._say(SLOW_START_MESSAGE)
+                    self._on_progress(SLOW_START_MESSAGE)
         except TimeoutError:
             raise MeshError(f"Ray did not start in {RAY_STARTUP_TIMEOUT_S:.0f} s; see {log}") from None
         if answer != {STATE: expected}:
@@ -265,15 +259,14 @@ class LocalMesh:
             await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
 
     async def watch_shared_memory(self) -> None:
-        """Record the shared memory of the run's processes, for later removal: Ray kills engines together with the resource
-        trackers that would remove it. Runs until cancelled."""
+        """Record shared memory for `stop`: Ray kills engines together with the resource trackers that would remove it."""
         while True:
             held = await asyncio.to_thread(find_shared_memory)
             self._shared_memory = held | {path for path in self._shared_memory if path.exists()}
             await asyncio.sleep(SHARED_MEMORY_SCAN_INTERVAL_S)
 
     async def stop_learner(self) -> int:
-        """Stop the learner after its step and a checkpoint, and return the run's step (-1 before the first weights).
+        """Stop the learner after a checkpoint and return the run's step (-1 before the first weights).
 
         A learner that does not exit in time is left to `stop`, which kills it.
         """
@@ -304,7 +297,6 @@ class LocalMesh:
         await asyncio.to_thread(self._stop, outcome)
 
     def kill(self) -> None:
-        """Kill everything at once; saved state remains."""
         terminate_descendants(0.0)
         remove_orphaned_shared_memory(self._shared_memory)
         self._remove_leftovers()
@@ -328,14 +320,12 @@ class LocalMesh:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove files outside the run's folder."""
         cleanup(self._config.exp_name, self._config.weights, self._folder)
         remove_endpoints(self._folder)
         if self._ray_temp is not None:
             shutil.rmtree(self._ray_temp, ignore_errors=True)
 
     def _stop_ray(self) -> None:
-        """Request that Ray's process exit; `_stop` kills what remains."""
         if self._ray is None or self._ray.stdin is None or "control" not in self.timings:
             return  # it reads no requests while it starts
         with suppress(BrokenPipeError):
@@ -344,7 +334,6 @@ class LocalMesh:
             self._ray.wait(RAY_SHUTDOWN_TIMEOUT_S)
 
     def _copy_ray_logs(self) -> None:
-        """Replace the link to Ray's logs by a copy."""
         link = self._folder / LOGS / "ray"
         target = link.resolve()
         if link.is_symlink() and target.is_dir():
@@ -359,11 +348,10 @@ class LocalMesh:
             logger.warning("can't write the run's state %s: %s", outcome, error)
 
     def _record_timing(self, part: str) -> None:
-        self.timings[part] = time.time() - self._began
+        self.timings[part] = time.time() - self._started_at
 
 
 def _learner_grace_s(redis: Redis, run_id: str) -> float:
-    """Return the time for a learner to finish its step and a checkpoint, by the durations of its last step."""
     raw = cast(bytes | None, redis.hget(RunKeys(run_id).record, "learner_metrics"))
     metrics = json.loads(raw) if raw else {}
     return LEARNER_GRACE_S + 2 * sum(
@@ -372,7 +360,6 @@ def _learner_grace_s(redis: Redis, run_id: str) -> float:
 
 
 def _remove_orphaned_temp() -> None:
-    """Remove Ray's temporary files of killed commands."""
     for folder in TEMP_ROOT.glob(f"{TEMP_PREFIX}*-*"):
         pid = folder.name.removeprefix(TEMP_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

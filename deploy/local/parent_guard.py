@@ -18,7 +18,7 @@ class _ParentEndedError(Exception):
 
 
 def guard_command(command: Sequence[str]) -> list[str]:
-    """Return a command line for `command` whose process tree dies with the thread that starts it."""
+    """Return a command line for `command` that dies, as a whole tree, with the calling thread."""
     return [sys.executable, "-m", "offbeat.deploy.local.parent_guard", str(os.getpid()), *command]
 
 

@@ -19,7 +19,6 @@ SHARED_MEMORY = Path("/dev/shm")
 MULTIPROCESSING_PATTERNS = ("sem.mp-*", "psm_*")
 """Names of semaphores and shared memory blocks."""
 RESOURCE_TRACKER_GRACE_S = 2.0
-"""Time for resource trackers to clean up."""
 
 
 def adopt_orphans() -> None:
@@ -28,7 +27,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(excluding: Collection[int] = ()) -> list[psutil.Process]:
-    """Return all descendants, except processes in `excluding` and theirs."""
+    """Return all descendants, except `excluding` and theirs."""
     spared = set(excluding)
     processes: list[psutil.Process] = []
     for child in psutil.Process().children():
@@ -79,7 +78,7 @@ def find_shared_memory() -> set[Path]:
 
 
 def find_orphaned_shared_memory() -> set[Path]:
-    """Return multiprocessing's files in shared memory that no process of this machine uses."""
+    """Return multiprocessing's files in shared memory that no process uses."""
     return _split_by_use(psutil.process_iter())[1]
 
 
@@ -127,7 +126,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _exclude_zombies(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that are not zombies; reaps own zombie children."""
+    """Return the processes that are not zombies; reaps zombie children."""
     living: list[psutil.Process] = []
     for process in processes:
         try:

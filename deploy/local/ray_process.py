@@ -1,8 +1,7 @@
 # pyright: basic
 """Ray and Serve of one command, in a child process: `python -m offbeat.deploy.local.ray_process`.
 
-A separate process, because Ray may exit it and can't be interrupted while it starts. Requests and answers are JSON lines
-on stdin and stdout.
+A separate process, because Ray may exit it and can't be interrupted while it starts.
 
 Invariant: Ray lives exactly as long as this process, which exits when its stdin closes.
 """
@@ -18,16 +17,13 @@ from offbeat.services.process import JsonLines, claim_stdout
 STATE, UP, RETRYING, CONTROL = "state", "up", "retrying", "control"
 """Field of an answer, and its values."""
 TIMEOUT_MESSAGE = "timed out during startup"
-"""Part of Ray's error for a raylet that did not start within a fixed 30 s, too short on a busy machine."""
+"""Part of Ray's error after a fixed 30 s, too short on a busy machine."""
 MAX_STARTS = 4
 CLEANUP_GRACE_S = 2.0
-"""Time for the processes of a failed start to exit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
-    """Settings of Ray and Serve."""
-
     temp_dir: str
     """Short path, because it contains Unix sockets."""
     num_cpus: int
@@ -51,7 +47,6 @@ class LocalControlArgs:
 
 
 def start_ray(settings: RaySettings) -> None:
-    """Start Ray and Serve's HTTP proxy."""
     import ray
     from ray import serve
 
@@ -93,7 +88,6 @@ def _clean_up() -> None:
 
 
 def start_control(arguments: LocalControlArgs) -> None:
-    """Deploy the control service and wait until it is ready."""
     from ray import serve
 
     from offbeat.services.control.app import ControlSettings, build
@@ -110,7 +104,6 @@ def start_control(arguments: LocalControlArgs) -> None:
 
 
 def serve_parent(parent: JsonLines) -> None:
-    """Serve requests of the parent until it closes the pipe."""
     import ray
 
     settings = parent.receive()
@@ -127,7 +120,6 @@ def serve_parent(parent: JsonLines) -> None:
 
 
 def main() -> None:
-    """Serve the parent process; Ray's output goes to stderr."""
     serve_parent(JsonLines(sys.stdin.buffer, claim_stdout()))
 
 

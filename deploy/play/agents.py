@@ -19,8 +19,7 @@ from offbeat.services.messages.types import Completion, Picture, VersionSpan
 START, END, IMAGE = "<|im_start|>", "<|im_end|>", "<|image|>"
 
 
-class UserLeftError(Exception):
-    """The user ended the input."""
+class UserLeftError(Exception): ...
 
 
 def load_chat(folder: Path | None) -> ChatFormat:
@@ -41,13 +40,11 @@ class TextSampler:
 
 
 def make_random_agent(env: TextEnv, seed: int) -> Callable[[], str]:
-    """Return a function that draws random answers of the env, deterministic by seed."""
     rng = np.random.default_rng(seed)
     return lambda: random_answer(env, rng)
 
 
 def make_human_agent() -> Callable[[], str]:
-    """Return a function that reads an answer from the keyboard."""
 
     def respond() -> str:
         try:
@@ -59,8 +56,6 @@ def make_human_agent() -> Callable[[], str]:
 
 
 class OneTokenImages:
-    """Image reader with one token per image."""
-
     def __init__(self, image_token_id: int) -> None:
         self.image_token_id = image_token_id
 
@@ -96,7 +91,6 @@ def _build_byte_chat() -> ChatFormat:
 
 
 def _render_tools(messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[ChatMessageDict]:
-    """Render tools, calls and results as text, in the format of Qwen's and Hermes' templates."""
     rendered: list[ChatMessageDict] = []
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)

@@ -38,8 +38,6 @@ WriteLine = Callable[[str], None]
 
 @dataclass
 class TracedEnv:
-    """Env that records its observations, answers and images."""
-
     env: TextEnv
     write: WriteLine
     observations: list[str] = field(default_factory=list[str])
@@ -69,8 +67,6 @@ class TracedEnv:
 
 
 class TracedSampler:
-    """Sampler that traces each turn's prompt and completion."""
-
     def __init__(
         self, sample: Sample, chat: ChatFormat, env: TracedEnv, write: WriteLine, *, show_tokens: bool
     ) -> None:
@@ -106,7 +102,7 @@ class TracedSampler:
         return completion
 
     def _prompt_pieces(self, prompt: Sequence[int], known: int, pictures: tuple[PromptPicture, ...]) -> str:
-        """Render the prompt from token `known` on, with one mark for each image's tokens."""
+        """Render the prompt from token `known` on."""
         pieces: list[str] = []
         for picture in pictures:
             if picture.start >= known:

@@ -20,7 +20,6 @@ Colour = Literal["logprob", "version", "mask"]
 EVALUATIONS = "evaluations"
 
 LOW, HIGH = -4.0, 0.0
-"""Logprobs shown as pure red and green."""
 VERSION_COLOURS = ((90, 170, 250), (250, 180, 60), (150, 220, 120), (230, 120, 200), (120, 220, 220), (240, 120, 100))
 GREY = (130, 130, 130)
 
@@ -55,7 +54,7 @@ def render_episodes(path: Path, *, colour: Colour, episode: int | None, limit: i
 
 
 def _load_newest_evaluation(run: Path) -> tuple[list[RecordedTokens], Path]:
-    """Load the episodes of a run's last evaluation; empty if it has no tokens or no tokenizer."""
+    """Load a run's last evaluation; empty without tokens or tokenizer."""
     files = _list_evaluations(run)
     folders = [*sorted((run / CHECKPOINTS).glob("step-*")), run / "policy"]
     tokenizers = [folder for folder in folders if (folder / "tokenizer_config.json").is_file()]
@@ -110,7 +109,6 @@ def _render_heading(number: int, tag: str, seed: int, reward: float, success: bo
 
 
 def _render_pictures(recorded: RecordedTokens) -> dict[int, str]:
-    """Map positions of image tokens to text: a mark for each image's first token, empty for the rest."""
     shown: dict[int, str] = {}
     for start, count, png in zip(recorded.picture_starts, recorded.picture_tokens, recorded.pictures, strict=True):
         mark = f"[picture: {count} tokens, {len(png)} bytes of PNG] "
@@ -136,7 +134,6 @@ def _render_token(recorded: RecordedTokens, i: int, colour: Colour) -> str:
 
 
 def _is_word_level(recorded: RecordedTokens) -> bool:
-    """Return True if the tokens contain no spaces, as those of a word-level tokenizer."""
     return not any(" " in text for text in recorded.token_texts)
 
 

@@ -18,7 +18,7 @@ MAX_ERROR_CHARS = 300
 
 
 class OpenAISampler:
-    """Requests each answer from an endpoint and encodes it with zero logprobs."""
+    """Requests answers from an endpoint; their logprobs are zero."""
 
     def __init__(self, url: str, model: str, chat: ChatFormat, temperature: float | None) -> None:
         """Connect to the endpoint.
@@ -77,7 +77,7 @@ class OpenAISampler:
 def parse_conversation(
     chat: ChatFormat, prompt: tuple[int, ...], pictures: Sequence[Picture] = ()
 ) -> list[dict[str, Any]]:
-    """Parse a byte-level ChatML prompt into messages in OpenAI's format, without the generation prompt."""
+    """Parse a byte-level ChatML prompt into messages in OpenAI's format."""
     pngs = {picture.start: picture.png for picture in pictures}
     messages: list[dict[str, Any]] = []
     start = 0
@@ -96,7 +96,6 @@ def parse_conversation(
 
 
 def _build_parts(content: str, pngs: Sequence[bytes], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the text, then each image with its following text; blank texts are dropped."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": content}]
     for png, text in zip(pngs, texts, strict=True):
         url = f"data:image/png;base64,{base64.b64encode(png).decode()}"

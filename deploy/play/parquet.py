@@ -1,4 +1,4 @@
-"""Trajectories as a parquet file, one row each: sampled tokens with texts, masks, logprobs and versions, and messages."""
+"""Trajectories as a parquet file, one row each."""
 
 import json
 from collections.abc import Sequence
@@ -34,15 +34,12 @@ class RecordedTokens:
     messages: list[str]
     """System prompt, then observation and answer in turn."""
     pictures: list[bytes]
-    """PNG files in the prompts."""
     picture_starts: list[int]
     """Position of each image's first token."""
     picture_tokens: list[int]
-    """Number of tokens of each image."""
 
 
 def decode_episode(trajectory: Trajectory, chat: ChatFormat) -> RecordedTokens:
-    """Return a trajectory with its tokens' texts; segments are concatenated."""
     segments = trajectory.segments
     starts = [sum(len(segment.tokens) for segment in segments[:i]) for i in range(len(segments))]
     tokens = [int(token) for segment in segments for token in segment.tokens]

@@ -1,4 +1,4 @@
-"""Policy on this machine's CPU, through transformers; turns of concurrent episodes are sampled in batches."""
+"""Policies on this machine's CPU; turns of concurrent episodes are sampled in batches."""
 
 import asyncio
 import re
@@ -41,11 +41,8 @@ def parse_version(folder: Path) -> int:
 
 
 class PromptRequest(NamedTuple):
-    """Request for one completion."""
-
     prompt: tuple[int, ...]
     max_tokens: int
-    """Maximum number of new tokens."""
     pictures: tuple[Picture, ...] = ()
 
 
@@ -60,14 +57,10 @@ class SamplingParams(NamedTuple):
 class Policy(Protocol):
     """Completes prompts of tokens. Not thread-safe."""
 
-    def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]:
-        """Return one completion for each prompt."""
-        ...
+    def complete(self, requests: Sequence[PromptRequest], params: SamplingParams) -> list[Completion]: ...
 
 
 class TransformersPolicy:
-    """Completes prompts of text. Not thread-safe."""
-
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
@@ -113,7 +106,7 @@ class TransformersPolicy:
 def build_completion(
     tokens: Sequence[int], logprobs: Sequence[float], stop_ids: Sequence[int], version: int
 ) -> Completion:
-    """Build a completion of the tokens up to the first stop token."""
+    """Build a completion that ends at the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
     length = end or len(tokens)
     return Completion(

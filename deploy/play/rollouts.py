@@ -42,8 +42,6 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """Episodes to run."""
-
     episodes: int
     group_size: int
     kind: EpisodeKind
@@ -53,15 +51,13 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class EpisodeResult:
-    """Trajectories and failures of the requested episodes."""
-
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
     failures: Counter[str] = field(default_factory=Counter[str])
-    """Failed episodes by reason."""
+    """By reason."""
 
 
 class _LocalEnv:
-    """Env that runs on the event loop and is accessible to the random agent."""
+    """Env whose instance the random agent can access."""
 
     def __init__(self, env: registry.TextEnv) -> None:
         self.env = env
@@ -77,7 +73,7 @@ class _LocalEnv:
 
 
 def build_tasks(config: RunConfig, request: EpisodeRequest) -> list[Task]:
-    """Return each episode's task, of an evaluation or of training's first groups; `group_size` in a row share one."""
+    """Return each episode's task; `group_size` in a row share one."""
     if request.kind is EpisodeKind.EVAL:
         manager = config.val_env_manager.model_copy(update={"group_size": request.group_size})
         tasks = EvalTasks(config.model_copy(update={"val_env_manager": manager}), request.seed)
@@ -167,7 +163,7 @@ async def _play(
 
 
 def read_success(trajectory: Trajectory) -> bool | None:
-    """Return the trajectory's success; None if the env reports none."""
+    """Return None if the env reports no success."""
     success = trajectory.metrics.get("success")
     return None if success is None else success > 0
 

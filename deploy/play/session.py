@@ -1,4 +1,4 @@
-"""Entry points of the command line and the Python API for episodes in this process."""
+"""Episodes in this process, for the command line and the Python API."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +43,6 @@ async def run_episode(target: PlayTarget, agent: str | Path, *, seed: int, write
 
 @dataclass(frozen=True, slots=True)
 class CollectedEpisodes:
-    """Collected episodes and the chat format of their tokens."""
-
     result: EpisodeResult
     chat: ChatFormat
 
@@ -78,7 +76,6 @@ def find_policy(config: RunConfig, agent: str | Path | None = None) -> Path:
 
 
 def load_sampler(folder: Path, chat: ChatFormat, target: PlayTarget, seed: int) -> BatchingSampler:
-    """Load a policy and return its sampler, which batches turns."""
     params = SamplingParams(target.temperature, target.top_p, target.top_k)
     policy_class = TransformersPolicy if model_family(folder) is None else VisionPolicy
     policy = policy_class(folder, chat.stop_ids, seed=seed)

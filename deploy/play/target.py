@@ -20,8 +20,6 @@ UNBOUNDED_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PlayTarget:
-    """One tag with its episodes' limits and sampling parameters."""
-
     tag: str
     env: CustomEnv
     sequence_length: int
@@ -31,7 +29,6 @@ class PlayTarget:
     max_new_tokens: int = UNBOUNDED_TOKENS
 
     def with_env_config(self, changes: dict[str, Any]) -> "PlayTarget":
-        """Return a copy with changed settings of the env."""
         return replace(self, env=self.env.model_copy(update={"env_config": {**self.env.env_config, **changes}}))
 
 
@@ -64,7 +61,6 @@ def load_config(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def build_target(config: RunConfig, tag: str) -> PlayTarget:
-    """Build the target of a run's tag, with training's sampling parameters."""
     args = config.actor_infer.generating_args
     return PlayTarget(
         tag,
@@ -94,7 +90,6 @@ def check_rendering(env: CustomEnv, chat: ChatFormat) -> None:
 
 
 def remove_token_limits(target: PlayTarget) -> PlayTarget:
-    """Return a copy without token limits, for agents that answer with text."""
     env = target.env.model_copy(update={"max_tokens_per_step": UNBOUNDED_TOKENS})
     return replace(target, env=env, sequence_length=UNBOUNDED_TOKENS, max_new_tokens=UNBOUNDED_TOKENS)
 
@@ -104,7 +99,7 @@ def find_target(
 ) -> PlayTarget:
     """Return the target for an env's name, `module:Class`, or a tag of a run's YAML file.
 
-    template: overrides the tag's `agent_template`; with `{image}` in it, the env draws images by default.
+    template: overrides `agent_template`; with `{image}` in it, the env draws images by default.
 
     Raises:
         ConfigError: no such env, tag or setting.

@@ -33,8 +33,6 @@ from offbeat.trainer.models.vision import rope_positions
 
 
 class VisionPolicy:
-    """Completes prompts of text and images. Not thread-safe."""
-
     def __init__(self, folder: Path, stop_ids: Sequence[int], *, seed: int) -> None:
         """Load the policy.
 

@@ -111,10 +111,10 @@ def test_host_stops_its_learner_gracefully_or_kills_it(
     host = LearnerHost("r", redis_url, tmp_path, command=command)
     host.start()
     wait_until_sync(lambda: is_up(tmp_path))
-    host.end(grace_s=0.5 if code else 30.0)
+    host.stop(grace_s=0.5 if code else 30.0)
     assert host.wait(0)
     assert read_status(redis, "r").exit_code == code
-    host.end(grace_s=30.0)
+    host.stop(grace_s=30.0)
 
 
 def test_start_is_idempotent(redis: Redis, redis_url: str, tmp_path: Path):

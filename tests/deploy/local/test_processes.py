@@ -144,7 +144,7 @@ DIED_EARLY = """
     child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     name = "/dev/shm/sem." + child.stdout.readline().strip().removeprefix("/")
     config = load_run(Path("deploy/configs/quickstart.yaml")).model_copy(update={"output_dir": Path(sys.argv[1])})
-    mesh = LocalMesh(config, began=time.time())
+    mesh = LocalMesh(config, started_at=time.time())
     asyncio.run(watch(mesh, child, name))
     assert os.path.exists(name)
     asyncio.run(mesh.stop())

@@ -25,7 +25,7 @@ async def test_redis_is_restarted_when_it_dies_or_hangs(
     monkeypatch.setattr("offbeat.deploy.local.mesh.REDIS_HANG_TIMEOUT_S", 0.5)
     monkeypatch.setattr("offbeat.services.redis.server.STOP_TIMEOUT_S", 0.5)
     config = load_run(QUICKSTART)
-    mesh = LocalMesh(config, began=time.time())
+    mesh = LocalMesh(config, started_at=time.time())
     server = EmbeddedRedis(tmp_path / "redis", config.redis)
     mesh._redis_thread.submit(server.start).result()
     mesh._server = server
