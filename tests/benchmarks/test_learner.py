@@ -21,6 +21,7 @@ from offbeat.trainer.config.learner import LearnerConfig, ModelArgs
 from offbeat.trainer.engines.process_group import Ranks
 from offbeat.trainer.models.loading import load_policy
 from offbeat.trainer.training.optimizer_step import BatchTrainer, StepModels
+from tests.fakes import train_on
 from tests.trainer.plain_engine import PlainEngine
 
 SMALL = learner.LearnerOptions(sequences=8, longest=64, vocabulary=64)
@@ -59,7 +60,8 @@ def test_the_bare_loop_and_ours_have_one_loss_and_one_gradient(tmp_path: Path) -
     args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": told.budget}
     config = LearnerConfig.model_validate({"pg_clip": CLIP, "actor_train": {"training_args": args}})
     data = data_of(told, policy.model.config.get_text_config().vocab_size)
-    gauges = BatchTrainer(config, StepModels(engine), Ranks(0, 0, 1, torch.device("cpu"))).train(_groups(told, data), 0)
+    trainer = BatchTrainer(config, StepModels(engine), Ranks(0, 0, 1, torch.device("cpu")))
+    gauges = train_on(trainer, _groups(told, data), 0)
     twin = AutoModelForCausalLM.from_pretrained(told.model, dtype=torch.float32)
     sampled = sum(n - told.prompt for n in told.lengths)
     loss = torch.stack([_bare_loss(twin, told, data, rows).sum() / sampled for rows in passes(told)]).sum()
