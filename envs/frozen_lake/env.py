@@ -1,5 +1,7 @@
 """FrozenLake as a text env: observations describe the position, answers are directions.
 
+Holes and the goal end the episode.
+
 Invariant: equal seeds and settings give equal maps and slips; all randomness comes from the env's own generator.
 """
 
