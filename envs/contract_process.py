@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pydantic import JsonValue, TypeAdapter
 
 from offbeat.envs.contract import ContractReport, Finding, check_contract
-from offbeat.envs.sandbox import sandbox_in_use
+from offbeat.envs.sandbox import describe_sandbox
 
 REPORT = TypeAdapter(ContractReport)
 
@@ -80,7 +80,7 @@ def main() -> None:
 
     report = check_contract(request["env_type"], request["env_config"], num_seeds=request["num_seeds"], on_call=on_call)
     faulthandler.cancel_dump_traceback_later()
-    report.sandbox = sandbox_in_use()
+    report.sandbox = describe_sandbox()
     sys.stdout.write(f"\n{json.dumps(asdict(report))}\n")
 
 

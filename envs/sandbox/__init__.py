@@ -6,9 +6,9 @@ from offbeat.envs.sandbox.run import (
     ProgramResult,
     check_isolation,
     describe_missing,
+    describe_sandbox,
     platform_isolation,
     run_python,
-    sandbox_in_use,
 )
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "ProgramResult",
     "check_isolation",
     "describe_missing",
+    "describe_sandbox",
     "platform_isolation",
     "run_python",
-    "sandbox_in_use",
 ]

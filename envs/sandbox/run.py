@@ -123,7 +123,7 @@ def run_python(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def sandbox_in_use() -> str:
+def describe_sandbox() -> str:
     """Describe the isolation in this process; empty if no program was run."""
     if not platform_isolation.cache_info().currsize:
         return ""

@@ -100,7 +100,7 @@ class SokobanConfig(Config):
 
 
 class SokobanEnv(gymnasium.Env[str, str]):
-    """Boxes pushed onto targets; reward -0.1 a step, +1 for a box on target, -1 for one off, +10 at the end (gym-sokoban)."""
+    """Push boxes onto targets: reward -0.1 per step, +1 for a box on, -1 for one off, +10 at the end (gym-sokoban)."""
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class: ClassVar[type[SokobanConfig]] = SokobanConfig
