@@ -1,1 +1,1 @@
-"""Benchmarks that a user can run: each drives the real components and reports medians and ratios from one call."""
+"""Benchmarks of the real components; each reports medians and ratios from one call."""

@@ -1,9 +1,8 @@
-"""`offbeat bench async`: the same work with and without waiting for each other.
+"""`offbeat bench async`: synchronous against asynchronous training on the same work.
 
-Real in both kinds of work: Redis, the buffer and its staleness bound, the env worker with its threads, the replica that
-follows the broker, the publisher, the learner's loop with checkpoints and acknowledgements. `--work real` adds vLLM and
-DeepSpeed on the tiny policy; `--work emulated` has answers from a script and a trainer that sleeps. Ray stands aside: worker
-and replica share a process.
+Real: Redis, the buffer and its staleness bound, the env worker, the replica, the publisher, the learner's loop. `--work
+real` adds vLLM and DeepSpeed on the tiny policy; `--work emulated` scripts the answers and sleeps instead of training.
+Worker and replica share a process instead of running under Ray.
 
 Invariant: all settings of a distribution are compared in one call, with what rollouts and training do alone.
 """
@@ -31,14 +30,14 @@ from offbeat.services.buffer.scripts import BufferKeys
 from offbeat.services.telemetry import MetricRecord
 
 UNBOUNDED = 1e6
-"""A staleness bound that never holds anybody up."""
+"""Staleness bound that never delays a rollout."""
 FIRST_STEPS = 1
-"""Steps before the measurement begins: both sides fill up."""
+"""Warm-up steps, not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class AsyncOptions:
-    """What is measured; times in seconds."""
+    """Options of the benchmark; times in seconds."""
 
     work: Literal["real", "emulated"] = "real"
     distributions: tuple[str, ...] = ("normal", "lognormal")
@@ -50,25 +49,23 @@ class AsyncOptions:
     group_size: int = 8
     env_groups: int = 16
     train_s: float = 0.5
-    """Of one batch, with `work: emulated`."""
+    """Per batch, with `work: emulated`."""
     answer_s: float = 0.02
-    """Of one turn, with `work: emulated`."""
+    """Per turn, with `work: emulated`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressPoint:
-    """How far a run had come after a step."""
+    """Progress of a run after a step."""
 
     trajectories: int
     seconds: float
     reward: float
-    """Mean of that step's trajectories."""
+    """Mean over the step's trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """One run."""
-
     distribution: str
     max_staleness: float
     trajectories_per_s: float
@@ -76,27 +73,27 @@ class RunResult:
     learner_idle: float
     """Share of its time that the learner waited for trajectories."""
     rollout_idle: float
-    """Share of the episodes' places that were empty, on average."""
+    """Mean share of empty rollout slots."""
     staleness: float
     staleness_max: float
     dropped: int
-    """Groups that were too old when they were consumed."""
+    """Groups dropped as too old."""
     curve: tuple[ProgressPoint, ...]
     ratio: float = 1.0
-    """To the synchronous run of the same latencies."""
+    """Throughput relative to the synchronous run under the same latencies."""
     share_of_ideal: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class UnboundedRates:
-    """What each side does when the other never holds it up, trajectories/s."""
+    """Trajectories/s of each side when the other never delays it."""
 
     rollout: float
     training: float
 
     @property
     def ideal(self) -> float:
-        """The slower of the two."""
+        """Rate of the slower side."""
         return min(self.rollout, self.training)
 
 
@@ -117,7 +114,7 @@ class AsyncBench:
         self._slots = options.env_groups * options.group_size
 
     def alone(self, distribution: str, say: Callable[[str], None]) -> UnboundedRates:
-        """Rollouts first, then training on what they made."""
+        """Measure rollouts alone, then training on their trajectories."""
         config = self._config(f"alone-{distribution}", distribution, UNBOUNDED)
         learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
         with closing(learner):
@@ -130,7 +127,6 @@ class AsyncBench:
         return UnboundedRates(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
 
     def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> RunResult:
-        """Return one run of `steps` batches."""
         name = f"{distribution}-{max_staleness:g}"
         config = self._config(name, distribution, max_staleness)
         label = f"{distribution}: max_staleness {max_staleness:g}"
@@ -157,7 +153,7 @@ class AsyncBench:
         return BenchLearner(self._ground, config, epoch, self._trainers(config), on_step, check=self._rollouts.check)
 
     def _watch_rollouts(self, config: RunConfig) -> float:
-        """Trajectories/s of rollouts that nothing holds up, once every place has been taken once."""
+        """Return trajectories/s of unbounded rollouts, counted once every slot has been used once."""
         wanted = self._options.env_groups + config.max_steps * config.rollout_batch_size // self._options.group_size
         stream = BufferKeys(config.exp_name).stream
         position = "0-0"
@@ -195,13 +191,13 @@ def _sum(records: Sequence[MetricRecord], name: str) -> float:
 
 
 def _busy_s(records: Sequence[MetricRecord]) -> float:
-    """What a learner does in its steps besides waiting for trajectories."""
+    """Return the time that a learner spends in its steps without waiting for trajectories."""
     measured = records[FIRST_STEPS:]
     return _sum(measured, "time/step_s") - _sum(measured, "time/wait_s")
 
 
 def run(options: AsyncOptions) -> dict[str, Any]:
-    """Measure everything and show it; returns what goes into the JSON."""
+    """Measure, print and return the JSON."""
     with console().status("starting") as status, _bench(options, status) as bench:
         found = [_distribution(bench, options, name, status) for name in options.distributions]
     for each in found:
@@ -240,7 +236,7 @@ def _distribution(bench: AsyncBench, options: AsyncOptions, name: str, status: S
 
 
 def summary(distribution: str, alone: UnboundedRates, settings: Sequence[RunResult]) -> dict[str, Any]:
-    """Ratios of the settings, the first of which is the synchronous one, and rewards at equal work and equal time."""
+    """Return ratios to the first (synchronous) setting, and rewards at equal work and at equal time."""
     sync = settings[0]
     at_trajectories = min(s.curve[-1].trajectories for s in settings)
     at_seconds = min(s.curve[-1].seconds for s in settings)
@@ -269,7 +265,7 @@ LAST_POINTS = 4
 
 
 def reward_until(curve: Sequence[ProgressPoint], within: Callable[[ProgressPoint], bool]) -> float | None:
-    """Mean reward of the last few steps within a limit; None where none is."""
+    """Return the mean reward of the last few steps within a limit, or None if there are none."""
     last = [point.reward for point in curve if within(point)][-LAST_POINTS:]
     return sum(last) / len(last) if last else None
 

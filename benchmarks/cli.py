@@ -1,6 +1,6 @@
-"""`offbeat bench ...`: the command lines of the benchmarks.
+"""Command line of `offbeat bench`.
 
-Invariant: nothing heavy is imported before a benchmark is asked for, so that `offbeat --help` answers at once.
+Invariant: heavy modules are imported inside the commands, so that `offbeat --help` is fast.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,6 @@ Quick = Annotated[
 
 
 class Distribution(StrEnum):
-    """Of a latency."""
-
     normal = "normal"
     lognormal = "lognormal"
 
@@ -45,7 +43,7 @@ class Size(StrEnum):
 
 
 class Work(StrEnum):
-    """What `offbeat bench async` trains and samples with."""
+    """Engine and trainer of `offbeat bench async`."""
 
     real = "real"
     emulated = "emulated"
@@ -70,7 +68,7 @@ def bench_async(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """The same work synchronously and asynchronously, against the ideal: the slower of both sides alone."""
+    """Compare synchronous and asynchronous training with the ideal: the slower side alone."""
     from offbeat.benchmarks import async_training
 
     options = async_training.AsyncOptions(
@@ -105,7 +103,7 @@ def bench_redundancy(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Time to collect a batch of 32 groups of 8, and with more groups and episodes started than are needed."""
+    """Measure the time to collect 32 groups of 8, with and without redundant groups and episodes."""
     from offbeat.benchmarks import redundancy
 
     options = redundancy.RedundancyOptions(
@@ -137,7 +135,7 @@ def bench_buffer(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Groups/s into and out of the trajectory buffer, against plain redis-py moving the same bytes, and against Reverb."""
+    """Measure groups/s into and out of the trajectory buffer, against plain redis-py and Reverb."""
     from offbeat.benchmarks.buffer import comparison
 
     options = comparison.BufferOptions(
@@ -163,8 +161,8 @@ def bench_scale(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 episodes at a time. It is
-    busy at each number; with --answer-s 0.05 --coalesce-s 0.01 it waits for answers as in a run."""
+    """Measure trajectories/s, CPU and memory of one env worker with a scripted policy, at 16 to 4,096 concurrent
+    episodes. It is always busy; with --answer-s 0.05 --coalesce-s 0.01 it waits for answers as in a run."""
     from offbeat.benchmarks import scale
 
     options = scale.ScaleOptions(
@@ -194,7 +192,7 @@ def bench_generation(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Tokens/s and latency of the generation service against a bare AsyncLLM, at 1 to 256 requests at a time."""
+    """Measure tokens/s and latency of the generation service against a bare AsyncLLM, at 1 to 256 concurrent requests."""
     from offbeat.benchmarks import generation
 
     options = generation.GenerationOptions(
@@ -226,7 +224,7 @@ def bench_learner(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Tokens/s and peak memory of an optimizer step, against a bare transformers loop and TRL's trainer."""
+    """Measure tokens/s and peak memory of an optimizer step, against a bare transformers loop and TRL's trainer."""
     from offbeat.benchmarks import learner
 
     options = learner.LearnerOptions(
@@ -258,7 +256,7 @@ def bench_weights(
     json: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """From publish to served: how long, how long each replica pauses, and bytes/s against copies."""
+    """Measure the time from publish to served, each replica's pause, and bytes/s against plain copies."""
     from offbeat.benchmarks import weights
     from offbeat.benchmarks.weight_deltas import DeltaOptions
 
@@ -299,7 +297,7 @@ def bench_peer(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is there.")] = False,
     json: JsonFile = None,
 ) -> None:
-    """Against TRL's GRPOTrainer: the same policy, maps, seeds and algorithm; success over wall time, trajectories/s.
+    """Compare with TRL's GRPOTrainer: same policy, maps, seeds and algorithm; success over wall time, trajectories/s.
 
     a: tiny policy, instant env. b: env steps take 0.1 s on average, with a heavy tail. c: SmolLM2-135M.
     """
@@ -323,7 +321,7 @@ def bench_plot(
     result: Annotated[Path, typer.Argument(metavar="RESULT.json", exists=True, dir_okay=False)],
     picture: Annotated[Path, typer.Argument(metavar="PICTURE.png")],
 ) -> None:
-    """Draw what a benchmark wrote with --json."""
+    """Plot the JSON file of a benchmark."""
     from offbeat.benchmarks.harness.plots import draw
 
     try:
@@ -334,7 +332,6 @@ def bench_plot(
 
 
 def _run(name: str, bench: Callable[[Any], dict[str, Any]], options: Any, file: Path | None) -> None:
-    """Run a benchmark and keep its result."""
     from offbeat.benchmarks.harness.result import write_json
 
     try:

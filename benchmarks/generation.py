@@ -1,9 +1,8 @@
-"""`offbeat bench generation`: the generation service against the vLLM engine that is in it.
+"""`offbeat bench generation`: the generation service against a bare vLLM engine.
 
 Real: Redis, Ray Serve, the replica with its broker subscription, vLLM; the client coalesces turns as an env worker does. The
-bare side is vLLM's `AsyncLLM` in a process of its own, started with the same arguments, called from its own loop. Over HTTP
-the service is called as somebody else's agent calls it (`http_side`). All serve at the same time and are measured in turn,
-so that a busy machine is equally busy for each; those that are not measured wait without using the CPU.
+bare side is vLLM's `AsyncLLM` with the same arguments in its own process and loop; HTTP calls go through a gateway
+(`generation_http`). All are up at the same time and measured in turn; those not measured use no CPU.
 
 Invariant: all sides get the same prompts, all of them new to the prefix cache, and sample exactly `tokens` tokens each.
 """
@@ -35,33 +34,32 @@ from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
 SATURATED = 0.9
-"""Share of the bare engine's best rate from which on a number of requests counts as saturating it."""
+"""Share of the bare engine's best rate above which a concurrency counts as saturating."""
 
 RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
-"""(requests at a time, requests in all) -> what was seen."""
+"""(concurrent requests, total requests) -> result of a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOptions:
-    """What is measured."""
+    """Options of the benchmark."""
 
     model: Path | None = None
-    """A Hugging Face folder; None is the tiny policy."""
+    """Hugging Face folder; None is the tiny policy."""
     dtype: str = "float32"
     concurrency: tuple[int, ...] = (1, 4, 16, 64, 256)
     tokens: int = 32
-    """Of an answer."""
+    """Per answer."""
     per_client: int = 4
-    """Requests that each of the concurrent clients sends in a round, one after another."""
+    """Requests that each client sends in a round, one after another."""
     rounds: int = 3
     coalesce_s: float = 0.01
-    """See `rollout.coalesce_s`."""
     http: bool = True
-    """Whether the service is measured over HTTP, too."""
+    """True to measure the service over HTTP, too."""
 
 
 class BareEngine:
-    """In its own process: vLLM's `AsyncLLM`, and who calls it."""
+    """vLLM's `AsyncLLM` and its callers, in a process of their own."""
 
     def __init__(self, config: GenerationConfig, model: Path, tokens: int) -> None:
         self._config = config
@@ -76,7 +74,6 @@ class BareEngine:
         self._prompts = Prompts(engine.llm.model_config.get_vocab_size(), self._tokens, seed=1)
 
     async def measure(self, concurrency: int, count: int) -> RoundLoad:
-        """Return one round."""
         return await under_load(self._call, self._prompts.take(count), concurrency)
 
     async def _call(self, request: GenerateRequest) -> int:
@@ -104,7 +101,7 @@ class BareEngine:
 
 
 class Service:
-    """The service as an env worker reaches it."""
+    """The service as an env worker calls it."""
 
     def __init__(self, run_id: str, options: GenerationOptions, vocab_size: int) -> None:
         from offbeat.services.generation.client import ServeGenerationClient
@@ -115,7 +112,6 @@ class Service:
         self._prompts = Prompts(vocab_size, options.tokens, seed=2)
 
     async def measure(self, concurrency: int, count: int) -> RoundLoad:
-        """Return one round."""
         return await under_load(self._call, self._prompts.take(count), concurrency)
 
     async def _call(self, request: GenerateRequest) -> int:
@@ -123,7 +119,7 @@ class Service:
 
 
 def run(options: GenerationOptions) -> dict[str, Any]:
-    """Measure everything and show it; returns what goes into the JSON."""
+    """Measure, print and return the JSON."""
     with console().status("starting") as status, bench_environment() as base:
         config = _run_config(base, options)
         model = options.model or config.output_dir / "policy"
@@ -154,7 +150,7 @@ def _run_config(base: BenchEnvironment, options: GenerationOptions) -> RunConfig
 
 
 def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> int:
-    """Version 0 through the broker, as a learner does; returns the size of the vocabulary."""
+    """Publish version 0 through the broker as a learner does; return the size of the vocabulary."""
     from offbeat.services.weights.publisher import RedisWeightPublisher
     from offbeat.trainer.config.learner import ModelArgs
     from offbeat.trainer.models.loading import load_policy
@@ -169,7 +165,7 @@ def _publish_start(base: BenchEnvironment, config: RunConfig, model: Path) -> in
 
 @contextmanager
 def _service(base: BenchEnvironment, config: RunConfig, model: Path) -> Iterator[str]:
-    """Gives the address of its Ray."""
+    """Start the service and yield the address of its Ray."""
     import ray
     from ray import serve
 
@@ -217,7 +213,7 @@ async def _levels(
 
 
 def summary(levels: dict[int, dict[str, list[RoundLoad]]]) -> dict[str, Any]:
-    """Medians and ratios of each level, and the ratio where the bare engine is saturated."""
+    """Return medians and ratios of each level, and the ratio at saturation of the bare engine."""
     rows = [
         {
             "concurrency": concurrency,

@@ -1,7 +1,7 @@
-"""The generation service over HTTP, as somebody else's agent calls it: OpenAI's completions at an env worker's gateway.
+"""The generation service over HTTP, as an external agent calls it: OpenAI's completions at an env worker's gateway.
 
-Real: the gateway with its capture in a process of its own, as in an env worker; behind it the worker's batching and the
-Serve handle. The agents share a process and use `httpx`, on which OpenAI's client is built; each has an episode of its own.
+Real: the gateway with its capture in a process of its own, the worker's batching, the Serve handle. The agents share a
+process and use `httpx`, on which OpenAI's client is built; each has its own episode.
 """
 
 import itertools
@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 
 
 class GatewayHost:
-    """In its own process: a gateway before the service, with an open episode for each agent."""
+    """Gateway with an open episode for each agent, in a process of its own."""
 
     def __init__(self, ray_address: str, run_id: str, model: Path, coalesce_s: float) -> None:
         self._ray_address = ray_address
@@ -40,7 +40,7 @@ class GatewayHost:
         self.serve(ServeGenerationClient(app_name(self._run_id)))
 
     def serve(self, client: "GenerationClient") -> None:
-        """Open the gateway before a generation service, on the running loop."""
+        """Serve the gateway on the running loop."""
         from offbeat.services.chat.template import load_chat_template
         from offbeat.services.gateway.server import Gateway
         from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
@@ -53,7 +53,7 @@ class GatewayHost:
         self._gateway.start()
 
     async def open(self, agents: int, tokens: int) -> tuple[str, list[str]]:
-        """An episode for each agent, instead of those before; returns where, and their keys."""
+        """Replace the open episodes; return the URL and their keys."""
         from offbeat.services.gateway.session import EpisodeSession, SessionLimits
 
         self._episodes.close()
@@ -64,7 +64,7 @@ class GatewayHost:
         return self._gateway.origin, [session.key for session in sessions]
 
     async def _sample(self, prompt: tuple[int, ...], most: int) -> Completion:
-        """Exactly `most` tokens: nothing stops an answer."""
+        """Sample exactly `most` tokens, without stop tokens."""
         request = GenerateRequest(f"http-{next(self._numbers)}", prompt, Sampling(max_new_tokens=most))
         return await self._batcher.sample(request)
 
@@ -75,12 +75,11 @@ class GatewayHost:
         ray.shutdown()
 
     def end(self) -> None:
-        """Close what `open` opened."""
         self._episodes.close()
 
 
 class Agents:
-    """The clients' side."""
+    """HTTP clients."""
 
     def __init__(self, host: ProcessActor, vocab_size: int, tokens: int) -> None:
         self._host = host
@@ -88,7 +87,6 @@ class Agents:
         self._prompts = Prompts(vocab_size, tokens, seed=3)
 
     async def measure(self, concurrency: int, count: int) -> RoundLoad:
-        """Return one round."""
         import httpx
 
         origin, keys = self._host.call("open", concurrency, self._tokens)

@@ -1,7 +1,7 @@
-"""`offbeat bench learner`: tokens/s and peak memory of an optimizer step, against a bare loop and against TRL's trainer.
+"""`offbeat bench learner`: tokens/s and peak memory of an optimizer step, against a bare loop and TRL's trainer.
 
-Invariant: the sides train the same model on the same batch in processes of their own, and take their steps in turn, so that
-whatever else the machine does falls on all of them alike. Tokens are those of the sequences; padding does not count.
+Invariant: the sides train the same model on the same batch in processes of their own, and step in turn, so that other
+load on the machine affects all alike. Padding does not count as tokens.
 """
 
 import importlib.util
@@ -29,21 +29,21 @@ from offbeat.benchmarks.learner_backends import (
 PROMPT = 16
 SHORTEST = 32
 LONG = 8
-"""Of a long prompt and its answer, the answer is one part in so many."""
+"""Ratio of a long sequence's length to its answer's."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerOptions:
-    """What is measured."""
+    """Options of the benchmark."""
 
     model: Path | None = None
-    """A Hugging Face folder; None makes one of `size` with random weights."""
+    """Hugging Face folder; None creates a model of `size` with random weights."""
     size: str = "1M"
     sequences: int = 32
     longest: int = 256
     vocabulary: int = 8192
-    """Words of the model that is made."""
+    """Vocabulary size of the created model."""
     budget: int = 2048
     steps: int = 5
     threads: int = 1
@@ -51,12 +51,11 @@ class LearnerOptions:
 
 
 class LearnerSideError(Exception):
-    """A side ended before its time; the message is what it said last."""
+    """A side exited early; the message is its last output."""
 
 
 def run(options: LearnerOptions) -> dict[str, Any]:
-    """Measure equal and ragged lengths, and long prompts with short answers, where ours is also asked to compute a group's
-    prompt once; shows a table and returns what the JSON file holds."""
+    """Measure equal lengths, ragged lengths and long prompts (ours also with `shared_prefix`); print and return the JSON."""
     sides = ["offbeat", "bare", *(["trl"] if importlib.util.find_spec("trl") else [])]
     with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
@@ -81,7 +80,7 @@ def run(options: LearnerOptions) -> dict[str, Any]:
 
 
 def _ragged(options: LearnerOptions) -> list[int]:
-    """Lengths spread evenly on a logarithmic scale, each group's in another order."""
+    """Return lengths evenly spread on a logarithmic scale, shuffled per group."""
     rng = random.Random(1)
     count = options.sequences
     lengths = [round(SHORTEST * (options.longest / SHORTEST) ** (i / max(1, count - 1))) for i in range(count)]
@@ -163,7 +162,7 @@ def _step(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) -> str:
-    """Return the rest of the next line that starts with `word`; libraries may print others."""
+    """Return the rest of the next line that starts with `word`, skipping output of libraries."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(word):
@@ -186,7 +185,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def check(options: LearnerOptions) -> str:
-    """Why these options can't be measured, or nothing."""
+    """Return the reason why these options can not be measured, or an empty string."""
     if options.sequences % GROUP:
         return f"{options.sequences} sequences are no whole number of groups of {GROUP}"
     if options.longest < SHORTEST:

@@ -1,12 +1,12 @@
-"""The ways in which `offbeat bench learner` takes an optimizer step: ours, a bare loop, TRL's trainer.
+"""Optimizer steps of `offbeat bench learner`: ours, a bare loop, TRL's trainer.
 
     python -m offbeat.benchmarks.learner_backends SIDE TASK.json
 
-A process of its own each. It prints `READY`, then takes one step for every line that it reads and prints `STEP` with seconds
-and peak bytes beside those of its start.
+One process per side. It prints `READY`, then takes a step per input line and prints `STEP` with seconds and with peak bytes
+above those at the start.
 
 Invariant: all sides train the same model on the same tokens, advantages and sampling logprobs, with the same loss (clipped
-surrogate, mean over sampled tokens), clipping of the gradient, AdamW and token budget of a pass.
+surrogate, mean over sampled tokens), gradient clipping, AdamW and token budget of a pass.
 """
 
 # pyright: basic
@@ -26,8 +26,8 @@ RATE, CLIP, MAX_NORM, GROUP = 1e-5, 0.2, 1.0, 4
 
 @dataclass(frozen=True)
 class BackendTask:
-    """What every side trains. lengths: tokens of each sequence, of which the first `prompt` were not sampled and are the
-    same for the sequences of a group."""
+    """Training task. lengths: tokens of each sequence, of which the first `prompt` were not sampled and are shared by
+    its group."""
 
     model: str
     lengths: list[int]
@@ -39,12 +39,11 @@ class BackendTask:
     device: str
 
     def write(self, path: Path) -> None:
-        """For a side to read."""
         path.write_text(json.dumps(asdict(self)))
 
 
 class Pace:
-    """Steps are taken when the benchmark says so."""
+    """Starts each step on request of the benchmark."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
@@ -57,13 +56,13 @@ class Pace:
         print(READY, flush=True)  # noqa: T201
 
     def before(self) -> None:
-        """Wait for a line; ends the process when there will be none."""
+        """Wait for a line; exit at end of input."""
         if not sys.stdin.readline():
             sys.exit(0)
         self._began = time.perf_counter()
 
     def after(self) -> None:
-        """Tell what the step took."""
+        """Print the step's cost."""
         seconds = time.perf_counter() - self._began
         print(STEP, json.dumps({"seconds": seconds, "bytes": self._peak() - self._start}), flush=True)  # noqa: T201
 
@@ -85,7 +84,7 @@ class Pace:
 
 @dataclass
 class Data:
-    """tokens: one row a sequence; logprobs: of its sampled tokens; rewards."""
+    """tokens: one row per sequence; logprobs: of its sampled tokens; rewards."""
 
     tokens: list[Any]
     logprobs: list[Any]
@@ -98,7 +97,7 @@ class Data:
 
 
 def data_of(task: BackendTask, vocab_size: int) -> Data:
-    """Return the same for every side."""
+    """Return the batch, equal for every side."""
     import numpy as np
 
     rng = np.random.default_rng(task.seed)
@@ -110,12 +109,12 @@ def data_of(task: BackendTask, vocab_size: int) -> Data:
 
 
 def shared(task: BackendTask) -> None:
-    """Ours, where a group's prompt is computed once."""
+    """Ours with `shared_prefix`."""
     ours(task, shared_prefix=True)
 
 
 def ours(task: BackendTask, *, shared_prefix: bool = False) -> None:
-    """The learner's own step, packing, targets and gauges included, on DeepSpeed."""
+    """Step of the learner on DeepSpeed: packing, targets and gauges included."""
     import torch
 
     from offbeat.trainer.config.learner import LearnerConfig, StrategyArgs
@@ -171,7 +170,7 @@ def _groups(task: BackendTask, data: Data) -> list[Any]:
 
 
 def bare(task: BackendTask) -> None:
-    """transformers and torch: rows padded to the longest of their pass, sorted by length so that little is padded."""
+    """transformers and torch: rows sorted by length and padded to the longest of their pass."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -194,7 +193,7 @@ def bare(task: BackendTask) -> None:
 
 
 def passes(task: BackendTask) -> list[list[int]]:
-    """Sequences of each pass: of similar length, at most `budget` tokens when padded to the longest."""
+    """Split the sequences into passes of similar length, each at most `budget` tokens when padded."""
     order = sorted(range(len(task.lengths)), key=lambda i: task.lengths[i])
     out: list[list[int]] = [[]]
     for i in order:
@@ -223,7 +222,7 @@ def _bare_loss(model: Any, task: BackendTask, data: Data, rows: list[int]) -> An
 
 
 def trl(task: BackendTask) -> None:
-    """TRL's GRPOTrainer from its batch of completions on: what would sample and score gives the same batch every time."""
+    """TRL's GRPOTrainer; its generation and scoring return the same batch every time."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

@@ -1,7 +1,7 @@
-"""`offbeat bench redundancy`: how long a batch takes when the slowest episodes need not be waited for.
+"""`offbeat bench redundancy`: time to collect a batch without waiting for the slowest episodes.
 
-Real: Redis, the buffer with its cancellations, the env worker with its threads, the replica that follows the broker, the
-learner's loop. The policy is a script, and training takes no time: what is left is the time to collect a batch.
+Real: Redis, the buffer with its cancellations, the env worker, the replica, the learner's loop. The policy is scripted and
+training takes no time.
 
 Invariant: every setting collects the same batch (`num_groups` groups of `group_size`), all in one call.
 """
@@ -26,31 +26,31 @@ from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProces
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 
 FIRST_BATCHES = 1
-"""Not measured: threads and envs are made."""
+"""Warm-up batches, not measured: threads and envs are created."""
 ROLL_MEAN_S = 10.0
 """Mean latency of ROLL Flash's experiment (arXiv:2510.11345), to which times are scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RedundancyOptions:
-    """What is measured; times in seconds."""
+    """Options of the benchmark; times in seconds."""
 
     distributions: tuple[str, ...] = ("normal", "lognormal")
     mean_s: float = 0.1
     normal_std_s: float = 0.05
-    """ROLL Flash's half of the mean."""
+    """Half of the mean, as in ROLL Flash."""
     lognormal_std_s: float = 0.5
-    """A heavy tail."""
+    """Heavy tail."""
     num_groups: int = 32
     group_size: int = 8
     over: tuple[tuple[int, int], ...] = ((32, 9), (36, 8), (36, 9), (36, 12))
-    """(groups, episodes of each) that are started for the same batch."""
+    """(groups, episodes per group) started for the same batch."""
     rounds: int = 3
     answer_s: float = 0.005
 
 
 def run(options: RedundancyOptions) -> dict[str, Any]:
-    """Measure everything and show it; returns what goes into the JSON."""
+    """Measure, print and return the JSON."""
     grid = ((options.num_groups, options.group_size), *options.over)
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
@@ -68,7 +68,7 @@ def run(options: RedundancyOptions) -> dict[str, Any]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each row with its speed-up over the first one, which has no redundancy."""
+    """Add to each row its speed-up over the first, which has no redundancy."""
     base: Spread = rows[0]["batch_s"]
     return [{**row, "ratio": base.median / row["batch_s"].median} for row in rows]
 
@@ -119,7 +119,7 @@ def _batch_s(records: Sequence[MetricRecord]) -> list[float]:
 
 
 def _total(base: BenchEnvironment, run_id: str, name: str) -> float:
-    """Sum of a metric of the env worker over the run."""
+    """Return the sum of an env worker's metric over the run."""
     records = RedisMetrics(base.redis, run_id).read(count=100_000)
     return sum(r.values[name].total for _, r in records if r.source == "rollout" and name in r.values)
 

@@ -1,12 +1,12 @@
-"""`offbeat bench scale`: what an episode costs when one env worker plays 16 to 4,096 of them at a time.
+"""`offbeat bench scale`: cost of an episode at 16 to 4,096 concurrent episodes in one env worker.
 
-Real: Redis with its append-only file, the buffer, the env worker, FrozenLake. The policy is a script that answers each turn
-at once, so that the worker is busy at each number, or after a given time. CPU is that of the worker's process and of Redis;
-whoever takes the groups out is not counted.
+Real: Redis with its append-only file, the buffer, the env worker, FrozenLake. The scripted policy answers at once,
+which keeps the worker busy, or after a delay. CPU time is that of the worker's process and of Redis, without the
+consumer of the groups.
 
-Invariant: what is measured is a long run. Episodes that began together end in waves: a measurement begins when every place
-has ended some, and counts many generations; one at its edge is paid for in one window and counted in the next. Every number
-has its turn in each round, so that a machine that grows slower makes none dearer than the others.
+Invariant: measurements are in steady state: they begin when every slot has finished some episodes, because episodes
+that begin together end in waves, and cover many generations. Every concurrency takes its turn in each round, so drift
+of the machine's speed affects all alike.
 """
 
 import itertools
@@ -34,33 +34,32 @@ from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 
 GROUP_SIZE = 8
 WARM_UP = 64
-"""Episodes at a time of a setting that is not reported."""
+"""Concurrency of the warm-up setting, which is not reported."""
 EARLY = 3
-"""Episodes of each place that are not measured."""
+"""Unmeasured episodes per slot."""
 ENDLESS = 10**6
-"""Steps: no run ends, and with it what is played, while it is measured."""
+"""Step limit that no measured run reaches."""
 FLAT = 0.2
-"""What the issue allows between the cheapest and the dearest setting."""
+"""Allowed excess of the most expensive setting over the cheapest."""
 
 _NUMBERS = itertools.count()
-"""Of runs: no two settings share one."""
+"""Run numbers; settings share none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleOptions:
-    """What is measured; times in seconds."""
+    """Options of the benchmark; times in seconds."""
 
     concurrency: tuple[int, ...] = (16, 64, 256, 1024, 4096)
     answer_s: float = 0.0
-    """Of the scripted policy for one turn."""
+    """Delay of the scripted policy per turn."""
     coalesce_s: float = 0.0
-    """See `rollout.coalesce_s`."""
     window_s: float = 8.0
-    """At least; see `generations`."""
+    """Minimum; see `generations`."""
     generations: int = 8
-    """A window lasts until so many episodes of each place ended, on average."""
+    """Mean number of episodes that each slot finishes in a window."""
     rounds: int = 5
-    """In each, one window of every setting."""
+    """Rounds; each has one window of every setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one window showed."""
+    """Result of one window."""
 
     trajectories_per_s: float
     worker_cpu_ms: float
@@ -83,7 +82,7 @@ class Window:
     redis_cpu_ms: float
     """Per trajectory."""
     bytes_per_episode: float
-    """That the process grew by; where an earlier window left it room, too little."""
+    """Growth of the process; too low if an earlier window left free memory."""
 
     @property
     def cpu_ms(self) -> float:
@@ -92,7 +91,7 @@ class Window:
 
 
 def run(options: ScaleOptions) -> dict[str, Any]:
-    """Measure everything and show it; returns what goes into the JSON."""
+    """Measure, print and return the JSON."""
     with console().status("starting") as status, bench_environment() as base:
         first = base.run_config("bench-first", custom_envs={TAG: slow_lake({})})
         base.prepare(first)
@@ -111,10 +110,10 @@ def run(options: ScaleOptions) -> dict[str, Any]:
 
 
 def cost_spread(costs: Sequence[Sequence[float]]) -> float:
-    """By how much the dearest setting costs more than the cheapest; 0.2 is a fifth.
+    """Return the excess cost of the most expensive setting over the cheapest; 0.2 is a fifth.
 
-    costs: of each setting, its windows in the order of the rounds. A window is held against the others of its round, for
-    the machine is faster in one minute than in the next; what counts of a setting is the median of these.
+    costs: windows of each setting, in the order of the rounds. Windows are compared within their round, because the
+    machine's speed drifts; a setting's value is the median over rounds.
     """
     means = [geometric_mean(of_round) for of_round in zip(*costs, strict=True)]
     relative = [median(cost / mean for cost, mean in zip(windows, means, strict=True)) for windows in costs]
@@ -122,7 +121,7 @@ def cost_spread(costs: Sequence[Sequence[float]]) -> float:
 
 
 class _ConcurrencyRun:
-    """One number of episodes at a time, in a run of its own."""
+    """One concurrency, in a run of its own."""
 
     def __init__(self, options: ScaleOptions, base: BenchEnvironment, rollouts: RolloutProcess, count: int) -> None:
         self._options = options
@@ -166,7 +165,7 @@ class _ConcurrencyRun:
         )
 
     def _publish(self, config: RunConfig) -> None:
-        """Version 0, as far as admission is concerned."""
+        """Publish version 0 for the admission rule."""
         keys = RunKeys(config.exp_name)
         self._ground.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
         self._ground.redis.xadd(keys.doorbell, {"e": "publish"})

@@ -1,9 +1,9 @@
-"""Delta publishing against whole versions, on weights that real training steps made.
+"""Delta publishing against whole versions, on weights of real training steps.
 
-Real: episodes of FrozenLake by a scripted walker through a real buffer, the learner's batches, loss and DeepSpeed optimizer,
-both transports with their digests. Each version is stored and fetched both ways.
+Real: scripted episodes of FrozenLake through a real buffer, the learner's batches, loss and DeepSpeed optimizer, both
+transports with their digests. Each version is stored and fetched both ways.
 
-Invariant: both ways end in the same bytes; who fetches by differences has the anchor from an earlier version, as a replica.
+Invariant: both ways yield the same bytes; a receiver of deltas already has the base, as a replica does.
 """
 
 import time
@@ -27,24 +27,24 @@ from offbeat.services.weights.transports.factory import make_transport
 from offbeat.trainer.data.step_batch import StepBatch
 
 GROUPS, GROUP_SIZE = 8, 8
-"""Of a batch."""
+"""Per batch."""
 WARM_START_STEPS = 60
 TAKE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """What is measured."""
+    """Options of the benchmark."""
 
     learning_rates: tuple[float, ...] = (1e-6, 1e-5, 8e-4)
-    """The first is what large models are trained with, the last the quickstart's."""
+    """From large models' to the quickstart's."""
     steps: int = 9
     anchor_every: int = 4
 
 
 @dataclass(slots=True)
 class _Way:
-    """One way of storing versions, its two ends, and what was seen of it."""
+    """One way of storing versions: its two ends and measurements."""
 
     learner: Transport
     replica: Transport
@@ -54,7 +54,7 @@ class _Way:
 
 
 def measure(base: BenchEnvironment, options: DeltaOptions, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return a row for each learning rate."""
+    """Return a row per learning rate."""
     lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
     changes = {"custom_envs": {TAG: lake}, "train_env_manager": manager(GROUPS, GROUP_SIZE), "max_steps": options.steps}
     config = base.run_config("bench-deltas", old_logprobs="recompute", **changes)
@@ -75,7 +75,7 @@ def _at(config: RunConfig, rate: float) -> RunConfig:
 
 
 def _batches(base: BenchEnvironment, config: RunConfig) -> list[list[Group]]:
-    """What a scripted walker played, a batch for each step."""
+    """Return scripted episodes, one batch per step."""
     epoch = base.prepare(config)
     keys = RunKeys(config.exp_name)
     base.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
@@ -135,7 +135,7 @@ def _way(base: BenchEnvironment, rate: float, anchor_every: int) -> _Way:
 
 
 def _passed_on(way: _Way, version: int, tensors: dict[str, Any]) -> bytes:
-    """Store and fetch one version; returns the file that a replica would load."""
+    """Store and fetch one version; return the file that a replica would load."""
     began = time.monotonic()
     stored = way.learner.stage(version, 1, way.learner.copies(tensors.items()))
     way.stage_s.append(time.monotonic() - began)
@@ -160,7 +160,6 @@ def _passed_on(way: _Way, version: int, tensors: dict[str, Any]) -> bytes:
 
 
 def show_deltas(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what `measure` found."""
     columns = ("learning rate", "whole KB", "difference KB", "differences", "bytes of whole", "stage ms", "whole")
     show(
         "Differences to an anchor, bfloat16",

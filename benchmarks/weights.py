@@ -1,10 +1,10 @@
-"""`offbeat bench weights`: from the learner's `publish` to the last replica that serves the new version.
+"""`offbeat bench weights`: time from the learner's `publish` until the last replica serves the version.
 
-Real: Redis, the publisher with its shared memory, the subscriber, the replica around vLLM, with generations running all the
-while. Each replica has a process of its own; Ray stands aside. The weights are random ones of a Qwen2 of the given size.
+Real: Redis, the publisher with its shared memory, the subscriber, the replica around vLLM under constant load. Each
+replica has a process of its own, without Ray. The weights are random, of a Qwen2 of the given size.
 
-Invariant: what a version is compared with (a copy in memory, a copy of a file in the same shared memory, a step of the
-engine under the same load) is measured in the same call, on the same bytes.
+Invariant: the references (copies in memory and in shared memory, an engine step under the same load) are measured in
+the same call, on the same bytes.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ SHAPES = {
     "16M": TinyPolicyConfig(hidden_size=384, intermediate_size=1536, num_hidden_layers=7, num_attention_heads=6),
     "135M": TinyPolicyConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=14, num_attention_heads=12),
 }
-"""Names as the command line takes them."""
+"""Model shapes by name on the command line."""
 SEQUENCE_LENGTH = 512
 PROMPT_TOKENS = 32
 ANSWER_TOKENS = 64
@@ -54,13 +54,13 @@ SERVED_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class WeightOptions:
-    """What is measured."""
+    """Options of the benchmark."""
 
     sizes: tuple[str, ...] = tuple(SHAPES)
     replicas: tuple[int, ...] = (1, 2)
     rounds: int = 5
     running: int = 8
-    """Requests that run in each replica."""
+    """Concurrent requests per replica."""
     dtype: str = "bfloat16"
     pause_between_s: float = 0.5
     deltas: DeltaOptions = field(default_factory=DeltaOptions)
@@ -68,17 +68,17 @@ class WeightOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """What one replica measured."""
+    """Measurements of one replica."""
 
     step_s: float
-    """Median time of one token in a request during which no weights changed: a step of the engine."""
+    """Median time of a token while no weights changed: one engine step."""
     pauses_s: tuple[float, ...]
     loads_s: tuple[float, ...]
-    """Loading and comparing: before the pause where the version could be staged, else in it."""
+    """Loading and comparing: before the pause if the version was staged, else in it."""
 
 
 class LoadedReplica:
-    """In its own process: a replica that follows the broker while requests run in it."""
+    """A replica that follows the broker under load, in a process of its own."""
 
     def __init__(
         self, name: str, run_id: str, redis_url: str, folder: Path, model: Path, options: WeightOptions
@@ -109,7 +109,7 @@ class LoadedReplica:
         return RedisWeightSubscriber(Redis.from_url(self._redis_url), self._run_id, WeightsConfig(), self._folder)
 
     async def seen(self) -> ReplicaSeen:
-        """Since the last call."""
+        """Return measurements since the last call."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -120,7 +120,7 @@ class LoadedReplica:
         return ReplicaSeen(step_s, tuple(x.pause_s for x in loads), tuple(x.load_s for x in loads))
 
     async def _keep_running(self, replica: Any, place: int) -> None:
-        """One request after another; those whose tokens are all of one version show how long a step takes."""
+        """Send requests in a row; those of a single version measure the engine's step."""
         draw = random.Random(place)
         for number in itertools.count():
             prompt = tuple(draw.randrange(16) for _ in range(PROMPT_TOKENS))
@@ -135,7 +135,7 @@ class LoadedReplica:
 
 
 class _Timed:
-    """An engine whose loads are written down."""
+    """Engine that records its loads."""
 
     def __init__(self, engine: Any, loads: list[Any]) -> None:
         self._engine = engine
@@ -150,7 +150,7 @@ class _Timed:
 
 
 def run(options: WeightOptions) -> dict[str, Any]:
-    """Measure everything and show it; returns what goes into the JSON."""
+    """Measure, print and return the JSON."""
     rows: list[dict[str, Any]] = []
     with console().status("starting") as status, bench_environment() as base:
         for size in options.sizes:
@@ -195,7 +195,7 @@ class _ReplicaRun:
         return self._row(num_bytes, times, max(step_s), seen, copies)
 
     def _step_s(self, hosts: Sequence[ProcessActor]) -> list[float]:
-        """Return a step of each engine, once whole requests have been answered under version 0."""
+        """Return each engine's step time, once requests have finished under version 0."""
         self._seen(hosts)
         deadline = time.monotonic() + SERVED_TIMEOUT_S
         while True:
@@ -242,7 +242,7 @@ class _ReplicaRun:
         return {"blocked_s": blocked_s, "announced_s": announced_at - wall, "served_s": served_at - wall}
 
     def _wait_served(self, config: RunConfig, version: int) -> float:
-        """Unix time at which the last replica served `version`."""
+        """Return the Unix time at which the last replica served `version`."""
         key = RunKeys(config.exp_name).served
         deadline = time.monotonic() + SERVED_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -288,7 +288,7 @@ class _ReplicaRun:
 
 
 def _copies(weights: Sequence[tuple[str, Any]], rounds: int, name: str) -> dict[str, Spread]:
-    """What copying the same bytes costs, in memory and from file to file in shared memory, s. name: of the files."""
+    """Return the seconds of a copy in memory and of a file copy in shared memory. name: of the files."""
     import torch
 
     source = torch.cat([tensor.flatten() for _, tensor in weights])

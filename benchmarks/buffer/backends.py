@@ -1,7 +1,8 @@
-"""Ours and plain redis-py on one server: a load goes in, `in_hand` at a time, and comes out in acknowledged batches.
+"""The trajectory buffer and plain redis-py on one server: a load goes in, `in_hand` at a time, and comes out in
+acknowledged batches.
 
-Ours admits, claims, checks, encodes, assembles groups, counts, decodes and acknowledges; plain redis-py appends bytes that
-are there already to a stream, reads and acknowledges. With the codec it starts from trajectories and ends with them too.
+The buffer admits, claims, checks, encodes, assembles, decodes and acknowledges; plain redis-py moves encoded bytes through a
+stream. With the codec it starts from and ends with trajectories, too.
 """
 
 import asyncio
@@ -33,11 +34,11 @@ WORKER = "worker"
 STREAM = "bench-raw"
 READER = "reader"
 HANDS = 2
-"""Into which what is in hand of our side is parted: while one claims, the other hands in."""
+"""Concurrent halves of our side: one claims while the other submits."""
 
 
 def with_cpu(side: Side, redis: Redis) -> Side:
-    """Tells what a round costs this process and Redis."""
+    """Measure the CPU time of a round in this process and in Redis."""
 
     def server_cpu_s() -> float:
         used = cast(dict[str, float], redis.info("cpu"))
@@ -53,7 +54,6 @@ def with_cpu(side: Side, redis: Redis) -> Side:
 
 
 def offbeat_side(redis: Redis, url: str) -> Side:
-    """Return the trajectory buffer."""
 
     def side(load: GroupLoad) -> Rates:
         redis.flushdb()
@@ -75,8 +75,8 @@ def offbeat_side(redis: Redis, url: str) -> Side:
 
 
 def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) -> Side:
-    """Return a stream of trajectories. pipelined: a group goes in as one pipeline, and a batch comes out in one read. codec:
-    trajectories are checked and encoded on the way in and decoded on the way out, as ours are; otherwise bytes are moved."""
+    """Return a stream of trajectories. pipelined: one pipeline per group, one read per batch. codec: encode and check
+    on the way in, decode and check on the way out."""
 
     def side(load: GroupLoad) -> Rates:
         redis.flushdb()
@@ -151,7 +151,7 @@ async def _append(load: GroupLoad, url: str, *, pipelined: bool, codec: bool) ->
 
 
 def _parcels(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
-    """What one round trip carries."""
+    """Return the payloads of one round trip each."""
     for number, blobs in enumerate(load.blobs):
         fields = [{"n": number, "i": index, "b": blob} for index, blob in enumerate(blobs)]
         for first in range(0, len(fields), size):
@@ -159,7 +159,7 @@ def _parcels(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
 
 
 async def _timed(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
-    """Seconds that so many players take, connections included."""
+    """Return the seconds that the callers take, connections included."""
     try:
         start = time.perf_counter()
         await asyncio.gather(*(play() for _ in range(players)))

@@ -1,10 +1,9 @@
-"""`offbeat bench buffer`: groups/s into and out of the trajectory buffer, against plain redis-py and against Reverb.
+"""`offbeat bench buffer`: groups/s into and out of the trajectory buffer, against plain redis-py and Reverb.
 
-All sides move the same bytes in turn, in one call; ours, and plain redis-py once more, make them of trajectories and read
-trajectories out of them within the time that is measured. Redis has its append-only file synced every second, for ours and
-for plain redis-py alike; Reverb keeps items in memory.
+All sides move the same bytes in turn, in one call. Redis syncs its append-only file every second; Reverb keeps items in
+memory.
 
-Invariant: a round counts only if everything came out whole.
+Invariant: a round counts only if everything came out intact.
 """
 
 import gc
@@ -33,25 +32,25 @@ PARTS = ("into", "out", "both")
 
 @dataclass(frozen=True, slots=True)
 class BufferOptions:
-    """What is moved."""
+    """Options of the benchmark."""
 
     batches: int = 32
-    """Of a round."""
+    """Per round."""
     batch: int = 8
-    """Groups that are acknowledged together."""
+    """Groups acknowledged together."""
     group_size: int = 8
     tokens: tuple[int, ...] = (256, 4096)
-    """Of a trajectory."""
+    """Per trajectory."""
     in_hand: int = 64
-    """Trajectories that are handed in at a time."""
+    """Trajectories submitted concurrently."""
     rounds: int = 5
     reverb: bool = True
     venv: Path | None = None
-    """Reverb's own, made if absent; None: in the user's cache."""
+    """Venv of Reverb, created if absent; None: in the user's cache."""
 
 
 def run(options: BufferOptions) -> dict[str, Any]:
-    """Measure everything and show it; returns what goes into the JSON."""
+    """Measure, print and return the JSON."""
     with console().status("starting") as status, ExitStack() as stack:
         base = stack.enter_context(bench_environment())
         on_redis: dict[str, Side] = {
@@ -75,7 +74,7 @@ def run(options: BufferOptions) -> dict[str, Any]:
 
 
 def _reverb(options: BufferOptions, base: BenchEnvironment, stack: ExitStack) -> tuple[Reverb | None, str]:
-    """Reverb, or why there is none."""
+    """Return Reverb, or the reason why it is unavailable."""
     try:
         python = REVERB_VENV.ensure(options.venv or REVERB_VENV.default_folder())
         return stack.enter_context(Reverb(python, base.folder / "reverb.log")), ""
@@ -110,7 +109,7 @@ def _bytes_per_group(load: GroupLoad) -> float:
 
 
 def summary(found: dict[str, list[Rates]]) -> dict[str, Any]:
-    """Spread of every side's rates, and of ours over each other's in the same round."""
+    """Return the spread of each side's rates, and of ours over each other's in the same round."""
     sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in found.items()}
     for name, rounds in found.items():
         spent = [rates.cpu_us for rates in rounds if rates.cpu_us is not None]

@@ -1,4 +1,4 @@
-"""What the sides of `offbeat bench buffer` move, and what they answer."""
+"""Load of `offbeat bench buffer` and the results of its sides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from offbeat.services.messages.types import (
 RUN = "bench-buffer"
 TURNS = 5
 ANSWER = 4
-"""Tokens of a turn's answer."""
+"""Tokens per answer."""
 WORDS = ("You walk on a lake.", *("Row 1: S . # ." if i % 2 == 0 else "right" for i in range(2 * TURNS + 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """The trajectories of each group, and their bytes."""
+    """Trajectories by group, and their encoded bytes."""
 
     trajectories: list[list[Trajectory]]
     blobs: list[list[bytes]]
     in_hand: int
-    """Trajectories that are handed in at a time."""
+    """Trajectories submitted concurrently."""
     batch: int
-    """Groups that are acknowledged together; divides the number of groups."""
+    """Groups acknowledged together; divides the number of groups."""
 
     @property
     def num_groups(self) -> int:
@@ -42,7 +42,6 @@ class GroupLoad:
         return len(self.blobs[0])
 
     def first(self, groups: int) -> "GroupLoad":
-        """Return the same, but fewer groups."""
         return GroupLoad(self.trajectories[:groups], self.blobs[:groups], self.in_hand, self.batch)
 
 
@@ -53,11 +52,11 @@ class Rates:
     into: float
     out: float
     cpu_us: float | None = None
-    """CPU time of a trajectory, in and out, of client and server; None where the server was not looked at."""
+    """CPU time per trajectory, in and out, of client and server; None if the server was not measured."""
 
     @property
     def both(self) -> float:
-        """Of a group that goes in and comes out, one after the other."""
+        """Rate of a group that goes in and comes out, one after the other."""
         return 1 / (1 / self.into + 1 / self.out)
 
 
@@ -65,17 +64,17 @@ Side = Callable[[GroupLoad], Rates]
 
 
 class LostError(Exception):
-    """A side did not give back what was put in."""
+    """A side did not return its input."""
 
 
 def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> GroupLoad:
-    """Trajectories as an env worker hands them in; groups is a multiple of batch."""
+    """Return trajectories as an env worker submits them; groups is a multiple of batch."""
     rows = [[_trajectory(number, index, tokens) for index in range(group_size)] for number in range(groups)]
     return GroupLoad(rows, [[encode_trajectory(each) for each in row] for row in rows], in_hand, batch)
 
 
 def expect(found: int, wanted: int, what: str) -> None:
-    """Raises `LostError` unless both are the same."""
+    """Raise `LostError` unless both are equal."""
     if found != wanted:
         raise LostError(f"{found} {what} came out of {wanted}")
 

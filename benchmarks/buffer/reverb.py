@@ -1,4 +1,4 @@
-"""Reverb beside us: a process in its own venv, told by lines of JSON and raw bytes.
+"""Reverb in a child process with its own venv, driven by lines of JSON and raw bytes.
 
 Invariant: the process ends with the `with` that started it.
 """
@@ -19,11 +19,11 @@ GUEST = Path(__file__).parent / "reverb_worker" / "queue_server.py"
 
 
 class ReverbError(Exception):
-    """Reverb does not run here; the message says what it said last."""
+    """Reverb can not run here; the message holds its last output."""
 
 
 class Reverb:
-    """Reverb's server and its client."""
+    """Reverb's server and client."""
 
     def __init__(self, python: Path, log: Path) -> None:
         self._command = [str(python), str(GUEST)]
@@ -47,7 +47,6 @@ class Reverb:
         self._end()
 
     def side(self, load: GroupLoad) -> Rates:
-        """Put a load in and take it out."""
         assert self._process is not None, "use `with`"
         assert self._process.stdin is not None
         lengths = [[len(blob) for blob in row] for row in load.blobs]

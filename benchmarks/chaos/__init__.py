@@ -1,1 +1,1 @@
-"""`offbeat chaos`: a real run whose processes are killed and stopped at random moments, and what it leaves, audited."""
+"""`offbeat chaos`: a real run under random faults, audited at its end."""

@@ -1,4 +1,4 @@
-"""`offbeat chaos`: its command line, and the report as people and programs read it."""
+"""Command line and report of `offbeat chaos`."""
 
 import tempfile
 from pathlib import Path
@@ -33,9 +33,9 @@ def chaos(
     as_json: JsonFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train for real on this machine while its processes are killed and stopped at random, then prove that nothing was lost.
+    """Train on this machine while its processes are killed and stopped at random, then prove that nothing was lost.
 
-    Exit codes: 0 the run ended by itself, the audit proves it, nothing is left; 1 otherwise.
+    Exit codes: 0 the run finished, the audit proves it, nothing is left over; 1 otherwise.
     """
     from offbeat.benchmarks.chaos.session import run_chaos
 

@@ -1,8 +1,8 @@
-"""A small disk for a run's checkpoints, which can be filled up.
+"""Small disk for a run's checkpoints, which can be filled up.
 
-It is a tmpfs in a mount namespace of this process's own, so that it goes with the process; where the platform grants neither
-(mounting needs root or user namespaces), there is none, and that is said.
-Invariant: `keep` leaves the checkpoints in the run's folder as ordinary files.
+It is a tmpfs in a mount namespace of this process, so the kernel removes it with the process. Without root or user
+namespaces there is none, and the report notes it. Invariant: `keep` leaves the checkpoints in the run's folder as
+ordinary files.
 """
 
 import ctypes
@@ -13,17 +13,17 @@ from pathlib import Path
 
 SIZE_BYTES = 48 * 2**20
 LEFT_BYTES = 64 * 1024
-"""What stays free on a full disk: enough to begin a file, too little to end it."""
+"""Bytes left free on a full disk: enough to begin a file, too few to finish it."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 CHECKPOINTS, BALLAST = "checkpoints", "ballast"
 
 
 class SmallDisk:
-    """A tmpfs beside the run's folder."""
+    """A tmpfs next to the run's folder."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Mount it; call while this process has one thread. `refusal` says why it could not be."""
+        """Mount it; this process must have a single thread. `refusal` holds the reason of a failure."""
         self._output_dir = output_dir
         self._place = output_dir.with_name(f"{output_dir.name}.disk")
         self.refusal = ""
@@ -41,23 +41,22 @@ class SmallDisk:
         return not self.refusal
 
     def attach(self) -> None:
-        """Let the run's checkpoints lie there: once the run has its folder, and before it writes the first."""
+        """Redirect the run's checkpoints to the disk; call before the run writes its first."""
         if self.is_there:
             (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
 
     def fill(self) -> int:
-        """Take what is free, but for a little; returns how many bytes."""
+        """Fill the disk up to `LEFT_BYTES`; return the number of bytes written."""
         size = max(shutil.disk_usage(self._place).free - LEFT_BYTES, 0)
         with (self._place / BALLAST).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
         return size
 
     def free(self) -> None:
-        """Give it back."""
         (self._place / BALLAST).unlink(missing_ok=True)
 
     def keep(self) -> None:
-        """Put the checkpoints where they outlive this process."""
+        """Move the checkpoints to the run's folder, where they outlive this process."""
         if not self.is_there or not (self._output_dir / CHECKPOINTS).is_symlink():
             return
         self.free()
@@ -71,7 +70,7 @@ class SmallDisk:
 
 
 def _own_namespace() -> None:
-    """Raises OSError."""
+    """Enter a new mount namespace. Raises OSError."""
     root = os.geteuid() == 0
     uid, gid = os.getuid(), os.getgid()
     if _libc().unshare(CLONE_NEWNS if root else CLONE_NEWNS | CLONE_NEWUSER):

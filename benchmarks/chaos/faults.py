@@ -1,4 +1,4 @@
-"""What can happen to a run: which process of it, by what its command line says, and what is done to it.
+"""Faults of a run: their victims, by command line, and how they are injected.
 
 Invariant: only descendants of the run's own command (and of the second node's) are ever signalled, each by its pid.
 """
@@ -13,45 +13,40 @@ from enum import StrEnum
 import psutil
 
 STOP_S = (2.0, 8.0)
-"""How long a stopped process stays so."""
+"""Range of the time for which a process is stopped."""
 SHARED_TRACKER = "resource_tracker"
 
 
 class FaultKind(StrEnum):
-    """What is done."""
-
     KILL = "killed"
-    """SIGKILL."""
     STOP = "stopped"
-    """SIGSTOP for a while, then SIGCONT."""
+    """SIGSTOP, later SIGCONT."""
     HANG = "hangs"
-    """SIGSTOP for good: somebody must miss it and replace it."""
+    """SIGSTOP without SIGCONT: the process must be detected as hung and replaced."""
     MISBEHAVE = "env"
-    """An env is told to; see `offbeat.benchmarks.chaos.faulty_env`."""
+    """Misbehaving env; see `offbeat.benchmarks.chaos.faulty_env`."""
     CONNECTIONS = "connections"
-    """Something is done to the connections to Redis; see `offbeat.benchmarks.chaos.proxy`."""
+    """Disturbed connections to Redis; see `offbeat.benchmarks.chaos.proxy`."""
     MEMORY = "memory"
-    """Redis has none left for writes, for a while."""
+    """Redis without memory for writes, for a while."""
     DISK = "disk"
-    """The disk of the checkpoints is filled up, for a while."""
+    """Full disk of the checkpoints, for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind of fault."""
-
     name: str
     act: FaultKind = FaultKind.KILL
     what: str = ""
-    """KILL and STOP: what the command line of the process holds; else what exactly is done."""
+    """KILL, STOP, HANG: part of the victim's command line; otherwise the variant of the fault."""
     comes_back: bool = False
-    """Whether another process of its kind must be started."""
+    """True if a replacement process must start."""
     during: str = ""
-    """Stage of the learner (`learner_doing`) in which it strikes; empty: at any moment."""
+    """Stage of the learner (`learner_doing`) in which it is injected; empty: any."""
 
     @property
     def has_victim(self) -> bool:
-        """Whether it strikes a process."""
+        """True if it signals a process."""
         return self.act in (FaultKind.KILL, FaultKind.STOP, FaultKind.HANG)
 
 
@@ -69,11 +64,11 @@ PROCESSES = {
     "redis-server": "redis-server",
     "raylet of the second node": RAYLET,
 }
-"""Kind -> what the command line of its processes holds."""
+"""Kind -> part of its command line."""
 SPARE = ("single env",)
-"""Kinds of which another is started only where one is short."""
+"""Kinds that are replaced only below their required number."""
 HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
-"""Kinds that are replaced when they hang for good."""
+"""Kinds that are replaced when they hang."""
 FAULTS = (
     *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in SPARE) for kind, mark in PROCESSES.items()),
     *(Fault(f"{kind} stopped", FaultKind.STOP, mark) for kind, mark in PROCESSES.items()),
@@ -97,7 +92,7 @@ FAULTS = (
 
 
 def plan(kills: int, seed: int) -> list[Fault]:
-    """Which faults, in which order: every kind comes as often as any other, give or take one."""
+    """Return the sequence of faults; counts of kinds differ by at most one."""
     rng = random.Random(seed)
     order: list[Fault] = []
     while len(order) < kills:
@@ -106,7 +101,7 @@ def plan(kills: int, seed: int) -> list[Fault]:
 
 
 def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """Living descendants of commands whose command line holds `mark`, oldest first."""
+    """Return living descendants of commands whose command line contains `mark`, oldest first."""
     found: list[tuple[float, psutil.Process]] = []
     for root in roots:
         try:
@@ -126,7 +121,7 @@ def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Proc
 def strike(
     fault: Fault, victim: psutil.Process, rng: random.Random, sleep: Callable[[float], None] = time.sleep
 ) -> float:
-    """Kill or stop a process; returns for how long it was stopped, s."""
+    """Kill or stop a process; return the seconds for which it was stopped."""
     if fault.act in (FaultKind.KILL, FaultKind.HANG):
         victim.send_signal(signal.SIGKILL if fault.act is FaultKind.KILL else signal.SIGSTOP)
         return 0.0
@@ -141,5 +136,4 @@ def strike(
 
 
 def pids(processes: Sequence[psutil.Process]) -> set[int]:
-    """Their ids."""
     return {process.pid for process in processes}

@@ -1,6 +1,6 @@
-"""A FrozenLake that misbehaves when it is told to: the env of a run under chaos.
+"""FrozenLake that misbehaves on request: the env of a run under chaos.
 
-Invariant: an order is a file in the folder `orders`, and is carried out once, by whichever env removes the file first.
+Invariant: an order is a file in the folder `orders`, and is executed once, by the env that removes the file.
 """
 
 import os
@@ -19,7 +19,7 @@ class FaultyLakeConfig(FrozenLakeConfig):
     """`env_config` of the tag."""
 
     orders: Path
-    """Folder in which the orders lie."""
+    """Folder of the orders."""
 
 
 def _hang() -> NoReturn:
@@ -47,7 +47,7 @@ MISDEEDS: dict[str, Callable[[], None]] = {"hang": _hang, "crash": _crash, "floo
 
 
 class FaultyLakeEnv(FrozenLakeEnv):
-    """FrozenLake, except in the step in which it finds an order."""
+    """FrozenLake whose step executes a pending order."""
 
     config_class: ClassVar[type[FrozenLakeConfig]] = FaultyLakeConfig
     words: ClassVar[tuple[str, ...]] = WORDS

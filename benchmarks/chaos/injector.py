@@ -1,6 +1,6 @@
-"""Does one fault to a run.
+"""Injects faults into a run.
 
-Invariant: what is not meant to last is undone, also when the doing is interrupted.
+Invariant: temporary faults are reverted, also when the injection is interrupted.
 """
 
 import random
@@ -23,28 +23,28 @@ from offbeat.benchmarks.chaos.run_monitor import RunUnderChaos
 from offbeat.benchmarks.chaos.second_node import SecondNode
 
 DELAY_S = (0.02, 0.2)
-"""Of each piece that travels, each way, while connections are slow."""
+"""Delay of each chunk in each direction while connections are slow."""
 WEATHER_S = (2.0, 8.0)
-"""How long connections are slow or silent, or answers cut."""
+"""Duration of slow, silent or torn connections."""
 REFUSED_S = (4.0, 40.0)
-"""How long Redis refuses writes: also for longer than a call waits for it."""
+"""Duration for which Redis refuses writes; exceeds the timeout of a call."""
 CLAIM_S = 20.0
-"""For which an env may take to find its order."""
+"""Timeout for an env to execute an order."""
 FULL_S = (1.0, 4.0)
-"""How long the disk stays full once the learner has found out."""
+"""Duration of a full disk after the learner noticed it."""
 TROUBLE_S = 60.0
 LEARNER = PROCESSES["learner"]
 
 Wait = Callable[[Callable[[], bool], float], bool]
-"""Whether a condition came to hold within so many seconds."""
+"""(condition, timeout in seconds) -> True if the condition was met in time."""
 
 
 class MissedError(Exception):
-    """The fault could not be done; the message says why."""
+    """The fault could not be injected."""
 
 
 class FaultInjector:
-    """Everything that is done to one run."""
+    """Injects the faults of one run."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class FaultInjector:
         self._wait = wait
 
     def victims(self, fault: Fault) -> list[psutil.Process]:
-        """Processes that a fault may strike."""
+        """Return processes that a fault may hit."""
         if fault.what == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
         found = processes_of([psutil.Process()], fault.what)
@@ -76,7 +76,7 @@ class FaultInjector:
         return found
 
     def strike(self, fault: Fault) -> float:
-        """Do it, and return for how long it lasted, s. Raises MissedError."""
+        """Inject a fault; return its duration, s. Raises MissedError."""
         match fault.act:
             case FaultKind.KILL | FaultKind.STOP | FaultKind.HANG:
                 return self._process(fault)

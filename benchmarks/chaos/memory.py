@@ -1,6 +1,6 @@
-"""Memory of a run's processes over time, and whether it grows.
+"""Memory of a run's processes over time, and detection of growth.
 
-Invariant: what is compared is memory that a process has for itself (unique set size): what it shares is nobody's leak.
+Invariant: only private memory (unique set size) is compared.
 """
 
 import math
@@ -17,7 +17,7 @@ from offbeat.benchmarks.chaos.faults import PROCESSES
 
 MIB = 2**20
 SETTLING = 1 / 3
-"""Share of the time at the start that is left out: caches fill, pools grow."""
+"""Share of the time that is left out at the start, while caches and pools fill."""
 OTHERS = {
     "train command": "offbeat.deploy.cli.app",
     "Ray's holder": "offbeat.deploy.local.ray_process",
@@ -32,35 +32,35 @@ EVERYTHING = "all together"
 
 
 PIECES = 12
-"""Stretches of time that measurements are cut into; their medians are compared."""
+"""Number of pieces of equal length whose medians are compared."""
 SURELY = 2.201
 """Standard errors: the 97.5th percentile of Student's t with `PIECES - 1` degrees of freedom."""
 SWING = 0.1
-"""Of the distance between highest and lowest: what both have to rise by, beside the growth, to be believed."""
+"""Share of the distance between minimum and maximum by which both must rise to count as growth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How measurements rise over time."""
+    """Growth of measurements over time."""
 
     per_hour: float
-    """Mean of what each piece of the time adds to the one before."""
+    """Mean difference between successive pieces."""
     error: float
-    """Its standard error, from how unlike the pieces are (Ibragimov and Mueller, 2010): noise may last, even wander."""
+    """Its standard error, from the spread of the pieces (Ibragimov and Mueller, 2010); valid under autocorrelated noise."""
     late: float
-    """Per hour, in the second half of the time: what fills up has slowed down there."""
+    """Growth per hour in the second half, where a filling cache has slowed down."""
     lifted: float
-    """Per hour, by which lowest and highest of the second half both lie above those of the first, less a share of the
-    distance between lowest and highest: what swings comes down again, what leaks does not."""
+    """Growth per hour by which minimum and maximum of the second half both exceed those of the first, less `SWING` of their
+    distance: oscillation cancels out, a leak does not."""
 
     def exceeds(self, limit: float) -> bool:
-        """Whether it goes on at more than `limit` an hour: surely, or in floor and ceiling alike."""
+        """True if it still exceeds `limit` per hour: significantly, or in minimum and maximum alike."""
         return self.late > limit and (self.per_hour - SURELY * self.error > limit or self.lifted > limit)
 
 
 @dataclass
 class Series:
-    """One process over time."""
+    """Measurements of one process."""
 
     kind: str
     pid: int
@@ -70,13 +70,13 @@ class Series:
     """Open file descriptors."""
 
     def settled(self, duration_h: float) -> tuple[Sequence[float], Sequence[float]]:
-        """Without the time in which a run of `duration_h` settles."""
+        """Return hours and memory without the settling time of a run of `duration_h`."""
         first = next((i for i, hours in enumerate(self.hours) if hours >= SETTLING * duration_h), len(self.hours))
         return self.hours[first:], self.mib[first:]
 
 
 def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
-    """How `values` rise; None with fewer than three to a piece."""
+    """Return the growth of `values`; None with fewer than three per piece."""
     t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
     edges = np.linspace(t[0], t[-1], PIECES + 1)
     pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]
@@ -97,7 +97,7 @@ def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
 
 
 class MemoryLog:
-    """Samples of one run."""
+    """Memory samples of one run."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -109,7 +109,7 @@ class MemoryLog:
         return self._total.hours[-1] if self._total.hours else 0.0
 
     def sample(self, roots: Sequence[psutil.Process]) -> None:
-        """Measure every process below `roots`, and them."""
+        """Measure `roots` and all their descendants."""
         hours, total, files = (time.monotonic() - self._began) / 3600, 0.0, 0
         for root in roots:
             for process in (root, *root.children(recursive=True)):
@@ -127,14 +127,14 @@ class MemoryLog:
         self._total.files.append(files)
 
     def lasting(self) -> list[Series]:
-        """Return the sum, and the processes that were there from the settling to the end."""
+        """Return the sum, and the processes alive from the end of settling to the end."""
         first, last = SETTLING * self.duration_h, 0.97 * self.duration_h
         lasting = [each for each in self._series.values() if each.hours[0] <= first and each.hours[-1] >= last]
         return [self._total, *sorted(lasting, key=lambda each: -each.mib[-1])]
 
 
 def kind_of(cmdline: Sequence[str]) -> str:
-    """What a process is, for people."""
+    """Return a readable kind of process."""
     line = " ".join(cmdline)
     for kind, mark in {**PROCESSES, **OTHERS}.items():
         if mark in line and kind != "raylet of the second node":
@@ -143,7 +143,7 @@ def kind_of(cmdline: Sequence[str]) -> str:
 
 
 def draw_memory(path: Path, title: str, series: Sequence[Series], duration_h: float) -> None:
-    """Write a PNG: what each process has for itself over minutes."""
+    """Write a PNG: private memory per process over minutes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")

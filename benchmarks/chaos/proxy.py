@@ -1,7 +1,7 @@
-"""A redis-server whose clients reach it through a proxy that does to their connections what it is told to.
+"""Proxy in front of redis-server that disturbs its clients' connections on request.
 
-`script` writes a program that a run takes for its redis-server (`redis.server`): it starts the proxy on the port that the
-run chose, becomes the real server on another, and the kernel ends the proxy with the server.
+`script` writes a program that a run uses as its redis-server (`redis.server`): it starts the proxy on the run's port
+and becomes the real server on another; the kernel ends the proxy with the server.
 
 Invariant: bytes of a connection arrive in order and unchanged, or the connection is cut.
 """
@@ -24,7 +24,7 @@ CHUNK = 1 << 16
 
 
 def script(path: Path, server: Path, orders: Path) -> Path:
-    """Write the program to `path`. server: the real redis-server; orders: folder in which the proxy finds what to do."""
+    """Write the program to `path`. server: the real redis-server; orders: folder of the requests to the proxy."""
     lines = [
         f"#!{sys.executable}",
         "import sys",
@@ -56,17 +56,17 @@ def become_server(server: str, orders: str) -> None:
 
 @dataclass
 class NetworkConditions:
-    """What becomes of the connections now."""
+    """Current state of the connections."""
 
     delay_s: float = 0.0
     silent_until: float = 0.0
-    """Monotonic time up to which nothing passes, s."""
+    """Monotonic time until which nothing passes, s."""
     torn: bool = False
-    """The next answer of each connection is cut in its middle."""
+    """True to cut each connection in the middle of its next reply."""
 
 
 class Proxy:
-    """Carries bytes between clients and the server."""
+    """Forwards bytes between clients and the server."""
 
     def __init__(self, port: int, orders: Path) -> None:
         self._port = port
@@ -75,7 +75,6 @@ class Proxy:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def run(self, public: int) -> None:
-        """Until cancelled."""
         async with await self._listen(public):
             while True:
                 self._look()
@@ -92,7 +91,7 @@ class Proxy:
                 await asyncio.sleep(LOOK_S)
 
     def _look(self) -> None:
-        """Carry out what lies in the folder: `NAME-SECONDS`, the file's text says how slow."""
+        """Execute the orders: files named `NAME-SECONDS`, the delay as text."""
         self._weather.delay_s = 0.0
         for order in self._orders.glob("redis-*"):
             kind = order.name.removeprefix("redis-")
@@ -154,7 +153,7 @@ class Proxy:
 
 
 def main() -> None:
-    """`python -m offbeat.benchmarks.chaos.proxy PUBLIC PRIVATE ORDERS PARENT`."""
+    """Run `python -m offbeat.benchmarks.chaos.proxy PUBLIC PRIVATE ORDERS PARENT`."""
     public, private, orders, parent = sys.argv[1:]
     die_with_parent(int(parent))
     asyncio.run(Proxy(int(private), Path(orders)).run(int(public)))

@@ -1,4 +1,4 @@
-"""What a run under chaos has shown: each fault, and what the run left."""
+"""Result of a run under chaos: each fault, and the state after the run."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,26 +8,22 @@ from typing import Any
 
 @dataclass
 class InjectedFault:
-    """One fault and what became of it."""
-
     fault: str
     at_s: float
     """Since the run's first step."""
     step: int
     lasted_s: float = 0.0
-    """How long it was done: a process stopped, connections slow, Redis or the disk full."""
+    """Duration of the fault itself."""
     back_s: float | None = None
-    """Until a process of its kind was there again, or checkpoints were written again; None where that says nothing."""
+    """Until a process of its kind was up again, or checkpoints were written again; None if not applicable."""
     next_step_s: float | None = None
     """Until the run had published two more steps."""
     missed: str = ""
-    """Why it could not be done."""
+    """Reason why it could not be injected; empty if it was."""
 
 
 @dataclass
 class ChaosReport:
-    """Everything that was seen."""
-
     seed: int
     struck: list[InjectedFault] = field(default_factory=list[InjectedFault])
     exit_code: int | None = None
@@ -37,7 +33,7 @@ class ChaosReport:
     leftovers: list[str] = field(default_factory=list[str])
     complaints: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
-    """What this platform did not let be done."""
+    """Faults that this platform does not support."""
 
     @property
     def passed(self) -> bool:
@@ -45,11 +41,11 @@ class ChaosReport:
 
     @property
     def done(self) -> list[InjectedFault]:
-        """Faults that were done."""
+        """Injected faults."""
         return [each for each in self.struck if not each.missed]
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
-        """How often, and how soon the run came back: median and longest, s."""
+        """Return count and recovery times by kind: median and longest, s."""
         out: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(each.fault for each in self.done):
             here = [each for each in self.done if each.fault == name]
@@ -61,7 +57,6 @@ class ChaosReport:
         return out
 
     def as_tree(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self) | {"passed": self.passed, "faults": len(self.done), "by_kind": self.by_kind()}
 
 

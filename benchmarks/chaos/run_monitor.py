@@ -1,6 +1,6 @@
-"""The run under chaos as it looks from outside: its command, its Redis, its processes, what it leaves.
+"""External view of the run under chaos: its command, Redis and processes.
 
-Invariants: whatever happens, `close` leaves no process of the run behind; a run whose watcher was killed ends in order.
+Invariants: `close` always leaves no process of the run behind; a run whose monitor was killed shuts down.
 """
 
 import json
@@ -29,21 +29,21 @@ FOLDER_S = 60.0
 
 
 class RunUnderChaos:
-    """One `offbeat train` of its own."""
+    """One `offbeat train`."""
 
     def __init__(
         self, config: Path, output_dir: Path, run_id: str, overrides: Sequence[str], environment: Mapping[str, str]
     ) -> None:
-        """environment: of the command, beside ours."""
+        """environment: of the command, in addition to ours."""
         self.output_dir = output_dir
         self._keys = RunKeys(run_id)
         self._run_id = run_id
         self.log = output_dir.with_name(f"{output_dir.name}.log")
         self._shm_before = {path.name for path in SHARED_MEMORY.iterdir()}
         self.seen: dict[int, float] = {}
-        """Every process of the run that was ever seen: pid -> its start."""
+        """Every process of the run observed so far: pid -> start time."""
         self.complaints: list[str] = []
-        """What must not be and was seen: a version that went back."""
+        """Violations observed, e.g. a version that decreased."""
         self._highest = -1
         command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(config), f"output_dir={output_dir}"]
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,18 +63,18 @@ class RunUnderChaos:
         return self.process.poll() is None
 
     def has_folder(self) -> bool:
-        """Whether the run's folder is its own by now: an earlier run that lay there has been moved aside."""
+        """True once the run owns its folder: an earlier run there has been moved aside."""
         path = self.output_dir / run_folder.CONFIG
         return path.exists() and path.stat().st_mtime >= self.root.create_time()
 
     def look(self) -> None:
-        """Remember which processes there are; orphans of the run are ours."""
+        """Record the current processes, to recognize orphans later."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 self.seen.setdefault(process.pid, process.create_time())
 
     def redis(self) -> Redis | None:
-        """Return a client that gives up at once, or None before there is a Redis."""
+        """Return a client without retries, or None before there is a Redis."""
         if self._redis is None:
             endpoints = run_folder.read_endpoints(self.output_dir)
             if endpoints is not None:
@@ -82,7 +82,7 @@ class RunUnderChaos:
         return self._redis
 
     def _field(self, key: str, name: str) -> str | None:
-        """Of a hash; empty where it is not there, None while Redis does not tell."""
+        """Return a hash's field; empty if absent, None while Redis is unreachable."""
         redis = self.redis()
         try:
             raw = None if redis is None else cast(bytes | None, redis.hget(key, name))
@@ -91,7 +91,8 @@ class RunUnderChaos:
         return "" if raw is None else raw.decode()
 
     def step(self) -> int | None:
-        """Optimizer batches behind the newest published weights, -1 before the first; None while Redis does not tell."""
+        """Return the optimizer steps behind the newest published weights, -1 before the first; None while Redis is
+        unreachable."""
         raw = self._field(self._keys.progress, "step")
         if raw is None:
             return None
@@ -102,21 +103,21 @@ class RunUnderChaos:
         return step
 
     def stage(self) -> str:
-        """What the learner is at."""
+        """Return the learner's stage."""
         raw = self._field(self._keys.record, "learner_doing")
         return str(cast(dict[str, Any], json.loads(raw)).get("stage", "")) if raw else ""
 
     def trouble(self) -> str | None:
-        """What goes wrong while the learner trains on, or nothing; None while Redis does not tell."""
+        """Return the learner's current problem or an empty string; None while Redis is unreachable."""
         return self._field(self._keys.record, "learner_trouble")
 
     def leader(self) -> int | None:
-        """Process of the learner that trains."""
+        """Return the pid of the training learner."""
         raw = self._field(learner_key(self._run_id), "pid")
         return int(raw) if raw else None
 
     def trim(self, metrics: int, events: int) -> None:
-        """Keep the newest of each in Redis alone, as it does by itself at numbers that take hours to reach."""
+        """Trim the run's streams in Redis, as happens by itself only after hours."""
         redis = self.redis()
         if redis is None:
             return
@@ -125,7 +126,7 @@ class RunUnderChaos:
             redis.xtrim(self._keys.key("buffer", "life"), maxlen=events, approximate=False)
 
     def limit_memory(self, num_bytes: int) -> bool:
-        """Let Redis refuse writes beyond so many bytes, 0: beyond none; False if it did not hear of it."""
+        """Make Redis refuse writes beyond so many bytes (0: no limit); False if it was unreachable."""
         redis = self.redis()
         if redis is None:
             return False
@@ -135,14 +136,14 @@ class RunUnderChaos:
             return False
 
     def wait(self, timeout_s: float) -> int | None:
-        """Exit code, or None if it has not ended in time."""
+        """Return the exit code, or None on timeout."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def leftovers(self) -> list[str]:
-        """What the run left outside its folder, second nodes included: close them before."""
+        """Return leftovers outside the run's folder; close second nodes first."""
         left = [f"process {pid}: {_line(pid)}" for pid, started in self.seen.items() if _lives(pid, started)]
         files = {
             path for path in SHARED_MEMORY.iterdir() if f"-{self._run_id}-" in path.name
@@ -150,7 +151,7 @@ class RunUnderChaos:
         return left + [str(path) for path in sorted(files) if path.name not in self._shm_before]
 
     def close(self) -> None:
-        """End it, whatever state it is in."""
+        """Kill the run in any state."""
         if self.running:
             self.process.send_signal(signal.SIGINT)
             if self.wait(STOP_S) is None:
@@ -173,7 +174,7 @@ def _lives(pid: int, started: float) -> bool:
 
 
 def _line(pid: int) -> str:
-    """What a process is, by its command line."""
+    """Return a process's command line, shortened."""
     with suppress(psutil.NoSuchProcess):
         return " ".join(psutil.Process(pid).cmdline())[:200]
     return "it has ended since"

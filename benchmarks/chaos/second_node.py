@@ -1,6 +1,6 @@
-"""A second node on this machine that joins the run's Ray, so that a raylet can die without Ray as a whole.
+"""Second node on this machine in the run's Ray cluster, so that a raylet can die without the whole of Ray.
 
-Invariant: a node that ended is replaced; with `close`, all of it is gone.
+Invariant: a dead node is replaced; `close` removes all its processes.
 """
 
 import os
@@ -19,18 +19,18 @@ from offbeat.services.process import terminate
 NUM_CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
 SPREAD = {"RAY_scheduler_spread_threshold": "0.0"}
-"""Actors go to the emptier node, not to the head as long as there is room."""
+"""Scheduling environment that prefers the emptier node to the head."""
 END_S = 5.0
 GCS = "--gcs-address="
 
 
 def cluster_environment() -> dict[str, str]:
-    """Of the run's command and of the node: what both must have alike."""
+    """Return the environment shared by the run's command and the node."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), **SPREAD}
 
 
 class SecondNode:
-    """`ray start` of a node, as an operator would."""
+    """A node started with `ray start`."""
 
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         """environment: see `cluster_environment`."""
@@ -38,17 +38,17 @@ class SecondNode:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self.seen: set[psutil.Process] = set()
-        """Every process of the node that was ever seen: those of a raylet that was killed lose their parent."""
+        """Every process of the node observed so far; children of a killed raylet lose their parent."""
 
     @property
     def root(self) -> psutil.Process | None:
-        """Whose descendants the node's processes are; None while there is no node."""
+        """Root of the node's processes; None without a node."""
         with suppress(psutil.NoSuchProcess):
             return psutil.Process(self._process.pid) if self._process is not None else None
         return None
 
     def keep_up(self, command: psutil.Process) -> None:
-        """Start the node where there is none, once the run of `command` has a Ray that it can join."""
+        """Start the node if there is none and the Ray of `command` is up."""
         if self._process is not None and self._process.poll() is None:
             with suppress(psutil.NoSuchProcess):
                 self.seen.update(psutil.Process(self._process.pid).children(recursive=True))
@@ -68,7 +68,7 @@ class SecondNode:
             )
 
     def close(self) -> None:
-        """End it with all that it started."""
+        """Kill the node and all its processes."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -79,7 +79,7 @@ class SecondNode:
 
 
 def _address(command: psutil.Process) -> str | None:
-    """Where the GCS listens of the Ray that a command has started, as its raylet was told."""
+    """Return the GCS address of the Ray that a command has started, from its raylet's command line."""
     for raylet in processes_of([command], RAYLET):
         with suppress(psutil.NoSuchProcess):
             for argument in raylet.cmdline():

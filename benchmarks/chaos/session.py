@@ -1,4 +1,4 @@
-"""Strikes a run as planned and measures how it comes back; then lets it end by itself and audits what it left."""
+"""Injects the planned faults, measures recovery, then waits for the run's end and audits it."""
 
 import random
 import time
@@ -22,7 +22,7 @@ from offbeat.deploy.local.processes import adopt_orphans
 from offbeat.services.redis.server import server_binary
 
 QUIET_S = (0.5, 3.0)
-"""Between a recovery and the next fault."""
+"""Pause between a recovery and the next fault."""
 STAGE_S = 20.0
 POLL_S = 0.05
 START_S = 900.0
@@ -46,17 +46,17 @@ SMALL = (
     "buffer.learner_timeout_s=3",
     "actor_infer.update_timeout_s=30",
 )
-"""A small run whose envs are processes, which checkpoints often and notices deaths soon."""
+"""Small run with envs in processes, frequent checkpoints and short timeouts."""
 
 
 class Chaos:
-    """One run and the faults that are done to it."""
+    """One run and its faults."""
 
     def __init__(
         self, run: RunUnderChaos, seed: int, overlap: float, patience_s: float, say: Callable[[str], None]
     ) -> None:
-        """overlap: share of the faults whose recovery is not waited for before the next one. patience_s: for which a run may
-        stand still, and what was killed may be away."""
+        """overlap: share of faults followed by the next without waiting for recovery. patience_s: limit for a run
+        without progress and for a missing process."""
         self._overlap = overlap
         self._patience_s = patience_s
         self._run = run
@@ -74,7 +74,8 @@ class Chaos:
         disk: SmallDisk,
         orders: Path,
     ) -> ChaosReport:
-        """Wait for the first step, do faults for up to `minutes`, wait for the end, up to `end_s` without a step, audit."""
+        """Wait for the first step, inject faults for up to `minutes`, wait for the end (up to `end_s` without a step),
+        audit."""
         started = time.monotonic()
         self._node = node
         self._hand = FaultInjector(
@@ -107,7 +108,7 @@ class Chaos:
         return self._report
 
     def _end(self, end_s: float) -> None:
-        """Let the run go on until it ends, on its own, as long as it makes steps."""
+        """Wait for the run's end as long as it makes steps."""
         step, since = self._run.step(), time.monotonic()
         while self._run.running and time.monotonic() < since + end_s:
             self._pause(POLL_S)
@@ -177,7 +178,7 @@ class Chaos:
     def _wait(
         self, done: Callable[[], bool], timeout_s: float, *, since: float | None = None, poll_s: float = POLL_S
     ) -> float | None:
-        """Return seconds from `since` until `done`, or None if it was not in time or the run ended."""
+        """Return seconds from `since` until `done`, or None on timeout or if the run ended."""
         began = time.monotonic()
         while not done():
             if time.monotonic() > began + timeout_s or not self._run.running:
@@ -223,7 +224,7 @@ def run_chaos(
     say: Callable[[str], None],
     overrides: Sequence[str],
 ) -> ChaosReport:
-    """A run of `steps` steps in `folder`, and up to `kills` faults in up to `minutes`."""
+    """Run `steps` steps in `folder` with up to `kills` faults in up to `minutes`."""
     folder = folder.resolve()
     disk = SmallDisk(folder)
     adopt_orphans()

@@ -1,4 +1,4 @@
-"""`offbeat soak`: a run at full speed for a long time, and whether any of its processes' memory grows."""
+"""`offbeat soak`: a long run at full speed, checked for memory growth."""
 
 import signal
 import statistics
@@ -27,18 +27,16 @@ START_S = 600.0
 END_S = 60.0
 INTERRUPTED = 130
 LEAK_SHARE = 0.02
-"""Of its memory: a process that surely grows by more an hour fails the soak."""
+"""Hourly growth, as a share of a process's memory, that fails the soak."""
 LEAST_MIB = 1.0
-"""An hour, of any process: less is pages that an allocator did not find for what comes and goes."""
+"""Hourly growth of any process that counts: less is allocator fragmentation."""
 METRICS, EVENTS = 1000, 5000
-"""Records that Redis keeps meanwhile, and events of the ledger, so that they come to their bound within the hour."""
+"""Shorter retention of records and ledger events, so that they reach their bound within the hour."""
 LONG = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
 
 
 @dataclass
 class SoakReport:
-    """What was seen."""
-
     minutes: float
     steps: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -50,7 +48,6 @@ class SoakReport:
         return not self.complaints and not self.leftovers
 
     def as_tree(self) -> dict[str, Any]:
-        """As JSON."""
         return {**self.__dict__, "passed": self.passed}
 
 
@@ -63,10 +60,10 @@ def soak(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train the quickstart at full speed and measure the memory of every process: does any grow?
+    """Train the quickstart at full speed and check that no process's memory grows.
 
-    Exit codes: 0 none goes on growing by more than 2 % (and 1 MiB) an hour, surely or in floor and ceiling alike, the audit
-    proves the run, nothing is left; 1 otherwise.
+    Exit codes: 0 none grows by more than 2 % (and 1 MiB) an hour, significantly or in minimum and maximum alike, the audit
+    proves the run, nothing is left over; 1 otherwise.
     """
     raise_interrupt_on_signals()
     folder = (out or Path(tempfile.mkdtemp(prefix="offbeat-soak-")) / "run").resolve()

@@ -1,7 +1,7 @@
-"""A process of a benchmark's own that is told what to do over a pipe.
+"""Child process of a benchmark, driven over a pipe.
 
-Invariants: it ends with its parent, however that ends; what it raises is raised in the parent; one that ended without a word
-is missed by the next call, or at the end, which says how it ended and what it wrote last.
+Invariants: it ends with its parent; its exceptions are raised in the parent; a crash is raised by the next call, or at
+exit, with the exit code and the last output.
 """
 
 import multiprocessing
@@ -17,16 +17,16 @@ from offbeat.services.process import die_with_parent
 
 END_S = 20.0
 TAIL = 3
-"""Lines of the log that tell why a process ended."""
+"""Lines of the log in a crash's message."""
 Serve = Callable[..., Coroutine[Any, Any, None]]
-"""(its end of the pipe, arguments): what the process does; a module's function, which can be pickled."""
+"""(child's end of the pipe, arguments): main function of the child; a module's function, for pickling."""
 
 
 class Child:
-    """The parent's end; `with` starts the process, waits for its first word, and ends it."""
+    """Parent's end; `with` starts the process, waits until it is ready, and ends it."""
 
     def __init__(self, serve: Serve, arguments: tuple[Any, ...], *, log: Path, goodbye: Any) -> None:
-        """log: where the process's output goes. goodbye: the message upon which it ends by itself."""
+        """log: file for the process's output. goodbye: message that ends the process."""
         context = multiprocessing.get_context("spawn")
         self._pipe, self._theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(self._theirs, log, serve, arguments), daemon=False)
@@ -61,17 +61,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         assert self._process.pid is not None, "use `with`"
         return self._process.pid
 
     def check(self) -> None:
-        """Raises what ended the process, if anything did; no answer may be due."""
+        """Raise the child's failure, if any; no reply may be pending."""
         if self._pipe.poll():
             self._answer()
 
     def _ask(self, message: Any) -> Any:
-        """Send a message and wait for the answer; raises what ended the process, if anything did."""
+        """Send a message and wait for the reply; raises the child's failure."""
         self._tell(message)
         return self._answer()
 
@@ -113,7 +112,7 @@ def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...])
 
 
 def _quiet(log: Path) -> None:
-    """Send what this process and its children print, vLLM's warnings above all, to a file."""
+    """Redirect the output of this process and its children to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

@@ -1,4 +1,4 @@
-"""What benchmarks stand on: a folder, a redis-server of their own, the tiny policy's files, a run's configuration.
+"""Environment of a benchmark: a folder, a redis-server, the tiny policy's files, a run's configuration.
 
 Invariant: nothing is left when the context ends, however it ends, in `/dev/shm` neither.
 """
@@ -49,21 +49,21 @@ class BenchEnvironment:
         return config.model_copy(update={"exp_name": run_id, "output_dir": self.folder / run_id, **changes})
 
     def prepare(self, config: RunConfig, *, spare_steps: float = 0.0) -> int:
-        """Make a run's folder, buffer and epoch; returns the epoch. spare_steps: how many steps more than `max_steps` are
-        admitted, so that rollouts go on to the very end."""
+        """Create a run's folder, buffer and epoch; return the epoch. spare_steps: steps admitted beyond `max_steps`, so
+        that rollouts continue to the end."""
         prepare_folder(config)
         limits = buffer_limits(config)
         configure_buffer(self.redis, config.exp_name, _with_spare(limits, spare_steps))
         return int(self.redis.incr(RunKeys(config.exp_name).epoch))  # pyright: ignore[reportArgumentType]
 
     def worker_settings(self, config: RunConfig) -> WorkerSettings:
-        """What the env worker of a run is told."""
+        """Return the env worker's settings."""
         return worker_settings(config, self.redis_url, timeout_s=WORKER_TIMEOUT_S)
 
 
 @contextmanager
 def bench_environment() -> Iterator[BenchEnvironment]:
-    """A folder and a Redis until the context ends; append-only file on, synced every second, as in a run."""
+    """Yield a folder and a Redis with its append-only file synced every second, as in a run."""
     with (
         tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name,
         cleaned_up_after(Path(name)) as folder,
@@ -75,7 +75,7 @@ def bench_environment() -> Iterator[BenchEnvironment]:
 
 
 def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:
-    """FrozenLake whose steps take `latency` (fields of `offbeat.benchmarks.harness.slow_lake.Latency`)."""
+    """Return FrozenLake with step latency `latency` (fields of `offbeat.benchmarks.harness.slow_lake.Latency`)."""
     return CustomEnv(
         env_type="offbeat.benchmarks.harness.slow_lake:SlowLake",
         max_steps=max_steps,
@@ -86,13 +86,11 @@ def slow_lake(latency: dict[str, Any], *, max_steps: int = 12) -> CustomEnv:
 
 
 def manager(groups: int, group_size: int, *, redundancy: int = 0) -> EnvManagerConfig:
-    """`groups` of `group_size` in play."""
     return EnvManagerConfig(tags=(TAG,), num_env_groups=groups, group_size=group_size, group_size_redundancy=redundancy)
 
 
 def worker(episodes: int, *, spare_threads: int = 0) -> RolloutConfig:
-    """Return one worker with a thread for every episode, and for `spare_threads` whose episodes were cancelled in their
-    sleep."""
+    """Return one worker with a thread for every episode, and `spare_threads` for cancelled episodes that still sleep."""
     return RolloutConfig(max_env_num_per_worker=episodes, num_threads=episodes + spare_threads)
 
 

@@ -1,4 +1,4 @@
-"""The loop that a benchmark's coroutines run on: uvloop's where it is installed, as in Ray's actors and Serve's replicas."""
+"""Event loop of benchmarks: uvloop if installed, as in Ray's actors and Serve's replicas."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,7 +8,6 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on such a loop."""
     try:
         from uvloop import new_event_loop
     except ImportError:  # there is none for Windows

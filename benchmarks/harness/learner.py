@@ -1,6 +1,6 @@
-"""A learner inside the benchmark's own process: the real loop around a real trainer, or around one that only takes time.
+"""Learner inside the benchmark's process: the real loop around a real or a timed trainer.
 
-Invariant: intake, publisher, checkpoints and acknowledgements are those of a run; only what `train` does may differ.
+Invariant: intake, publisher, checkpoints and acknowledgements are those of a run; only `train` may differ.
 """
 
 import math
@@ -35,7 +35,7 @@ START = "start"
 
 
 class TimedTrainer:
-    """`Trainer` that takes `train_s` for a batch, as an accelerator would that leaves the CPU alone."""
+    """`Trainer` that sleeps `train_s` per batch, like an accelerator that leaves the CPU idle."""
 
     kl_coef = 0.0
     vocab_size = 1 << 24
@@ -66,7 +66,7 @@ class TimedTrainer:
 
 
 class Records:
-    """Keeps the learner's metric records and shows nothing."""
+    """Collects the learner's metric records."""
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self._on_step = on_step
@@ -84,7 +84,7 @@ class Records:
 
 
 class BenchLearner:
-    """One run's learner; `publish_start` first, then `run`."""
+    """One run's learner; call `publish_start` first, then `run`."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class BenchLearner:
         order: Order = "completion",
         ends_at: float = math.inf,
     ) -> None:
-        """trainer: a `Trainer` with `vocab_size`, begun already. check: raises once there are no rollouts to wait for any
-        more. evaluates: before and after, as the run says. ends_at: monotonic time at which to stop."""
+        """trainer: a started `Trainer` with `vocab_size`. check: raises if rollouts have failed. evaluates: before and
+        after, as configured. ends_at: monotonic time at which to stop."""
         read = learner_config(config, evaluates=evaluates)
         run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
@@ -129,11 +129,11 @@ class BenchLearner:
         self._learner = Learner(run, components)
 
     def publish_start(self) -> None:
-        """Announce version 0, so that rollouts may begin."""
+        """Publish version 0, so that rollouts may begin."""
         self._publisher.publish(0, 0, self._trainer.tensors())
 
     def run(self) -> list[MetricRecord]:
-        """Train `max_steps`; returns the record of each step."""
+        """Train `max_steps`; return the record of each step."""
         try:
             self._learner.run()
         finally:
@@ -141,12 +141,12 @@ class BenchLearner:
         return self.records.steps
 
     def close(self) -> None:
-        """Return when nothing is being published any more; `run` does so at its end."""
+        """Wait for pending publishes; `run` does so at its end."""
         self._publisher.close()
 
 
 def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunConfig:
-    """Return a run's configuration as the learner reads it; without evaluations unless they are what is measured."""
+    """Return a run's learner configuration, without evaluations unless they are measured."""
     return config if evaluates else config.model_copy(update={"eval_steps": 0, "final_val_batch_size": 0})
 
 
@@ -154,7 +154,7 @@ def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunC
 def real_trainers(
     ground: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
 ) -> Iterator[Callable[[RunConfig], Any]]:
-    """Warm-start the tiny policy once; gives what makes a fresh real trainer of those weights for a run."""
+    """Warm-start the tiny policy once; yield a factory of real trainers with those weights."""
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
     ranks = ranks_of_environment("cpu")

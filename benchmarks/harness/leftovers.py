@@ -1,6 +1,6 @@
-"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: clears away after a benchmark that can't do so itself any more.
+"""`python -m offbeat.benchmarks.harness.leftovers FOLDER`: cleans up after a benchmark that was killed.
 
-Invariant: whatever ends a benchmark, SIGKILL and a crash included, its folder and what its runs hold in shared memory go.
+Invariant: however a benchmark ends, SIGKILL included, its folder and its runs' shared memory are removed.
 """
 
 import shutil
@@ -18,8 +18,8 @@ CLEAN = b"clean"
 
 @contextmanager
 def cleaned_up_after(folder: Path) -> Iterator[Path]:
-    """`folder`, in which each run has a folder of its name. What they hold in shared memory, and what else lies there under
-    a name that begins with the folder's, goes when the context or the process ends."""
+    """Yield `folder`, which has a subfolder per run; remove it, the runs' shared memory and all shared memory whose
+    name begins with the folder's when the context or the process ends."""
     with subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.harness.leftovers", str(folder)],
         stdin=subprocess.PIPE,
@@ -37,7 +37,7 @@ def cleaned_up_after(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what the runs in `folder` hold in shared memory."""
+    """Remove the shared memory of the runs in `folder`."""
     from offbeat.services.weights.config import WeightsConfig
     from offbeat.services.weights.transports.factory import cleanup
 
@@ -48,7 +48,7 @@ def sweep(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Wait for the end of the benchmark, and sweep unless it says that it has."""
+    """Wait for the end of the benchmark, and sweep unless it reports that it did."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() != CLEAN and folder.exists():

@@ -1,4 +1,4 @@
-"""Requests that were never sent before, and what a side shows while so many of them are under way at a time."""
+"""Unique requests, and measurement of a fixed number of concurrent ones."""
 
 import asyncio
 import itertools
@@ -13,12 +13,12 @@ from offbeat.services.messages.types import GenerateRequest, Sampling
 PROMPT_TOKENS = 64
 
 Call = Callable[[GenerateRequest], Awaitable[int]]
-"""Sends a request and returns how many tokens came."""
+"""Sends a request and returns the number of generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """What one round showed."""
+    """Result of one round."""
 
     tokens_per_s: float
     p50_s: float
@@ -26,7 +26,7 @@ class RoundLoad:
 
 
 class Prompts:
-    """Requests that were never sent before."""
+    """Generator of unique requests."""
 
     def __init__(self, vocab_size: int, tokens: int, seed: int) -> None:
         self._random = random.Random(seed)
@@ -35,7 +35,6 @@ class Prompts:
         self._numbers = (f"{seed}-{number}" for number in itertools.count())
 
     def take(self, count: int) -> list[GenerateRequest]:
-        """Return the next `count`."""
         return [self._make() for _ in range(count)]
 
     def _make(self) -> GenerateRequest:

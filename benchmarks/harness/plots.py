@@ -1,7 +1,4 @@
-"""Pictures of what benchmarks found, drawn from their JSON.
-
-Invariant: only what the file says is drawn.
-"""
+"""Plots of benchmark results, drawn from their JSON alone."""
 
 # pyright: basic
 import json
@@ -21,14 +18,14 @@ SIDES = (
     ("handle", "service, Serve handle", OURS),
     ("http", "service, HTTP", "#2ca02c"),
 )
-"""Of `offbeat bench generation`."""
+"""Sides of `offbeat bench generation`."""
 
 
 def draw(result: Path, picture: Path) -> None:
-    """Draw a benchmark's JSON as a PNG.
+    """Plot a benchmark's JSON as a PNG.
 
     Raises:
-        ValueError: there is no picture of this benchmark.
+        ValueError: there is no plot of this benchmark.
     """
     found = json.loads(result.read_text(encoding="utf-8"))
     painter = PAINTERS.get(found.get("bench", ""))

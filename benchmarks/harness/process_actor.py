@@ -1,6 +1,6 @@
-"""An object with asynchronous methods in a process of its own, called over a pipe.
+"""Object with asynchronous methods in a child process, called over a pipe.
 
-Invariant: what a method raises is raised by `call`.
+Invariant: `call` raises what the method raises.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from offbeat.benchmarks.harness.child_process import Child
 
 
 class ActorObject(Protocol):
-    """What a servant's process holds; made in the parent, started in the child."""
+    """Object in the child; created in the parent, started in the child."""
 
     async def start(self) -> None: ...
 
@@ -20,14 +20,13 @@ class ActorObject(Protocol):
 
 
 class ProcessActor(Child):
-    """The parent's end."""
+    """Parent's end."""
 
     def __init__(self, served: ActorObject, log: Path) -> None:
-        """log: where the process's output goes."""
+        """log: file for the process's output."""
         super().__init__(_serve, (served,), log=log, goodbye=None)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method and wait for what it returns."""
         return self._ask((method, args))
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: on the screen as a table, in a file as JSON."""
+"""Result of a benchmark: printed as a table, stored as JSON."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PIPED_WIDTH = 140
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Several measurements of one thing."""
+    """Median and range of repeated measurements."""
 
     median: float
     low: float
@@ -28,13 +28,13 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """Return values: at least one."""
+        """Return the spread of at least one value."""
         seen = sorted(values)
         return cls(statistics.median(seen), seen[0], seen[-1], len(seen))
 
 
 def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-    """Write a benchmark's result with what it was measured on; folders are made."""
+    """Write a benchmark's result and machine as JSON, creating folders."""
     document = {
         "bench": bench,
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -47,7 +47,7 @@ def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mappi
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine, and how busy others keep it."""
+    """Return the machine and its load."""
     return {
         "cpus": len(os.sched_getaffinity(0)),
         "load": [round(value, 2) for value in os.getloadavg()],
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table; numbers get the digits that mean something."""
+    """Print a table with significant digits."""
     table = Table(*columns, title=title, title_justify="left", header_style="bold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))
@@ -65,12 +65,11 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> N
 
 
 def console() -> Console:
-    """Wide where nobody reads it on a terminal."""
+    """Return a console that is wide if the output is not a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
 
 
 def cell(value: Any) -> str:
-    """Return a value as people read it."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "" if value is None else str(value)

@@ -1,6 +1,6 @@
-"""Rollouts in a process of their own: one real env worker, and with it a replica or a scripted policy.
+"""Rollouts in a child process: a real env worker with a replica or a scripted policy.
 
-Invariant: the process plays one run after another, so that what is slow to start (the engine) starts once.
+Invariant: the process serves one run after another, so the slow start of the engine happens once.
 """
 
 import asyncio
@@ -21,57 +21,56 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.rollout.config import WorkerSettings
 
 LOAD_S = 20.0
-"""Longest load of a version."""
+"""Timeout for loading a version."""
 LOG = "rollouts.log"
 LOOK_S = 0.02
-"""Between two looks at what a replica serves."""
+"""Interval between checks of a replica's version."""
 WATCH_S = 0.1
-"""Between two looks at how many episodes are being played; they count as the worker's time."""
+"""Interval between samples of running episodes; their cost counts as the worker's."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """Who answers the turns."""
+    """Policy that answers the turns."""
 
     kind: Literal["vllm", "engine", "client"]
     """`vllm`: the real engine in the real replica. `engine`: a scripted engine in the real replica, which follows the
-    broker. `client`: a scripted policy right behind the worker."""
+    broker. `client`: a scripted policy directly behind the worker."""
     delay_s: float = 0.0
-    """Of a scripted answer."""
+    """Per scripted answer."""
     config: GenerationConfig = field(default_factory=GenerationConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What playing a run took, from its start to its stop."""
+    """Resources used by a run, from start to stop."""
 
     wall_s: float
     cpu_s: float
-    """Of the process and those below it."""
+    """Of the process and its descendants."""
     rss_bytes: int
-    """When it stopped."""
+    """At the end."""
     playing: float
-    """Episodes in hand, on average."""
+    """Mean number of running episodes."""
     calls: int
-    """To generation."""
+    """Calls to generation."""
 
 
 class RolloutProcess(Child):
-    """The parent's end."""
+    """Parent's end."""
 
     def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:
         super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
     def play(self, settings: WorkerSettings) -> None:
-        """Begin to play a run."""
+        """Start the rollouts of a run."""
         self._ask(("play", settings))
 
     def stop(self) -> Usage:
-        """Stop playing; what is in hand is given back."""
+        """Stop the rollouts; unfinished groups are released."""
         return self._ask(("stop",))
 
     def usage(self) -> Usage:
-        """So far."""
         return self._ask(("usage",))
 
 
@@ -80,7 +79,7 @@ async def _serve(pipe: Connection, policy: PolicySpec, model: Path, sequence_len
 
 
 class _Host:
-    """The child's end."""
+    """Child's end."""
 
     def __init__(self, pipe: Connection, policy: PolicySpec, model: Path, sequence_length: int) -> None:
         self._pipe = pipe
@@ -119,7 +118,7 @@ class _Host:
     async def _playing(self, settings: WorkerSettings, engine: Any) -> AsyncIterator["_Meter"]:
         from offbeat.services.buffer.worker_client import AsyncRolloutBuffer
         from offbeat.services.redis.connection import connect_async
-        from offbeat.services.rollout.actor import calm_collector
+        from offbeat.services.rollout.actor import tune_garbage_collector
         from offbeat.services.rollout.worker import EnvWorker
         from offbeat.services.telemetry import AsyncRedisMetrics
 
@@ -134,7 +133,7 @@ class _Host:
                 chat=self._chat,
             )
             meter = _Meter(worker)
-            calm_collector(settings.rollout.max_env_num_per_worker)
+            tune_garbage_collector(settings.rollout.max_env_num_per_worker)
             working = self._watched("env worker", worker.run())
             chores = [self._watched("meter", meter.watch())]
             if replica is not None:
@@ -150,7 +149,7 @@ class _Host:
                 await asyncio.gather(*chores, return_exceptions=True)
 
     def _watched(self, what: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """A task; one that ends by an error has nobody else to tell."""
+        """Return a task whose failure is sent to the parent."""
 
         def report(task: "asyncio.Task[Any]") -> None:
             if not task.cancelled() and (error := task.exception()):
@@ -176,7 +175,7 @@ class _Host:
 
 
 async def _caught_up(replica: Any, redis: Any, run_id: str) -> None:
-    """Return once the replica serves the newest version: the engine, which the next run gets, is not left half-way."""
+    """Wait until the replica serves the newest version, so that the next run gets a settled engine."""
     newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
     try:
         async with asyncio.timeout(LOAD_S):
@@ -187,7 +186,7 @@ async def _caught_up(replica: Any, redis: Any, run_id: str) -> None:
 
 
 class _Meter:
-    """Watches a worker and its process."""
+    """Measures a worker and its process."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker

@@ -1,7 +1,6 @@
-"""A policy without a model: it answers at once, or after a given time, with a random direction.
+"""Policy without a model: answers with a random direction, at once or after a delay.
 
-Invariant: it stands where the engine or the whole generation service stands, behind the same protocols; everything around
-it is the real thing.
+Invariant: it replaces the engine or the generation service behind the same protocols; all else is real.
 """
 
 import asyncio
@@ -21,18 +20,18 @@ from offbeat.services.messages.types import (
 )
 
 LOGPROB = -1.4
-"""About that of one direction among four."""
+"""About the logprob of one direction in four."""
 
 
 class ScriptedPolicy:
-    """Walks at random; each answer is a direction and the end of the turn."""
+    """Random walk; each answer is a direction and the end of the turn."""
 
     def __init__(self, chat: ChatFormat, seed: int) -> None:
         self._answers = [(*chat.encode(word), chat.end_id) for word in ACTIONS]
         self._random = random.Random(seed)
 
     def answer(self, request: GenerateRequest, version: int) -> Completion:
-        """Return a completion as `version` might have sampled it."""
+        """Return a completion as sampled by `version`."""
         ids = self._random.choice(self._answers)[: request.sampling.max_new_tokens]
         finish = FinishReason.STOP if ids[-1] in request.sampling.stop_token_ids else FinishReason.LENGTH
         spans = (VersionSpan(0, len(ids), version),)
@@ -40,7 +39,7 @@ class ScriptedPolicy:
 
 
 class ScriptedEngine:
-    """`PolicyEngine` without a model: the replica around it follows the broker as ever."""
+    """`PolicyEngine` without a model; the replica around it still follows the broker."""
 
     def __init__(self, policy: ScriptedPolicy, delay_s: float) -> None:
         self._policy = policy
@@ -54,7 +53,6 @@ class ScriptedEngine:
     async def stage(self, path: Path) -> None: ...
 
     async def load(self, path: Path, version: int) -> LoadTimes:
-        """See `PolicyEngine.load`. The bytes are left alone."""
         del path, version
         return LoadTimes(0.0, 0.0)
 
@@ -74,12 +72,11 @@ class ScriptedGeneration:
         await asyncio.sleep(self._delay_s)
         yield [self._policy.answer(request, request.min_version) for request in requests]
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `GenerationClient.abort`. Answers are too short to be worth it."""
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
 
 
 class ReplicaGeneration:
-    """`GenerationClient` of a replica in this process: the same calls without Ray Serve in between."""
+    """`GenerationClient` of a replica in this process, without Ray Serve."""
 
     def __init__(self, replica: GenerationReplica) -> None:
         self._replica = replica

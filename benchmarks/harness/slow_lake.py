@@ -1,7 +1,7 @@
-"""FrozenLake whose steps take time: what tools, the web and games with a clock do to a rollout.
+"""FrozenLake with random step latency, as of tools and web envs.
 
-Invariant: each env draws its latencies from a generator of its own, numbered by the order in which its process makes envs,
-so siblings of a group wait differently and a run repeats itself.
+Invariant: each env draws latencies from its own generator, seeded by the order of creation in its process, so siblings wait
+differently and runs are reproducible.
 """
 
 import itertools
@@ -21,11 +21,11 @@ Distribution = Literal["normal", "lognormal"]
 
 
 class Latency(Config):
-    """How long a step takes."""
+    """Distribution of a step's latency."""
 
     distribution: Distribution = "normal"
-    """`normal`: cut off at 0. `lognormal`: the heavy tail of real tools; `mean_s` and `std_s` are those of the latency, not
-    of its logarithm."""
+    """`normal`: cut off at 0. `lognormal`: heavy-tailed; `mean_s` and `std_s` are those of the latency, not of its
+    logarithm."""
     mean_s: float = Field(default=0.0, ge=0)
     std_s: float = Field(default=0.0, ge=0)
 
@@ -47,7 +47,7 @@ class SlowLakeConfig(FrozenLakeConfig):
 
 
 class SlowLake(FrozenLakeEnv):
-    """FrozenLake that sleeps in each step; run it with `execution: thread`."""
+    """FrozenLake that sleeps in each step; requires `execution: thread`."""
 
     config_class: ClassVar[type[FrozenLakeConfig]] = SlowLakeConfig
     _numbers: ClassVar[Any] = itertools.count()

@@ -1,6 +1,6 @@
-"""Venvs of programs that are compared with: made once, with pinned versions, apart from ours.
+"""Venvs of compared programs, created once with pinned versions.
 
-Invariant: a venv that is found is whole: the marker with its pins is written last.
+Invariant: an existing venv is complete: the marker with its pins is written last.
 """
 
 import os
@@ -12,16 +12,14 @@ from pathlib import Path
 
 
 class VenvError(Exception):
-    """The venv can't be made; the message holds what the installer said last."""
+    """The venv could not be created; the message holds the installer's last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class GuestVenv:
-    """What lies in a venv."""
-
     name: str
     title: str
-    """As people call the program."""
+    """Name of the program in messages."""
     pins: tuple[str, ...]
 
     @property
@@ -30,21 +28,21 @@ class GuestVenv:
         return f"offbeat-{self.name}.txt"
 
     def default_folder(self) -> Path:
-        """Where the venv lies unless told otherwise: the user's cache."""
+        """Return the default folder in the user's cache."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "offbeat" / f"{self.name}-venv"
 
     def python_of(self, folder: Path) -> Path | None:
-        """Return the interpreter of a venv with these pins, or None where there is none."""
+        """Return the interpreter of a venv with these pins, or None."""
         marker, python = folder / self.marker, folder / "bin" / "python"
         whole = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
         return python if whole and python.exists() else None
 
     def ensure(self, folder: Path) -> Path:
-        """Make the venv where it is not; takes minutes. Returns its interpreter.
+        """Create the venv if absent, which takes minutes; return its interpreter.
 
         Raises:
-            VenvError: a package can't be had, or there is no uv.
+            VenvError: a package can not be installed, or uv is missing.
         """
         python = self.python_of(folder)
         if python is not None:
@@ -75,7 +73,7 @@ class GuestVenv:
 
 
 def _environment() -> dict[str, str]:
-    """What pip was told about wheels, registries and certificates holds for uv too."""
+    """Return an environment that passes pip's wheels, registries and certificates on to uv."""
     environment = dict(os.environ)
     for theirs, ours in (
         ("UV_FIND_LINKS", "PIP_FIND_LINKS"),

@@ -1,6 +1,6 @@
-"""`offbeat bench peer`: runs both sides, evaluates their snapshots by the same code, and compares.
+"""`offbeat bench peer`: runs both sides, evaluates their snapshots with the same code, and compares.
 
-Invariant: a run that lies in the folder is not measured again unless asked for, so a long benchmark can be had in pieces.
+Invariant: existing runs in the folder are reused unless asked otherwise, so a long benchmark can be interrupted.
 """
 
 import json
@@ -39,13 +39,13 @@ from offbeat.benchmarks.peer.venv import TRL_VENV
 from offbeat.deploy.config.run import RunConfig
 
 TARGETS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-"""The same success: the highest of these that both sides reach with a seed."""
+"""Success rates to compare at: the highest that both sides reach with a seed."""
 SUCCESSES = "successes.json"
 DONE = "done"
 
 
 class PeerBench:
-    """Runs what is not there yet, and reads what is."""
+    """Runs missing measurements and reads existing ones."""
 
     def __init__(self, options: PeerOptions, say: Callable[[str], None]) -> None:
         self._options = options
@@ -53,7 +53,7 @@ class PeerBench:
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
-        """Return one run of one side, its snapshots rated."""
+        """Return one run of one side with evaluated snapshots."""
         name = f"{TRL}-together" if side == TRL and self._options.together else side
         folder = self._options.folder / f"{setting.name}-{seed}" / name
         config = self.config(setting, seed, folder.resolve() / "run")
@@ -66,7 +66,7 @@ class PeerBench:
         return self._rated(setting, config, run, folder, f"{setting.name}, seed {seed}, {side}")
 
     def config(self, setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-        """What both sides go by; the policy is made if it is not there."""
+        """Return the configuration of both sides; create the policy if absent."""
         steps = self._options.steps or setting.steps
         return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
 
@@ -115,7 +115,7 @@ class PeerBench:
 
 
 def run(options: PeerOptions) -> dict[str, Any]:
-    """Measure, show and draw; returns what goes into the JSON."""
+    """Measure, print, plot and return the JSON."""
     settings = [adjusted(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
@@ -135,10 +135,9 @@ def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> di
 
 
 def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
-    """Medians over seeds, ratios of the sides, and each run.
+    """Return medians over seeds, ratios of the sides, and each run.
 
-    How much sooner a side is at the same success is asked seed by seed, because what is reached differs from seed to
-    seed; the median of these ratios is given.
+    Times to equal success are compared per seed, because the success reached differs by seed; the ratio is their median.
     """
     seeds = {seed for by_seed in runs.values() for seed in by_seed}
     targets = {seed: common_target([by_seed[seed] for by_seed in runs.values() if seed in by_seed]) for seed in seeds}

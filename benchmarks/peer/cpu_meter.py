@@ -1,5 +1,4 @@
-"""The CPU time of a process and all that it starts, second by second and by kind: what a side costs whatever else the
-machine does."""
+"""CPU time of a process tree, per second and kind of process; independent of other load on the machine."""
 
 import itertools
 import json
@@ -17,7 +16,7 @@ OTHER = "other"
 
 
 class CpuMeter:
-    """Writes lines `{"time", "cpu_s", "by_kind"}` until `stop`; a process that ended keeps what it was last seen with."""
+    """Writes lines `{"time", "cpu_s", "by_kind"}` until `stop`; an ended process keeps its last value."""
 
     def __init__(self, pid: int, path: Path) -> None:
         self._root = psutil.Process(pid)
@@ -28,7 +27,6 @@ class CpuMeter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Write no more."""
         self._stopped.set()
         self._thread.join()
 
@@ -59,7 +57,7 @@ class CpuMeter:
 
 
 def kind_of(command: list[str]) -> str:
-    """What a process is, as far as its command line tells: `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server`,
+    """Return a process's kind, by its command line: `ray::EnvWorkerActor`, `VLLM::EngineCore`, `redis-server`,
     `offbeat.trainer.cli`."""
     if not command:
         return OTHER

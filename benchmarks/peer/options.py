@@ -1,4 +1,4 @@
-"""What `offbeat bench peer` is asked for, and how it refuses."""
+"""Options and errors of `offbeat bench peer`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ SETTING_NAMES = ("a", "b", "c")
 
 
 class PeerError(Exception):
-    """The comparison can't be had; the message says why and what would be right."""
+    """The comparison is impossible; the message holds the reason and the remedy."""
 
 
 class PeerSideError(PeerError):
@@ -19,7 +19,7 @@ class PeerSideError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """What is compared."""
+    """Options of the comparison."""
 
     settings: tuple[str, ...] = ("a", "b", "c")
     seeds: tuple[int, ...] = (1, 2, 3)
@@ -27,25 +27,25 @@ class PeerOptions:
     steps: int | None = None
     """None: the setting's own."""
     overrides: tuple[str, ...] = ()
-    """`key=value` of the configuration, over those of each setting."""
+    """`key=value` overrides of the configuration, after those of the setting."""
     folder: Path = Path("runs/bench-peer")
     venv: Path = Path()
     smollm2: Path = Path("models/smollm2")
     plot: Path | None = None
     threads: int = 2
-    """Of TRL; Offbeat's are those of its configuration."""
+    """Of TRL; Offbeat's are configured."""
     together: bool = False
-    """TRL's turns wait for all episodes of the batch."""
+    """True if TRL's turns wait for all episodes of the batch."""
     max_seconds: float = 330.0
-    """TRL's training ends after so long."""
+    """Time limit of TRL's training."""
     fresh: bool = False
 
 
 def parse(*, settings: str, seeds: str, sides: str, venv: Path | None, **rest: Any) -> PeerOptions:
-    """Options from what stood on the command line: lists with commas.
+    """Parse command line values; lists are separated by commas.
 
     Raises:
-        PeerError: a name or a number is none.
+        PeerError: an unknown name or an invalid number.
     """
     from offbeat.benchmarks.peer.venv import TRL_VENV
 

@@ -1,4 +1,4 @@
-"""The comparison as a picture: held-out success over wall time, a panel for each setting."""
+"""Plot of the comparison: held-out success over wall time, one panel per setting."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ NAMES = {"offbeat": "Offbeat", "trl": "TRL"}
 
 
 def draw(path: Path, settings: Sequence[dict[str, Any]]) -> None:
-    """Write a PNG; settings: what `compare` gives, with `setting` and `title`. Those without an evaluation are left out."""
+    """Write a PNG; settings: results of `compare` with `setting` and `title`. Settings without evaluations are skipped."""
     from matplotlib.figure import Figure
 
     shown = [each for each in settings if any(run["curve"] for of in each["sides"].values() for run in of["runs"])]

@@ -1,4 +1,4 @@
-"""Running one side: TRL in its venv, Offbeat by its own command, snapshots' evaluation in TRL's venv for both."""
+"""Processes of both sides: TRL in its venv, Offbeat by its command, evaluation of both in TRL's venv."""
 
 import json
 import os
@@ -20,8 +20,8 @@ BIG = str(1 << 32)
 
 
 def guest_environment(folder: Path, threads: int) -> dict[str, str]:
-    """Environment of a process in TRL's venv: our packages by links, so that no other package of ours is seen, and memory
-    that glibc keeps instead of returning it to the kernel between steps."""
+    """Return the environment of TRL's venv: our packages by links, so that no other package of ours is visible, and
+    malloc settings that keep memory between steps."""
     links = folder / "path"
     links.mkdir(parents=True, exist_ok=True)
     if not (links / "offbeat").exists():
@@ -40,14 +40,13 @@ def guest_environment(folder: Path, threads: int) -> dict[str, str]:
 
 
 def run_trl(python: Path, job: jobs.TrainJob, folder: Path, timeout_s: float) -> None:
-    """Train with TRL."""
     jobs.write(folder / "job.json", job)
     command = [str(python), "-m", f"{GUEST}.train", str((folder / "job.json").resolve())]
     _run(command, folder / "trl.log", timeout_s, guest_environment(folder, job.threads), folder / CPU)
 
 
 def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float) -> list[float]:
-    """Success of each of the job's folders."""
+    """Return the success of each of the job's folders."""
     jobs.write(folder / "evaluate.json", job)
     command = [str(python), "-m", f"{GUEST}.evaluate", str((folder / "evaluate.json").resolve())]
     _run(command, folder / "evaluate.log", timeout_s, guest_environment(folder, job.threads))
@@ -55,7 +54,7 @@ def evaluate(python: Path, job: jobs.EvaluateJob, folder: Path, timeout_s: float
 
 
 def run_offbeat(config: RunConfig, folder: Path, timeout_s: float) -> None:
-    """`offbeat train`, the real command."""
+    """Run `offbeat train`."""
     log = folder / "offbeat.log"
     command = [sys.executable, "-m", "offbeat.deploy.cli.app", "train", str(_written(config, log))]
     _run(command, log, timeout_s, dict(os.environ), folder / CPU)
@@ -69,7 +68,7 @@ def make_policy(config: RunConfig, out: Path, timeout_s: float) -> None:
 
 
 def _written(config: RunConfig, log: Path) -> Path:
-    """Return the configuration as a file beside the log."""
+    """Write the configuration next to the log; return its path."""
     log.parent.mkdir(parents=True, exist_ok=True)
     file = log.with_suffix(".yaml")
     file.write_text(dump_yaml(config), encoding="utf-8")
@@ -77,12 +76,12 @@ def _written(config: RunConfig, log: Path) -> Path:
 
 
 def _run(command: list[str], log: Path, timeout_s: float, environment: dict[str, str], cpu: Path | None = None) -> None:
-    """Run to the end; one that takes too long is interrupted, and killed if it does not listen. It does not outlive us.
+    """Run to the end; interrupt, then kill on timeout. The process dies with this one.
 
-    cpu: where to write down the CPU time of all its processes while they run.
+    cpu: file for the CPU time of all its processes.
 
     Raises:
-        SideError: it failed or took too long.
+        PeerSideError: it failed or timed out.
     """
     with log.open("wb") as out:
         mortal = bind_to_thread(command, by=signal.SIGTERM)

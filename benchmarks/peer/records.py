@@ -1,4 +1,4 @@
-"""What one side's run came to: read from the files that it wrote, TRL's `steps.jsonl` or Offbeat's `metrics.jsonl`."""
+"""Result of one side's run, read from TRL's `steps.jsonl` or Offbeat's `metrics.jsonl`."""
 
 import itertools
 import json
@@ -13,18 +13,18 @@ import numpy as np
 from offbeat.benchmarks.peer.cpu_meter import CPU
 
 FIRST_STEPS = 5
-"""Left out of the rates: both sides fill up and warm up."""
+"""Warm-up steps, left out of the rates."""
 REPORT_S = 1.0
-"""How late a replica may tell that it holds its first weights."""
+"""Largest delay with which a replica reports its first weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStep:
-    """One optimizer batch."""
+    """One optimizer step."""
 
     step: int
     seconds: float
-    """From when the policy could first be asked, wall time."""
+    """Wall time since the policy was first available."""
     success: float
     """Of the trained episodes."""
     time: float = 0.0
@@ -33,7 +33,7 @@ class PeerStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicySnapshot:
-    """Weights that are evaluated afterwards."""
+    """Weights for later evaluation."""
 
     step: int
     seconds: float
@@ -47,21 +47,21 @@ class SideRun:
     """One run of one side."""
 
     startup_s: float
-    """From the command to the moment from which `seconds` count."""
+    """From the command to the start of `seconds`."""
     steps: tuple[PeerStep, ...]
     snapshots: tuple[PolicySnapshot, ...]
     cpu: tuple[tuple[float, float], ...] = ()
-    """(Unix time, CPU seconds that all its processes had taken)."""
+    """(Unix time, CPU seconds of all its processes)."""
     cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
-    """Of each kind of process at the times of `cpu`."""
+    """By kind of process, at the times of `cpu`."""
 
     def rated(self, successes: Sequence[float]) -> "SideRun":
-        """With the snapshots' successes, in their order."""
+        """Return the run with its snapshots' successes, in their order."""
         pairs = zip(self.snapshots, successes, strict=True)
         return replace(self, snapshots=tuple(replace(each, success=success) for each, success in pairs))
 
     def rate(self, batch: int) -> float:
-        """Trained trajectories/s, without the first steps."""
+        """Trained trajectories/s, without the warm-up."""
         first = self.steps[min(FIRST_STEPS, len(self.steps) - 2)]
         last = self.steps[-1]
         return batch * (last.step - first.step) / (last.seconds - first.seconds)
@@ -72,11 +72,11 @@ class SideRun:
         return statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(later))
 
     def step_cpu_s(self) -> float | None:
-        """Mean CPU seconds of a step, all processes together; None where nobody looked."""
+        """Mean CPU seconds of a step, all processes together; None if not measured."""
         return self._per_step([used for _, used in self.cpu])
 
     def step_cpu_s_by_kind(self) -> dict[str, float]:
-        """Return the same of each kind of process, the dearest first; kinds below a millisecond are left out."""
+        """Return the same by kind of process, the largest first; kinds below a millisecond are left out."""
         found = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
         return {kind: spent for kind, spent in sorted(found.items(), key=lambda each: -each[1]) if spent >= 0.001}
 
@@ -88,7 +88,7 @@ class SideRun:
         return float(ended - began) / (last.step - first.step)
 
     def seconds_to(self, target: float) -> float | None:
-        """When the held-out success first was `target`, between two snapshots on the straight line; None: never."""
+        """Return the time at which held-out success reached `target`, interpolated between snapshots; None: never."""
         rated = [each for each in self.snapshots if each.success is not None]
         before: PolicySnapshot | None = None
         for each in rated:
@@ -103,7 +103,7 @@ class SideRun:
 
 
 def read_trl(folder: Path) -> SideRun:
-    """What `guest.train` wrote."""
+    """Read the files of `trl_worker.train`."""
     records = _lines(folder / "steps.jsonl")
     steps = tuple(PeerStep(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
     seconds = {0: 0.0} | {each.step: each.seconds for each in steps}
@@ -111,7 +111,7 @@ def read_trl(folder: Path) -> SideRun:
 
 
 def read_offbeat(folder: Path, start: Path) -> SideRun:
-    """What `offbeat train` wrote. start: the folder of the policy that it began with."""
+    """Read the files of `offbeat train`. start: folder of the initial policy."""
     records = _lines(folder / "metrics.jsonl")
     began = next(r["time"] for r in records if r["source"] == "command")
     served = next(r["time"] for r in records if r["source"] == "generation" and r["values"].get("weight_updates"))
@@ -124,7 +124,7 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
 
 
 def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[PolicySnapshot, ...]:
-    """Return the `step-*` folders of steps whose time is known."""
+    """Return the `step-*` folders of steps with a known time."""
     found = [(int(each.name.removeprefix("step-")), each) for each in sorted(folder.glob("step-*"))]
     return tuple(PolicySnapshot(step, seconds[step], each) for step, each in found if step in seconds)
 

@@ -1,6 +1,6 @@
-"""The three settings: what differs between them, as a run's configuration and as TRL's job.
+"""The three settings of the comparison, as a run's configuration and as TRL's job.
 
-Invariant: TRL's job is read off the configuration that Offbeat runs, so that task, seeds, algorithm and batch are the same.
+Invariant: TRL's job is derived from Offbeat's configuration, so task, seeds, algorithm and batch are the same.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,23 @@ CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 TAG = "FrozenLake"
 SLOW_LAKE = "offbeat.benchmarks.harness.slow_lake:SlowLake"
 LEARNER_MEASURES = ("eval_steps=0", "final_val_batch_size=1", "max_ckpt_to_keep=100000")
-"""Neither side evaluates while it trains."""
+"""Disable evaluation during training."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
-    """One of the three."""
-
     name: str
     title: str
     config: str
     """File in `deploy/configs`."""
     steps: int
     snapshot_every: int
-    """Steps between the weights that are evaluated afterwards."""
+    """Steps between snapshots for evaluation."""
     eval_tasks: int
     overrides: tuple[str, ...] = ()
     env_threads: int = 0
     pretrained: bool = False
-    """Starts from SmolLM2 instead of a warm-started tiny policy."""
+    """True to start from SmolLM2 instead of a warm-started tiny policy."""
 
 
 LATENCY = "{distribution:lognormal,mean_s:0.1,std_s:0.2}"
@@ -69,17 +67,17 @@ SETTINGS = {
 
 
 def adjusted(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
-    """Return the setting under a configuration that differs by `key=value`s; what TRL has no word for is Offbeat's alone."""
+    """Return the setting with `key=value` overrides; keys without a counterpart in TRL apply to Offbeat alone."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 
 
 def warm_config(setting: PeerSetting, seed: int, output: Path) -> RunConfig:
-    """Return the run whose warm start gives both sides their policy."""
+    """Return the run whose warm start creates the policy of both sides."""
     return load_run(CONFIGS / setting.config, [f"seed={seed}", f"exp_name=peer-warm-{seed}", f"output_dir={output}"])
 
 
 def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, output: Path) -> RunConfig:
-    """What `offbeat train` runs."""
+    """Return the configuration of `offbeat train`."""
     return load_run(
         CONFIGS / setting.config,
         [
@@ -97,7 +95,7 @@ def offbeat_config(setting: PeerSetting, seed: int, steps: int, policy: Path, ou
 
 
 def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -> Play:
-    """How `config`'s episodes are played."""
+    """Return the rules of `config`'s episodes."""
     env = config.custom_envs[TAG]
     system = env.agent_system_template
     if system is None:
@@ -118,7 +116,6 @@ def play_rules(config: RunConfig, env_threads: int, *, together: bool = False) -
 def train_job(
     setting: PeerSetting, config: RunConfig, output: Path, *, threads: int, max_seconds: float, together: bool
 ) -> TrainJob:
-    """Return the same run for TRL."""
     args, group_size = config.actor_train.training_args, config.train_env_manager.group_size
     groups = config.rollout_batch_size // group_size
     return TrainJob(
@@ -152,7 +149,7 @@ def train_job(
 def evaluate_job(
     setting: PeerSetting, config: RunConfig, folders: list[Path], output: Path, *, threads: int
 ) -> EvaluateJob:
-    """Success of snapshots on held-out maps, without the envs' latency."""
+    """Return the evaluation of snapshots on held-out maps, without the envs' latency."""
     settings: dict[str, Any] = dict(config.custom_envs[TAG].env_config)
     settings.pop("latency", None)
     held_out = registry.held_out_config("frozen_lake", settings)

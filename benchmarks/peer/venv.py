@@ -1,4 +1,4 @@
-"""TRL's venv: apart from ours, because TRL and vLLM rarely agree on their versions."""
+"""Venv of TRL, whose pinned versions conflict with vLLM's."""
 
 from offbeat.benchmarks.harness.venv import GuestVenv
 

@@ -1,1 +1,1 @@
-"""Measurement scripts that `offbeat bench` does not cover: `python -m offbeat.benchmarks.studies.NAME`."""
+"""Measurement scripts beyond `offbeat bench`: `python -m offbeat.benchmarks.studies.NAME`."""

@@ -1,8 +1,8 @@
-"""Asynchronous runs one after another on one engine, for `offbeat.benchmarks.studies.algorithms`.
+"""Consecutive asynchronous runs on one engine, for `offbeat.benchmarks.studies.algorithms`.
 
-Real: Redis, admission and its staleness bound, the env worker, vLLM in its replica, weights through the broker under running
-episodes, the learner's loop with DeepSpeed, checkpoints and acknowledgements, evaluations. Ray and the control service stand
-aside, which a run costs more than what it learns with.
+Real: Redis, admission and its staleness bound, the env worker, vLLM in its replica, weights through the broker, the
+learner's loop with DeepSpeed, checkpoints and evaluations. Ray and the control service, whose start takes longer than
+the training, are left out.
 """
 
 # pyright: basic
@@ -29,12 +29,12 @@ from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
 BEFORE = "before.json"
-"""Success of the weights that all runs begin with, measured by the first."""
+"""Success of the initial weights, measured by the first run."""
 SAMPLINGS = ("sampled", "greedy")
 
 
 class Field:
-    """One engine, one Redis, one env worker's process."""
+    """One engine, one Redis and one env worker's process."""
 
     def __init__(self, base: BenchEnvironment, rollouts: RolloutProcess, ranks: Ranks, policy: Path) -> None:
         self._ground = base
@@ -43,7 +43,7 @@ class Field:
         self._policy = policy
 
     def run(self, file: Path, overrides: list[str], folder: Path, timeout_s: float) -> dict[str, Any]:
-        """Train, and keep what the steps measured in `folder`; what came of it, or why nothing did."""
+        """Train, store the steps' metrics in `folder`, and return the result or the error."""
         config = load_run(file, overrides).model_copy(update={"output_dir": folder})
         began, load = time.monotonic(), _load()
         torch.manual_seed(config.seed)
@@ -92,7 +92,7 @@ class Field:
 
 
 def summed_up(values: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the steps that trained the policy."""
+    """Return means over the steps that trained the policy."""
     trained = [step for step in values if "actor/mismatch_kl" in step]
     names = {"lag": "staleness", "mismatch_kl": "actor/mismatch_kl", "ess": "actor/ess"}
     found = {key: mean(step[name] for step in trained if name in step) for key, name in names.items()}
@@ -116,7 +116,7 @@ def _load() -> float:
 
 @contextmanager
 def field(file: Path, overrides: list[str], policy: Path) -> Iterator[Field]:
-    """Until the context ends; the engine is that of `file` with `overrides` and serves `policy`."""
+    """Yield an engine of `file` with `overrides` that serves `policy`."""
     config = load_run(file, overrides)
     torch.set_num_threads(config.actor_train.num_threads)
     spec = PolicySpec("vllm", config=config.actor_infer)

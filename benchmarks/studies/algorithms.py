@@ -1,13 +1,13 @@
-"""Every estimator and every loss on FrozenLake, every recipe, and what staleness does to some: short runs of the whole mesh.
+"""Short runs of every estimator, loss and recipe on FrozenLake, and of some under different staleness.
 
     python -m offbeat.benchmarks.studies.algorithms --out DIR [--only NAME ...] [--staleness | --recipes] [--mesh]
 
-Each run is the quickstart with other keys, or a file of deploy/configs/recipes as it stands, and all of one seed begin with
-the same weights: the quickstart's warm start, made once into `DIR/policies`. Success on held-out maps before and after,
-sampled at temperature 1 and greedy. They share one engine (`algorithm_runs`); with `--mesh` each has a mesh
-of its own (`offbeat train`). A run whose result is in DIR already is not repeated, so a table may be filled over several
-calls; what failed is in the table, with its reason. `DIR/table-KIND.md` and `DIR/results-KIND.json` are written anew after
-each run; `python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG` draws them.
+Each run is the quickstart with other keys, or a file of deploy/configs/recipes; all runs of a seed start from the same
+weights, the quickstart's warm start in `DIR/policies`. Success is measured on held-out maps before and after, sampled
+at temperature 1 and greedy. Runs share one engine (`algorithm_runs`), or have a mesh each with `--mesh` (`offbeat
+train`). Runs with a result in DIR are not repeated; failures are in the table with their reason. Each run rewrites
+`DIR/table-KIND.md` and `DIR/results-KIND.json`; `python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG` plots
+them.
 """
 
 # pyright: basic
@@ -33,7 +33,7 @@ CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 RECIPES = {path.stem: path for path in sorted((CONFIGS / "recipes").glob("*.yaml"))}
 OWN_COMPARISON = "reward_normalization.method=null"
-"""Leaves it to the estimator."""
+"""Overrides that leave the choice to the estimator."""
 WHITENED = "whiten_advantages=true"
 RECOMPUTE = ("old_logprobs=recompute", "train_infer_correction.is_weight={upper_bound: 2.0}")
 ALGORITHMS: dict[str, tuple[str, ...]] = {
@@ -65,18 +65,16 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 STALE = ("ppo", "decoupled_ppo", "tis", "cispo", "topr")
 STALENESS = (0, 1, 4, 16)
 STEPS = 20
-"""More than the largest bound, or no step would reach it."""
+"""Steps, more than the largest bound, or no step would reach it."""
 RESULT = "result.json"
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run."""
-
     name: str
     seed: int
     staleness: int | None
-    """None: of the recipe `name`, which has its own."""
+    """None: the recipe's own."""
     steps: int
 
     @property
@@ -89,14 +87,14 @@ class StudyRun:
         return RECIPES[self.name] if self.staleness is None else QUICKSTART
 
     def overrides(self, folder: Path, policy: Path) -> list[str]:
-        """Of `config`."""
+        """Overrides of `config`."""
         return [
             f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"pretrain={policy}", "warm_start=null",
             f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0", *self._own(),
         ]  # fmt: skip
 
     def _own(self) -> list[str]:
-        """A bound of 16 needs enough groups in play; ten steps of the critic alone would leave five to the policy."""
+        """A bound of 16 needs enough running groups; ten steps of the critic alone would leave five to the policy."""
         if self.staleness is None:
             return ["critic_warmup=4"] if self.name in ("ppo", "ppo_value_head") else []
         groups = 8 * (self.staleness + 2)
@@ -107,7 +105,7 @@ Play = Callable[[StudyRun, Path], dict[str, Any]]
 
 
 def start(folder: Path, seed: int, timeout_s: float) -> Path:
-    """Return the policy that all runs of a seed begin with."""
+    """Return the initial policy of a seed's runs."""
     policy = folder / "policies" / f"seed-{seed}"
     if not (policy / "model.safetensors").exists():
         shutil.rmtree(policy, ignore_errors=True)
@@ -117,7 +115,7 @@ def start(folder: Path, seed: int, timeout_s: float) -> Path:
 
 
 def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict[str, Any]:
-    """What came of a run of `offbeat train`."""
+    """Run `offbeat train` and return its result."""
     command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
     folder.mkdir(parents=True, exist_ok=True)
     load, said = os.getloadavg()[0], folder / "said.log"
@@ -140,7 +138,7 @@ def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict
 
 
 def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
-    """Return the row of a run: what came of it, or why nothing did."""
+    """Return a run's row: its result or its error."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
     kept = folder / RESULT
     if kept.is_file():
@@ -155,7 +153,7 @@ def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
 
 @contextmanager
 def player(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
-    """How runs of a seed are played; needed: whether any is left to play."""
+    """Yield the function that runs a seed's studies; needed: True if any is left."""
     policy = start(out, seed, timeout_s)
     if mesh or not needed:
         yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)
@@ -165,7 +163,7 @@ def player(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; ± is the standard error of a share of so many episodes."""
+    """Return the table as Markdown; ± is the standard error of a share."""
     lines = [
         "| Algorithm | seed | bound | lag (most) | before | after | greedy after | mismatch KL | ESS | wall, s (load) |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -185,7 +183,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def share(successes: float, episodes: int) -> str:
-    """With its standard error."""
+    """Return a share with its standard error."""
     return f"{successes:.3f} ± {math.sqrt(successes * (1 - successes) / episodes):.3f}"
 
 

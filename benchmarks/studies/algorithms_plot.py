@@ -1,6 +1,6 @@
-"""`python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG`: what `benchmarks.studies.algorithms` found, as a picture.
+"""`python -m offbeat.benchmarks.studies.algorithms_plot DIR PNG`: plots results of `benchmarks.studies.algorithms`.
 
-Left: success before and after for each algorithm; right: success over the staleness bound. Bars are standard errors.
+Left: success before and after by algorithm; right: success over the staleness bound. Bars are standard errors.
 """
 
 # pyright: basic
@@ -20,19 +20,19 @@ Row = dict[str, Any]
 
 
 def load(folder: Path, kind: str) -> list[Row]:
-    """What did not fail."""
+    """Return the successful rows."""
     file = folder / f"results-{kind}.json"
     return [row for row in json.loads(file.read_text()) if "failed" not in row] if file.exists() else []
 
 
 def error(row: Row) -> float:
-    """Standard error of the success afterwards."""
+    """Return the standard error of the final success."""
     share = row["success_after"]
     return math.sqrt(share * (1 - share) / row["eval_episodes"])
 
 
 def algorithms(axes: Axes, rows: list[Row]) -> None:
-    """One line for each, the best on top."""
+    """Plot one row per algorithm, the best on top."""
     rows = sorted(rows, key=lambda row: row["success_after"])
     places = range(len(rows))
     axes.errorbar(
@@ -47,7 +47,7 @@ def algorithms(axes: Axes, rows: list[Row]) -> None:
 
 
 def staleness(axes: Axes, rows: list[Row]) -> None:
-    """A curve for each algorithm; bounds stand at even distances."""
+    """Plot a curve per algorithm over equally spaced bounds."""
     bounds = sorted({row["staleness"] for row in rows})
     names = list(dict.fromkeys(row["name"] for row in rows))
     for number, name in enumerate(names):
@@ -65,7 +65,7 @@ def staleness(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw(folder: Path, picture: Path) -> None:
-    """Of what there is."""
+    """Plot the panels that have data."""
     found = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
     panels = [(paint, rows) for paint, rows in found if rows]
     if not panels:

@@ -1,9 +1,8 @@
-"""What the same work costs a process that works on and one that was woken for it: CPU time of a trajectory that is checked,
-packed and read, many in a row and a few after each pause.
+"""CPU time of a trajectory (check, encode, decode) in a busy process and in one that wakes from a pause.
 
     python -m offbeat.benchmarks.studies.cold_wakes
 
-It is why an episode costs more CPU time where few are played at a time: docs/performance.md, Scale.
+It explains why an episode costs more CPU time at low concurrency: docs/performance.md, Scale.
 """
 
 import time
@@ -22,14 +21,14 @@ ROUNDS = 3
 
 
 def work(trajectories: Sequence[Trajectory], count: int) -> None:
-    """The same for each trajectory."""
+    """Process one trajectory."""
     for i in range(count):
         trajectory = trajectories[i % len(trajectories)]
         decode_trajectory(encode_trajectory(trajectory))
 
 
 def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: float) -> float:
-    """CPU time of one trajectory, `burst` of them after each pause; what the pauses themselves take is left out."""
+    """Return the CPU time of one trajectory, `burst` of them after each pause; the pauses' own cost is excluded."""
     began = time.process_time()
     for _ in range(wakes):
         work(trajectories, burst)
@@ -44,7 +43,7 @@ def cpu_us(trajectories: Sequence[Trajectory], burst: int, wakes: int, pause_s: 
 
 
 def main() -> None:
-    """Print each round, so that one sees how far they differ."""
+    """Print each round, to show their spread."""
     load = make_load(groups=8, group_size=8, tokens=256, in_hand=64, batch=1)
     trajectories = [trajectory for row in load.trajectories for trajectory in row]
     work(trajectories, 1000)

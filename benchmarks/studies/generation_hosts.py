@@ -1,10 +1,11 @@
-"""Which Ray Serve deployment should hold the engine: ours around vLLM's `AsyncLLM`, or a subclass of Ray Serve LLM's
+"""Comparison of engine hosts for Ray Serve: our deployment around vLLM's `AsyncLLM`, and a subclass of Ray Serve LLM's
 `LLMServer`.
 
-Both run the same vLLM with the same arguments on the tiny policy and answer the same requests, through the same handle and
-the same codec. Measured are start-up, answers of 2 and of 32 tokens with 64 in flight, at 1, 8 and 16 turns a call, and the
-same load made inside the replica: turns/s (the best round), and CPU time of replica and engine per turn (the least), which
-says more on a busy machine. `python -m offbeat.benchmarks.studies.generation_hosts [--rounds N]`, from the checkout.
+Both run the same vLLM arguments on the tiny policy and answer the same requests through the same handle and codec. Measured:
+start-up, answers of 2 and 32 tokens with 64 in flight, at 1, 8 and 16 turns a call, and the same load made inside the
+replica: turns/s (best round) and CPU time per turn (least), which is more telling on a busy machine.
+
+    python -m offbeat.benchmarks.studies.generation_hosts [--rounds N]
 """
 
 # pyright: basic
@@ -43,7 +44,7 @@ PROMPT_TOKENS = 100
 
 
 class NoBroker:
-    """A broker that never has news: weights stay the random ones of the start."""
+    """Broker without versions: the random initial weights stay."""
 
     async def newest(self) -> Manifest | None:
         return None
@@ -83,7 +84,7 @@ async def spread(call: Callable[[list[GenerateRequest]], Any], turns: int, token
 
 
 class HostedReplica:
-    """What both hosts do with a request."""
+    """Request handling shared by both hosts."""
 
     _replica: GenerationReplica
 
@@ -100,12 +101,12 @@ class HostedReplica:
             yield encode_completions(completions)
 
     async def cpu_s(self) -> float:
-        """CPU time so far of the replica and all processes below it."""
+        """Return the CPU time so far of the replica and its descendants."""
         me = psutil.Process()
         return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
 
     async def inside(self, turns: int, tokens: int) -> float:
-        """Return the same load without Serve."""
+        """Run the same load without Serve."""
 
         async def call(batch: list[GenerateRequest]) -> None:
             async for _ in self._replica.generate(batch):
@@ -127,7 +128,7 @@ def plain(model: Path) -> Any:
 
 
 def llm_server(model: Path) -> Any:
-    """Ray Serve LLM's server; how to reach vLLM's client inside of it is not public."""
+    """Return Ray Serve LLM's server class; access to its vLLM client is not public."""
     from ray.serve.llm import LLMConfig, LLMServer, build_llm_deployment
 
     class ServerHost(HostedReplica, LLMServer):

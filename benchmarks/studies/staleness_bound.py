@@ -1,7 +1,7 @@
-"""Staleness that a bound permits by its admission rule alone.
+"""Throughput that a staleness bound permits by its admission rule alone.
 
-A queue without machinery: groups are admitted as C3 says, a group takes as long as its slowest episode, training takes its
-time and publishes at once. What `offbeat bench async` loses beyond this is the machinery's doing.
+A queue model: groups are admitted by rule C3, a group takes as long as its slowest episode, training takes its time and
+publishes at once. Any further loss in `offbeat bench async` is overhead.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from offbeat.benchmarks.harness.slow_lake import Latency
 
 UNBOUNDED = 1e6
 FIRST_STEPS = 5
-"""Before the measurement begins."""
+"""Warm-up steps."""
 
 
 def rate(bound: float, options: argparse.Namespace, distribution: str, seed: int) -> float:
-    """Trajectories/s under `max_staleness: bound`."""
+    """Return trajectories/s under `max_staleness: bound`."""
     rng = np.random.default_rng(seed)
     latency = Latency(
         distribution="normal" if distribution == "normal" else "lognormal", mean_s=options.mean, std_s=options.std
@@ -35,7 +35,7 @@ def rate(bound: float, options: argparse.Namespace, distribution: str, seed: int
 
 
 def published_at(bound: float, options: argparse.Namespace, group_s: Callable[[], float]) -> list[float]:
-    """When each step's weights are published, s."""
+    """Return the publish time of each step's weights, s."""
     events: list[tuple[float, bool]] = []
     ends: list[float] = []
     admitted = playing = ready = 0
@@ -57,7 +57,6 @@ def published_at(bound: float, options: argparse.Namespace, group_s: Callable[[]
 
 
 def main() -> None:
-    """Show a table for each distribution."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mean", type=float, default=0.2, help="of an env's step, s")
     parser.add_argument("--std", type=float, default=0.2, help="of an env's step, s")

@@ -1,1 +1,1 @@
-"""What runs in a venv of Reverb."""
+"""Code that runs in Reverb's venv."""

@@ -1,7 +1,7 @@
-"""`python queue_server.py`, in Reverb's venv: a server as Reverb's examples have it, with a queue that gives each item once.
+"""`python queue_server.py`, in Reverb's venv: a server as in Reverb's examples, with a queue that yields each item once.
 
-A load comes as a line of JSON (lengths of blobs) and the blobs; they are padded to one length, because a column of Reverb
-has one shape. It is answered by a line of JSON.
+A load is a line of JSON (lengths of blobs) and the blobs, padded to one length because a column of Reverb has one shape. The
+reply is a line of JSON.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -34,7 +34,7 @@ def padded(blob: bytes, width: int) -> np.ndarray:
 
 
 def round_of(client: reverb.Client, groups: list[list[np.ndarray]]) -> dict[str, float]:
-    """A group is flushed when its last trajectory is there, by a writer that stays open; all are read by one sampler."""
+    """Write through one open writer, flushed per group; read with one sampler."""
     count = sum(map(len, groups))
     start = time.perf_counter()
     with client.trajectory_writer(num_keep_alive_refs=len(groups[0])) as writer:

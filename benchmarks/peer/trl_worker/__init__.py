@@ -1,1 +1,1 @@
-"""What runs inside TRL's venv: it knows TRL, transformers, torch and `envs`, and nothing else of Offbeat."""
+"""Code that runs in TRL's venv; imports TRL, transformers, torch and `envs`, and nothing else of Offbeat."""

@@ -1,10 +1,10 @@
-"""The chat template as a TRL user takes it apart: token ids of the first prompt, and of what comes between two answers."""
+"""Chat template split into token ids: the first prompt, and the tokens between two answers."""
 
 from functools import lru_cache
 from typing import Any
 
 USER, ANSWER, NEXT = "peer0user", "peer1answer", "peer2next"
-"""Stand for contents while the template is taken apart."""
+"""Placeholders for contents while the template is split."""
 
 
 class Chat:
@@ -24,14 +24,14 @@ class Chat:
         self.answer = lru_cache(65_536)(self._answer)
 
     def messages(self, observation: str) -> list[dict[str, str]]:
-        """Return the prompt of an episode as TRL's datasets hold it."""
+        """Return the prompt of an episode in the form of TRL's datasets."""
         return [*self._system, _user(observation)]
 
     def _first_prompt(self, observation: str) -> tuple[int, ...]:
         return self._ids(self._render(self.messages(observation)))
 
     def _next_prompt(self, observation: str) -> tuple[int, ...]:
-        """Ids between an answer's end-of-turn token, which is not among them, and the next answer."""
+        """Return the ids between an answer's end-of-turn token (excluded) and the next answer."""
         return self._ids(self._head + observation + self._tail)[1:]
 
     def _answer(self, token_ids: tuple[int, ...]) -> str:

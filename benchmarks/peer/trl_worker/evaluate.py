@@ -1,4 +1,4 @@
-"""`python -m offbeat.benchmarks.peer.trl_worker.evaluate JOB`: success rate of either side's snapshots, by the same code."""
+"""`python -m offbeat.benchmarks.peer.trl_worker.evaluate JOB`: success rate of either side's snapshots."""
 
 # pyright: basic
 import json
@@ -15,7 +15,7 @@ from offbeat.benchmarks.peer.trl_worker.rollouts import EpisodeRunner
 
 
 def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
-    """Share of the held-out tasks that the policy of a folder solves, each played once."""
+    """Return the share of held-out tasks that a folder's policy solves in one episode each."""
     torch.manual_seed(job.seed)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job.dtype)).eval()
     player = EpisodeRunner(model, Chat(tokenizer, job.play.system_prompt), job.play, job.batch)
@@ -25,7 +25,6 @@ def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
 
 
 def main() -> None:
-    """Evaluate as the job says."""
     job = read(Path(sys.argv[1]))
     assert isinstance(job, EvaluateJob)
     torch.set_num_threads(job.threads)

@@ -1,4 +1,4 @@
-"""What the host asks of a process in TRL's venv, as JSON in a file; standard library alone, so both sides can read it."""
+"""Jobs for a process in TRL's venv, as JSON files; standard library alone, so both sides can import it."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -8,22 +8,22 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """How episodes are played; the same rules as `offbeat.services.rollout` plays by."""
+    """Rules of episodes, as in `offbeat.services.rollout`."""
 
     env_type: str
     env_config: dict[str, Any]
     system_prompt: str
     agent_template: str
-    """A turn's user message, with `{observation}`, `{step}` and `{actions_left}`."""
+    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`."""
     max_turns: int
     max_new_tokens: int
-    """Of an answer."""
+    """Per answer."""
     sequence_length: int
     """Longest episode, tokens."""
     env_threads: int
-    """0: step on the main thread, for envs that answer at once."""
+    """0: step on the main thread, for instant envs."""
     together: bool = False
-    """Whether each turn waits for all running episodes, as one `generate` call a turn does, or takes who is ready."""
+    """True if each turn waits for all running episodes (one `generate` call per turn), False to batch the ready ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TrainJob:
     play: Play
     seed: int
     task_seeds: list[int]
-    """Env seed of each group, in the order in which they are trained."""
+    """Env seed of each group, in training order."""
     steps: int
     groups_per_step: int
     group_size: int
@@ -52,14 +52,14 @@ class TrainJob:
     max_grad_norm: float
     pg_clip: float
     scale_rewards: str
-    """`none` or `group`: divided by the group's standard deviation."""
+    """`none` or `group`: divide by the group's standard deviation."""
     entropy_coef: float
     dtype: str
     threads: int
     snapshot_every: int
-    """Steps between snapshots of the weights; what they take is left out of the wall time. 0: none."""
+    """Steps between snapshots of the weights, whose time is not counted. 0: none."""
     max_seconds: float
-    """Training ends at the first step after so long."""
+    """Time limit; training ends at the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,11 @@ class EvaluateJob:
 
 
 def write(path: Path, job: TrainJob | EvaluateJob) -> None:
-    """Write a job for `read`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
 
 
 def read(path: Path) -> TrainJob | EvaluateJob:
-    """Read what `write` wrote."""
     values = json.loads(path.read_text(encoding="utf-8"))
     values["play"] = Play(**values["play"])
     kind = TrainJob if "steps" in values else EvaluateJob

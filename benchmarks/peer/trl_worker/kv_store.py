@@ -1,7 +1,7 @@
-"""Keys and values of many episodes at once, carried across turns: each episode has a slot, tokens lie without gaps.
+"""KV cache of many episodes, kept across turns: one slot per episode, tokens without gaps.
 
 Invariant: slot s holds the keys and values of exactly the first `lengths[s]` tokens of its episode, whichever episodes
-were fed together. No copy is made where all slots are fed, which is every turn of an env that answers at once.
+were fed together. Nothing is copied if all slots are fed, as in every turn of an instant env.
 """
 
 # pyright: basic
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Fed:
-    """Which tokens the forward pass that runs is fed."""
+    """Tokens of the current forward pass."""
 
     def __init__(self, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         self.width, self.total = max(counts), max(s + c for s, c in zip(starts, counts, strict=True))
@@ -32,7 +32,7 @@ class _Fed:
 
     @property
     def mask(self) -> Tensor:
-        """[n, 1, width, total] bool: what each token sees."""
+        """[n, 1, width, total] bool: attention mask."""
         return torch.arange(self.total) <= self.positions[:, None, :, None]
 
 
@@ -78,7 +78,7 @@ class _StoreLayer(CacheLayerMixin):
 
 
 class Store:
-    """The model and what it has read of each episode."""
+    """The model and each episode's cache."""
 
     def __init__(self, model: Any, num_slots: int, length: int) -> None:
         self.model = model
@@ -87,7 +87,7 @@ class Store:
         self.lengths = [0] * num_slots
 
     def feed(self, slots: Sequence[int], chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Let the model read on in some slots, which ascend; returns the logits of what comes next, [slots, vocabulary]."""
+        """Append tokens to some slots, in ascending order; return the logits of the next token, [slots, vocabulary]."""
         fed = _Fed(slots, [self.lengths[slot] for slot in slots], [len(chunk) for chunk in chunks])
         for layer in self._layers:
             layer.fed = fed
@@ -105,7 +105,7 @@ class Store:
         return said.logits[:, -1].float()
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
-        """Let `targets` have read what `source` has."""
+        """Copy the cache of `source` to `targets`."""
         length = self.lengths[source]
         for layer in self._layers:
             for kept in (layer.keys, layer.values):
@@ -115,5 +115,5 @@ class Store:
             self.lengths[target] = length
 
     def clear(self) -> None:
-        """Forget all episodes."""
+        """Clear all slots."""
         self.lengths = [0] * len(self.lengths)

@@ -1,7 +1,7 @@
-"""Many episodes at once through plain transformers: every episode whose env has answered takes its next turn at once.
+"""Concurrent episodes with plain transformers: an episode takes its next turn as soon as its env has answered.
 
-With an env that answers immediately all of them move in step, a batch a turn. With one that takes its time nobody waits for
-the slowest: the batch is whoever is ready. Keys and values stay over all turns, and siblings share their prompt's.
+With an instant env all episodes advance together, one batch per turn; with a slow one the batch is the ready episodes.
+Keys and values persist across turns, and siblings share their prompt's.
 """
 
 # pyright: basic
@@ -23,30 +23,30 @@ from offbeat.envs.prompts import fill_template
 
 @dataclass
 class SlotEpisode:
-    """One episode as it grows."""
+    """State of one episode."""
 
     slot: int
     env: Any
     prompt: tuple[int, ...] = ()
     completion: list[int] = field(default_factory=list)
-    """All tokens after the first prompt, the env's among them, up to the last answer."""
+    """Tokens after the first prompt up to the last answer, the env's included."""
     sampled: list[int] = field(default_factory=list)
-    """1 where the policy sampled the token of `completion`, 0 where the env said it."""
+    """Loss mask of `completion`: 1 for sampled tokens, 0 for the env's."""
     unread: list[int] = field(default_factory=list)
-    """Tokens that the model has to read before it answers."""
+    """Tokens not yet fed to the model."""
     answer: list[int] = field(default_factory=list)
     turns: int = 0
     reward: float = 0.0
     success: bool = False
 
     def hear(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not sample."""
+        """Append tokens of the env."""
         self.completion += ids
         self.sampled += [0] * len(ids)
         self.unread += ids
 
     def say(self, token: int) -> None:
-        """A token that the policy sampled."""
+        """Append a sampled token."""
         self.completion.append(token)
         self.sampled.append(1)
         self.answer.append(token)
@@ -54,7 +54,7 @@ class SlotEpisode:
 
 
 class EpisodeRunner:
-    """Plays `num_slots` episodes at most at a time with one model."""
+    """Runs at most `num_slots` episodes at a time with one model."""
 
     def __init__(self, model: Any, chat: Chat, play: Play, num_slots: int) -> None:
         self._chat = chat
@@ -67,7 +67,7 @@ class EpisodeRunner:
         """By slot."""
 
     def first_message(self, task_seed: int) -> str:
-        """Return the user message that an episode with this env seed begins with."""
+        """Return the first user message of an episode with this env seed."""
         return self._message(self._envs[0].reset(seed=task_seed)[0], 0)
 
     def _message(self, observation: str, turns: int) -> str:
@@ -76,7 +76,7 @@ class EpisodeRunner:
 
     @torch.inference_mode()
     def play(self, task_seeds: Sequence[int], group_size: int = 1) -> list[SlotEpisode]:
-        """Play `group_size` episodes of each task to their ends; siblings stand together, in the order of the tasks."""
+        """Run `group_size` episodes of each task to their ends; siblings are adjacent, in the order of the tasks."""
         episodes = [SlotEpisode(slot, self._envs[slot]) for slot in range(len(task_seeds) * group_size)]
         self._live = list(episodes)
         self._store.clear()
@@ -107,7 +107,7 @@ class EpisodeRunner:
         return logits
 
     def _answer(self, ready: list[SlotEpisode], logits: Tensor) -> None:
-        """One answer of each, and off to its env."""
+        """Sample one answer per episode and start its env's step."""
         speaking = ready
         for place in range(self._play.max_new_tokens):
             if place:
@@ -131,7 +131,7 @@ class EpisodeRunner:
             self._replies.put((episode, error))
 
     def _take_replies(self) -> list[SlotEpisode]:
-        """Wait for an env, take along all that have answered; returns the episodes that go on, by slot."""
+        """Wait for an env and collect all finished steps; return the continuing episodes by slot."""
         least = len(self._live) if self._play.together else 1
         replies = [self._replies.get() for _ in range(least)]
         while not self._replies.empty():
@@ -157,7 +157,7 @@ class EpisodeRunner:
         return True
 
     def _leave(self, episode: SlotEpisode) -> None:
-        """Free a slot; the last one moves there, so that the live ones lie together."""
+        """Free a slot and move the last one into it, to keep live slots contiguous."""
         last = self._live.pop()
         if last is not episode:
             self._store.copy(last.slot, [episode.slot])
@@ -166,5 +166,5 @@ class EpisodeRunner:
 
 
 def _sample(logits: Tensor) -> list[int]:
-    """At temperature 1. [n, vocabulary] -> n tokens"""
+    """Sample at temperature 1. [n, vocabulary] -> n tokens"""
     return torch.softmax(logits, -1).div_(torch.empty_like(logits).exponential_()).argmax(-1).tolist()

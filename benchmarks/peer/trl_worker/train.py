@@ -1,6 +1,6 @@
 """`python -m offbeat.benchmarks.peer.trl_worker.train JOB`: one run of TRL's GRPOTrainer, tuned for a CPU.
 
-Invariant: the wall time of `steps.jsonl` holds everything that training needs, and nothing that only we need (snapshots).
+Invariant: the wall time in `steps.jsonl` includes all that training needs and excludes snapshots, which only we need.
 """
 
 # pyright: basic, reportMissingImports=false, reportPrivateImportUsage=false, reportArgumentType=false
@@ -34,7 +34,7 @@ class RolloutFunction:
         self.successes: list[bool] = []
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """prompts: each `group_size` times in a row."""
+        """prompts: each repeated `group_size` times in a row."""
         began = time.perf_counter()
         trainer.model.eval()
         seeds = [self._seed_of[prompt[-1]["content"]] for prompt in prompts[:: self._group_size]]
@@ -53,12 +53,12 @@ class RolloutFunction:
 
 
 def episode_reward(episode_reward: list[float], **_: Any) -> list[float]:
-    """What the envs gave, handed through by the rollout."""
+    """Return the envs' rewards, passed through by the rollout."""
     return episode_reward
 
 
 class Watch(TrainerCallback):
-    """Writes down each step and keeps snapshots, whose time does not count."""
+    """Records each step and saves snapshots, whose time does not count."""
 
     def __init__(self, job: TrainJob, rollouts: RolloutFunction, trainer_of: Any) -> None:
         self._job = job
@@ -106,7 +106,7 @@ class Watch(TrainerCallback):
 
 
 def grpo_config(job: TrainJob) -> GRPOConfig:
-    """Return the run's algorithm in TRL's words."""
+    """Return the run's algorithm as TRL's configuration."""
     batch = job.groups_per_step * job.group_size
     return GRPOConfig(
         output_dir=job.output,
@@ -145,7 +145,6 @@ def grpo_config(job: TrainJob) -> GRPOConfig:
 
 
 def main() -> None:
-    """Train as the job says."""
     job = read(Path(sys.argv[1]))
     assert isinstance(job, TrainJob)
     torch.set_num_threads(job.threads)
