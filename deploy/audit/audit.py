@@ -94,13 +94,13 @@ def audit(evidence: Evidence) -> Audit:
     """Compare everything that a run left."""
     lineage = trace(evidence.journal)
     result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
-    standing = _standing(evidence.events, result)
-    _live(standing, result)
-    _settle(result)
-    result.findings += _numbers(result)
-    result.findings += _steps(evidence, result)
-    result.findings += _acknowledged(evidence, result)
-    result.findings += _counters(evidence, result)
+    standing = _surviving_events(evidence.events, result)
+    _replay_lives(standing, result)
+    _merge_lineage(result)
+    result.findings += _check_numbers(result)
+    result.findings += _check_steps(evidence, result)
+    result.findings += _check_acknowledgements(evidence, result)
+    result.findings += _check_counters(evidence, result)
     result.findings += _end(evidence, result)
     if evidence.broken_lines:
         result.notes.append(
@@ -109,7 +109,7 @@ def audit(evidence: Evidence) -> Audit:
     return result
 
 
-def _standing(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
+def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
     """Return the events that no loss of data in Redis undid."""
     standing: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNCOUNTED]
@@ -130,7 +130,7 @@ def _standing(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
     return standing
 
 
-def _live(events: Iterable[LifeEvent], result: Audit) -> None:
+def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:
     for event in events:
         life = result.groups.get(event.number)
         if event.event == "admitted":
@@ -155,7 +155,7 @@ def _live(events: Iterable[LifeEvent], result: Audit) -> None:
             life.ending, life.detail = event.event, event.detail
 
 
-def _settle(result: Audit) -> None:
+def _merge_lineage(result: Audit) -> None:
     """Add the learner's knowledge: the step of each group, and corrections of groups if either side lost data."""
     for step, groups in result.lineage.rewound.items():
         for number in groups:
@@ -185,15 +185,15 @@ def _settle(result: Audit) -> None:
         )
 
 
-def _numbers(result: Audit) -> Iterator[str]:
+def _check_numbers(result: Audit) -> Iterator[str]:
     if not result.groups or result.lineage.restored_to or result.lineage.first > 1:
         return
     missing = [number for number in range(max(result.groups)) if number not in result.groups]
     if missing:
-        yield f"{named('group', missing)} never admitted, though group {max(result.groups)} was"
+        yield f"{name_numbers('group', missing)} never admitted, though group {max(result.groups)} was"
 
 
-def _steps(evidence: Evidence, result: Audit) -> Iterator[str]:
+def _check_steps(evidence: Evidence, result: Audit) -> Iterator[str]:
     """Check the groups of the surviving steps."""
     trained_at: dict[int, int] = {}
     for line in result.lineage.steps:
@@ -216,14 +216,14 @@ def _steps(evidence: Evidence, result: Audit) -> Iterator[str]:
                 yield f"group {each.number} was trained at step {line.step}, and {life.ending} ({life.detail})"
 
 
-def _acknowledged(evidence: Evidence, result: Audit) -> Iterator[str]:
+def _check_acknowledgements(evidence: Evidence, result: Audit) -> Iterator[str]:
     """Check that groups left the buffer only with a durable checkpoint."""
     trained = [life for life in result.groups.values() if life.ending == TRAINED]
     newest = max((int(life.detail) for life in trained), default=0)
     if result.lineage.first == 1:
         orphans = [life.number for life in trained if life.step is None]
         if orphans:
-            yield f"{named('group', orphans)} acknowledged as trained, though no step of the surviving lineage holds them"
+            yield f"{name_numbers('group', orphans)} acknowledged as trained, but in no step of the surviving lineage"
     for life in trained:
         if life.step is not None and life.step > int(life.detail):
             yield f"group {life.number} of step {life.step} was acknowledged by the checkpoint of step {life.detail} before"
@@ -231,7 +231,7 @@ def _acknowledged(evidence: Evidence, result: Audit) -> Iterator[str]:
         life.number for life in result.groups.values() if not life.ending and life.step and life.step <= newest
     ]
     if acked_early:
-        yield f"{named('group', acked_early)} trained by step {newest}, whose checkpoint was acknowledged without them"
+        yield f"{name_numbers('group', acked_early)} trained by step {newest}, but missing in its acknowledged checkpoint"
     complete = [step for step, complaint in evidence.checkpoints.items() if not complaint]
     for step, complaint in sorted(evidence.checkpoints.items()):
         if complaint:
@@ -243,7 +243,7 @@ def _acknowledged(evidence: Evidence, result: Audit) -> Iterator[str]:
         yield f"groups were acknowledged for step {newest}, but {there}"
 
 
-def _counters(evidence: Evidence, result: Audit) -> Iterator[str]:
+def _check_counters(evidence: Evidence, result: Audit) -> Iterator[str]:
     """Check the counters of Redis against the ledger."""
     counters = evidence.counters
     if counters is None:
@@ -269,10 +269,11 @@ def _end(evidence: Evidence, result: Audit) -> Iterator[str]:
         return
     open_ones = [life.number for life in result.groups.values() if not life.ending]
     if open_ones:
-        yield f"all {evidence.max_steps} steps are trained and saved, but {named('group', open_ones, past=False)} still open"
+        groups = name_numbers("group", open_ones, past=False)
+        yield f"all {evidence.max_steps} steps are trained and saved, but {groups} still open"
 
 
-def named(what: str, numbers: Sequence[int], *, past: bool = True) -> str:
+def name_numbers(what: str, numbers: Sequence[int], *, past: bool = True) -> str:
     """`group 3 was`, or `groups 3, 4, 5 and 17 more were`."""
     shown = ", ".join(map(str, numbers[:SHOWN]))
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""

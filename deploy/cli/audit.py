@@ -30,8 +30,8 @@ from offbeat.services.buffer.api import Counters
 from offbeat.services.buffer.group_ledger import (
     LEDGER_FILE,
     LifeEvent,
-    broken_lines,
-    events_after,
+    count_broken_lines,
+    read_events_after,
     read_ledger,
 )
 from offbeat.services.buffer.scripts import BufferScripts
@@ -59,7 +59,7 @@ def audit_run(
     Raises:
         AuditError: there is no such run, or it has no ledger.
     """
-    folder = folder_of(run)
+    folder = find_folder(run)
     result, evidence = examine(folder, redis_url)
     if group is not None and group not in result.groups:
         raise AuditError(f"run {run} has no group {group}: it has {len(result.groups)}, numbered from 0")
@@ -82,7 +82,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
     if not (folder / LEDGER_FILE).is_file() or not (folder / STEPS_FILE).is_file():
         raise AuditError(f"{folder} has no ledger/: its learner trained no step, or an older build wrote it")
     journal, broken = read_step_ledger(folder)
-    events, counters, complaint = _events(folder, config, redis_url)
+    events, counters, complaint = _read_events(folder, config, redis_url)
     evidence = Evidence(
         events=events,
         journal=journal,
@@ -91,7 +91,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
         groups_per_step=config.rollout_batch_size // config.train_env_manager.group_size,
         max_steps=config.max_steps,
         train_stale=config.buffer.stale_policy == "train",
-        broken_lines=broken + broken_lines(folder),
+        broken_lines=broken + count_broken_lines(folder),
     )
     result = audit(evidence)
     if complaint:
@@ -99,7 +99,7 @@ def examine(folder: Path, redis_url: str | None = None) -> tuple[Audit, Evidence
     return result, evidence
 
 
-def folder_of(run: str) -> Path:
+def find_folder(run: str) -> Path:
     """Return the folder of a run, given by its path or by its name under `runs/`. Raises `AuditError`."""
     for folder in (Path(run), RUNS / run):
         if (folder / run_folder.CONFIG).is_file():
@@ -107,7 +107,9 @@ def folder_of(run: str) -> Path:
     raise AuditError(f"there is no run in {run} or {RUNS / run}: name its folder")
 
 
-def _events(folder: Path, config: RunConfig, redis_url: str | None) -> tuple[list[LifeEvent], Counters | None, str]:
+def _read_events(
+    folder: Path, config: RunConfig, redis_url: str | None
+) -> tuple[list[LifeEvent], Counters | None, str]:
     """Return the ledger, Redis' counters, and why Redis could not be read, or an empty string."""
     events = read_ledger(folder)
     running = run_folder.read_endpoints(folder)
@@ -130,7 +132,7 @@ def _with_newest(redis: Redis, run_id: str, events: list[LifeEvent]) -> tuple[li
     """Return events and counters of one moment; no counters if the run proceeds too fast."""
     scripts = BufferScripts(redis, run_id)
     for _ in range(20):
-        while page := events_after(redis, run_id, events[-1].id if events else "0"):
+        while page := read_events_after(redis, run_id, events[-1].id if events else "0"):
             events = [*events, *page]
         reply = scripts("snapshot")
         ledger = {reply[0][i]: reply[0][i + 1] for i in range(0, len(reply[0]), 2)}
@@ -175,14 +177,14 @@ def as_tree(result: Audit, evidence: Evidence, group: int | None = None) -> dict
 
 def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, group: int | None) -> None:
     if group is not None:
-        console.print(_sentence(result.groups[group]))
+        console.print(_describe_life(result.groups[group]))
         return
     in_flight = len(result.groups) - sum(result.count(ending) for ending in ENDINGS)
     table = Table(title=f"{folder}", title_justify="left", show_header=False, box=None)
     table.add_row("groups admitted", str(len(result.groups)))
     table.add_row("= trained", str(result.count(TRAINED)))
     for ending in (DROPPED, FAILED):
-        table.add_row(f"+ {ending}", f"{result.count(ending)}{_listed(result.reasons(ending))}")
+        table.add_row(f"+ {ending}", f"{result.count(ending)}{_format_reasons(result.reasons(ending))}")
     table.add_row("+ in flight", str(in_flight))
     table.add_row("steps", f"{result.lineage.last} of {evidence.max_steps}, by {result.lineage.learners} learner(s)")
     table.add_row("lag at consumption", ", ".join(f"{lag}: {count} groups" for lag, count in result.staleness.items()))
@@ -199,11 +201,11 @@ def _show(result: Audit, evidence: Evidence, folder: Path, console: Console, gro
         console.print(f"  - {finding}")
 
 
-def _listed(reasons: dict[str, int]) -> str:
+def _format_reasons(reasons: dict[str, int]) -> str:
     return f" ({', '.join(f'{reason} {count}' for reason, count in reasons.items())})" if reasons else ""
 
 
-def _sentence(life: GroupLife) -> str:
+def _describe_life(life: GroupLife) -> str:
     """Describe a group's life."""
     parts: Sequence[str] = [
         f"group {life.number}: admitted at version {life.admitted_version}",

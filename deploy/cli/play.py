@@ -61,17 +61,17 @@ def play(
     Needs no Ray, GPU or Redis; prompts, answers and rewards are made by the code that plays in the mesh.
     """
     if render is not None and render.suffix not in (".gif", ".html"):
-        _refuse(f"--render {render}: write .gif or .html")
+        _exit_usage(f"--render {render}: write .gif or .html")
     if render is not None and not render.parent.is_dir():
-        _refuse(f"--render {render}: there is no folder {render.parent}")
-    agent, settings = _named_policy(agent, settings or [])
+        _exit_usage(f"--render {render}: there is no folder {render.parent}")
+    agent, settings = _split_policy_path(agent, settings or [])
     urls = [word for word in settings if word.startswith(("http://", "https://"))]
     if agent == "openai" and len(urls) != 1:
-        _refuse(
+        _exit_usage(
             "--agent openai needs the endpoint's base URL: offbeat play ENV --agent openai http://localhost:8000/v1"
         )
     if agent != "openai" and (urls or model):
-        _refuse("a URL and --model belong to --agent openai")
+        _exit_usage("a URL and --model belong to --agent openai")
     from dataclasses import replace
 
     from offbeat.deploy.play.target import find_target
@@ -83,17 +83,17 @@ def play(
         if temperature is not None:
             setting = replace(setting, temperature=temperature)
         asyncio.run(_play(setting, agent, endpoint, seed, temperature, tokenizer, render))
-    except _errors() as error:
-        _refuse(_told(error))
+    except _user_errors() as error:
+        _exit_usage(_error_text(error))
 
 
-def _named_policy(agent: str, words: list[str]) -> tuple[str, list[str]]:
+def _split_policy_path(agent: str, words: list[str]) -> tuple[str, list[str]]:
     """Return the path after `policy` and the other arguments."""
     if agent != "policy":
         return agent, words
     paths = [word for word in words if "=" not in word]
     if len(paths) != 1:
-        _refuse("--agent policy needs a path: offbeat play ENV --agent policy runs/sokoban")
+        _exit_usage("--agent policy needs a path: offbeat play ENV --agent policy runs/sokoban")
     return paths[0], [word for word in words if "=" in word]
 
 
@@ -150,7 +150,7 @@ async def _play(
         if render.suffix == ".html":
             write_html(render, [played], title=f"{setting.tag}, seed {seed}")
         elif not write_gif(render, [played]):
-            _refuse(f"{setting.env.env_type} draws no pictures (render_mode rgb_array): write .html instead")
+            _exit_usage(f"{setting.env.env_type} draws no pictures (render_mode rgb_array): write .html instead")
         typer.echo(f"wrote {render}")
 
 
@@ -186,20 +186,20 @@ def rollout(
     from offbeat.services.messages.types import EpisodeKind
 
     if episodes % group_size:
-        _refuse(f"{episodes} episodes are no whole number of groups of {group_size}")
+        _exit_usage(f"{episodes} episodes are no whole number of groups of {group_size}")
     if not out.parent.is_dir():
-        _refuse(f"--out {out}: there is no folder {out.parent}")
+        _exit_usage(f"--out {out}: there is no folder {out.parent}")
     kind = EpisodeKind.EVAL if split == "held_out" else EpisodeKind.TRAIN
     try:
         from offbeat.deploy.play.target import load_config
 
         if agent is not None:
-            agent, overrides = _named_policy(agent, overrides or [])
+            agent, overrides = _split_policy_path(agent, overrides or [])
         loaded = load_config(config, overrides)
         order = EpisodeRequest(episodes, group_size, kind, loaded.seed if seed is None else seed, concurrency)
         _rollout(loaded, order, agent, temperature, out)
-    except _errors() as error:
-        _refuse(_told(error))
+    except _user_errors() as error:
+        _exit_usage(_error_text(error))
 
 
 def _rollout(config: Any, order: Any, agent: str | None, temperature: float | None, out: Path) -> None:
@@ -222,11 +222,11 @@ def _rollout(config: Any, order: Any, agent: str | None, temperature: float | No
         rollouts = asyncio.run(collect(config, order, agent, show))
     played, chat = rollouts.result, rollouts.chat
     write_parquet(out, [decode_episode(trajectory, chat) for trajectory in played.trajectories])
-    _summary(played, order)
+    _print_summary(played, order)
     typer.echo(f"wrote {out}: offbeat inspect {out}")
 
 
-def _summary(played: Any, order: Any) -> None:
+def _print_summary(played: Any, order: Any) -> None:
     from itertools import groupby
 
     from offbeat.deploy.play.rollouts import pass_at_k, read_success
@@ -261,11 +261,11 @@ def inspect(
     try:
         for line in render_episodes(path, colour=color, episode=episode, limit=limit):
             typer.echo(line)
-    except _errors() as error:
-        _refuse(_told(error))
+    except _user_errors() as error:
+        _exit_usage(_error_text(error))
 
 
-def _errors() -> tuple[type[Exception], ...]:
+def _user_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that a user can fix."""
     from offbeat.deploy.config.errors import ConfigError
     from offbeat.services.errors import RolloutError
@@ -273,7 +273,7 @@ def _errors() -> tuple[type[Exception], ...]:
     return ConfigError, RolloutError, ValueError
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     from offbeat.deploy.config.errors import ConfigError
 
     if isinstance(error, ConfigError):
@@ -281,6 +281,6 @@ def _told(error: Exception) -> str:
     return str(error)
 
 
-def _refuse(message: str) -> None:
+def _exit_usage(message: str) -> None:
     typer.echo(message, err=True)
     raise typer.Exit(EXIT_USAGE)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from redis import Redis
 from redis.exceptions import RedisError
 
-from offbeat.deploy.cli.audit import AuditError, folder_of
+from offbeat.deploy.cli.audit import AuditError, find_folder
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.play.target import load_config
@@ -39,7 +39,7 @@ def remake_report(run: str, redis_url: str | None = None) -> int:
     redis_url: Redis of the run, overriding the folder's: for runs of a deployed mesh.
     """
     try:
-        folder = folder_of(run)
+        folder = find_folder(run)
         config = load_config(folder / CONFIG).model_copy(update={"output_dir": folder})
         with _redis_of(folder, config, redis_url) as redis:
             history, counters = read_history(redis, config.exp_name)

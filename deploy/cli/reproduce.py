@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offbeat.deploy import run_folder
-from offbeat.deploy.cli.audit import AuditError, folder_of
+from offbeat.deploy.cli.audit import AuditError, find_folder
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.errors import CodecError, ControlError
@@ -29,7 +29,7 @@ class ReproduceError(Exception):
 def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool) -> int:
     """Reproduce a run, given by name or folder; return the exit code. Raises `ReproduceError`."""
     try:
-        folder = folder_of(run)
+        folder = find_folder(run)
         config = load_run(folder / run_folder.CONFIG).model_copy(update={"output_dir": folder})
     except (AuditError, ConfigError) as error:
         raise ReproduceError(str(error)) from error

@@ -123,7 +123,7 @@ class RunTerminalView:
     def starting(self, up: Collection[str]) -> None:
         if self._open:
             parts = [f"{part} {MARKS[Health.READY if part in up else Health.STARTING]}" for part in START_ORDER]
-            elapsed = _clock(time.time() - self._began)
+            elapsed = _format_time(time.time() - self._began)
             body = Text.from_markup("  ".join(parts) + f"   {elapsed}")
             title = f"[bold]{self._run_id}[/]  starting"
             self._live.update(Panel(body, title=title, title_align="left", padding=(0, 1)), refresh=True)
@@ -166,7 +166,8 @@ def _progress(view: RunView, history: RunHistory, elapsed_s: float) -> Table:
     line.add_row(
         f"step {step}/{view.max_steps}",
         ProgressBar(total=view.max_steps, completed=step, width=36),
-        f"{_clock(elapsed_s)} elapsed" + (f", about {_clock(left)} of training left" if left is not None else ""),
+        f"{_format_time(elapsed_s)} elapsed"
+        + (f", about {_format_time(left)} of training left" if left is not None else ""),
     )
     return line
 
@@ -207,7 +208,7 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
     out: dict[str, str] = {}
     last = history.last_step
     evaluations = history.curve()
-    success = _number(last, "success")
+    success = _format_value(last, "success")
     shown = [f"rollouts {success}"] if success else []
     if evaluations:
         newest = evaluations[-1]
@@ -217,9 +218,9 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
     if shown:
         out["success"] = ", ".join(shown)
     if last is not None:
-        if reward := _number(last, "reward"):
+        if reward := _format_value(last, "reward"):
             out["reward"] = reward
-        if staleness := _number(last, "staleness"):
+        if staleness := _format_value(last, "staleness"):
             most = last.value("staleness_max", 0.0)
             out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {view.settings.to_settings().max_staleness:g})"
     generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
@@ -231,12 +232,12 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
     return out
 
 
-def _number(step: Step | None, name: str) -> str:
+def _format_value(step: Step | None, name: str) -> str:
     value = step.value(name) if step else math.nan
     return "" if math.isnan(value) else f"{value:.2f}"
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     whole = int(seconds)
     return (
         f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress as Bar
 
-from offbeat.deploy.cli.audit import AuditError, folder_of
+from offbeat.deploy.cli.audit import AuditError, find_folder
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import read_run
 from offbeat.deploy.config.run import RunConfig
@@ -47,19 +47,19 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
         TrackError: there is no such run, its metrics are being sent, or the tracker is unavailable.
     """
     try:
-        folder = folder_of(run)
+        folder = find_folder(run)
         config = read_run(folder / CONFIG)
     except (AuditError, ConfigError) as error:
         raise TrackError(str(error)) from error
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise TrackError(f"{folder} has no {METRICS_FILE}: its learner has measured nothing yet")
-    told = _told(config, name, settings)
+    told = _tracker_kwargs(config, name, settings)
     kept = progress_file(folder, name)
-    with _held(kept, name):
+    with _lock_cursor(kept, name):
         progress = read_progress(kept)
         if progress.offset >= metrics.stat().st_size:
-            console.print(_last_words(name, progress, "had"), markup=False)
+            console.print(_describe_result(name, progress, "had"), markup=False)
             return
         resumed = progress.open(progress.lineage, keep_key=True)
         place = tracker_folder(folder, name)
@@ -81,10 +81,10 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
             raise TrackError(f"{name} failed: {type(error).__name__}: {error}") from error
         progress.place = tracker.place or progress.place
         write_progress(kept, progress)
-    console.print(_last_words(name, progress, "has"), markup=False)
+    console.print(_describe_result(name, progress, "has"), markup=False)
 
 
-def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
+def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, Any]:
     """Return the tracker's `tracker_kwargs`. Raises TrackError."""
     if name in IN_LEARNER:
         raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
@@ -104,7 +104,7 @@ def _told(config: RunConfig, name: str, settings: Sequence[str]) -> dict[str, An
 
 
 @contextmanager
-def _held(kept: Path, name: str) -> Iterator[None]:
+def _lock_cursor(kept: Path, name: str) -> Iterator[None]:
     """Lock the tracker's position in the metrics. Raises TrackError if it is locked."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     with kept.with_suffix(".lock").open("w") as lock:
@@ -123,6 +123,6 @@ def _deliver(delivery: Delivery, metrics: Path, console: Console) -> None:
             bar.update(sending, completed=min(delivery.progress.offset, size))
 
 
-def _last_words(name: str, progress: DeliveryCursor, verb: str) -> str:
+def _describe_result(name: str, progress: DeliveryCursor, verb: str) -> str:
     refused = f"; it has refused {progress.refused}" if progress.refused else ""
     return f"{name} {verb} all {progress.number} lines{refused}{f': {progress.place}' if progress.place else ''}"

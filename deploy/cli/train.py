@@ -84,7 +84,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     run_folder.write_config(config.output_dir, dump_yaml(config))
     with open_view(config.exp_name) as view:
         if aside is not None:
-            view.say(f"An earlier run lay there; it is in {_shown(aside)} now.")
+            view.say(f"An earlier run lay there; it is in {_short_path(aside)} now.")
         command = TrainCommand(config, view, resume)
         try:
             return asyncio.run(command.run())
@@ -94,7 +94,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
             logger.exception("the command failed")
             command.kill()
             view.close()
-            view.say(f"offbeat failed: {error!r}\nRead {_shown(config.output_dir / LOGS / 'offbeat.log')}")
+            view.say(f"offbeat failed: {error!r}\nRead {_short_path(config.output_dir / LOGS / 'offbeat.log')}")
             return FAILED
 
 
@@ -115,7 +115,7 @@ class TrainCommand:
         """Run the command and return its exit code."""
         self._catch_signals()
         try:
-            await self._until_interrupted(self._run_to_its_end())
+            await self._run_until_interrupted(self._run_to_its_end())
         except (TrainingFailedError, MeshError) as error:
             return await self._end_failed(error)
         except RedisConnectionError as error:
@@ -132,7 +132,7 @@ class TrainCommand:
         """End everything at once."""
         self._mesh.kill()
 
-    async def _until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name="run")
         interrupt = asyncio.create_task(self._interrupted.wait(), name="interrupt")
         try:
@@ -160,7 +160,7 @@ class TrainCommand:
                     keeper.cancel()
         if view.state is RunState.FAILED:
             log = self._config.output_dir / (view.log or LOGS)
-            raise TrainingFailedError(f"{view.error}\nRead {_shown(log)}")
+            raise TrainingFailedError(f"{view.error}\nRead {_short_path(log)}")
 
     async def _start(self) -> ControlClient:
         """Start the mesh, and show how far it is."""
@@ -182,7 +182,7 @@ class TrainCommand:
                 await self._read_metrics(client)
             except RetryableError as error:
                 if time.monotonic() > answered_at + UNREACHABLE_S:
-                    raise TrainingFailedError(f"{error}\nRead {_shown(self._config.output_dir / LOGS)}") from error
+                    raise TrainingFailedError(f"{error}\nRead {_short_path(self._config.output_dir / LOGS)}") from error
             else:
                 answered_at = time.monotonic()
                 self._last = view
@@ -222,7 +222,7 @@ class TrainCommand:
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._write_report()
-        self._view.say(stopped_at(self._config, published))
+        self._view.say(describe_stop(self._config, published))
         self._show_resume_command()
         return INTERRUPTED
 
@@ -250,14 +250,14 @@ class TrainCommand:
         self._interrupted.set()
 
 
-def stopped_at(config: RunConfig, published: int) -> str:
+def describe_stop(config: RunConfig, published: int) -> str:
     """Describe the checkpoint that a stopped run resumes from. published: version of the newest weights."""
     newest = run_folder.newest_checkpoint(config.output_dir)
     if newest is None:
         return "Stopped before the first checkpoint."
     step, path = newest
     repeated = f"\nLater steps, up to {published}, will be trained again." if published > step else ""
-    return f"Stopped at step {step} of {config.max_steps}; checkpoint: {_shown(path)}{repeated}"
+    return f"Stopped at step {step} of {config.max_steps}; checkpoint: {_short_path(path)}{repeated}"
 
 
 def _has_trained(view: RunView) -> bool:
@@ -266,7 +266,7 @@ def _has_trained(view: RunView) -> bool:
     return view.state is RunState.DRAINING and learner is not None and learner.health is Health.DONE
 
 
-def _shown(path: Path) -> str:
+def _short_path(path: Path) -> str:
     """Return the path relative to the working directory if that is shorter."""
     try:
         return str(path.relative_to(Path.cwd()))

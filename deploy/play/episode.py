@@ -12,7 +12,7 @@ from offbeat.deploy.report.episodes import (
     Picture,
     PlayedEpisode,
     RecordedEpisode,
-    picture_of,
+    render_frame,
 )
 from offbeat.envs.registry import TextEnv
 from offbeat.services.chat.append_only import ChatFormat
@@ -63,7 +63,7 @@ class TracedEnv:
 
     def _record_observation(self, observation: str) -> None:
         self.observations.append(observation)
-        self.pictures.append(picture_of(self.env))
+        self.pictures.append(render_frame(self.env))
 
 
 class TracedSampler:

@@ -26,7 +26,7 @@ from offbeat.deploy.play.policy import (
     build_completion,
     parse_version,
 )
-from offbeat.services.chat.vision import PictureReader, stacked
+from offbeat.services.chat.vision import PictureReader, stack_images
 from offbeat.services.messages.types import Completion
 from offbeat.trainer.models.packing import Packing
 from offbeat.trainer.models.vision import rope_positions
@@ -95,7 +95,7 @@ class VisionPolicy:
         embedded = self._embed(torch.tensor(request.prompt))
         images = [self._reader.pixels(picture.png) for picture in request.pictures]
         if images:
-            patches, grids = map(torch.from_numpy, stacked(images))
+            patches, grids = map(torch.from_numpy, stack_images(images))
             features = torch.cat(self._model.model.get_image_features(patches, grids, return_dict=True).pooler_output)
             positions = torch.cat([torch.arange(p.start, p.start + p.count) for p in request.pictures])
             embedded = embedded.index_copy(0, positions, features)

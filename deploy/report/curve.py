@@ -11,7 +11,7 @@ SMOOTHED_STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CurvePoint:
     """One measurement of success."""
 
     step: int
@@ -24,8 +24,8 @@ def draw_learning_curve(
     path: Path,
     *,
     title: str,
-    rollout: Sequence[Point],
-    evaluations: Sequence[Point],
+    rollout: Sequence[CurvePoint],
+    evaluations: Sequence[CurvePoint],
     baselines: Mapping[str, float],
     metric: str = "success",
 ) -> None:
@@ -39,7 +39,7 @@ def draw_learning_curve(
         xs = [float(getattr(point, name)) for point in rollout]
         ys = [point.success for point in rollout]
         axis.plot(xs, ys, color="tab:blue", alpha=0.25, linewidth=0.8)
-        axis.plot(xs, smoothed(ys, SMOOTHED_STEPS), color="tab:blue", label="training rollouts (sampled)")
+        axis.plot(xs, smooth(ys, SMOOTHED_STEPS), color="tab:blue", label="training rollouts (sampled)")
         axis.plot(
             [float(getattr(point, name)) for point in evaluations],
             [point.success for point in evaluations],
@@ -59,7 +59,7 @@ def draw_learning_curve(
     figure.savefig(path)
 
 
-def smoothed(values: Sequence[float], width: int) -> list[float]:
+def smooth(values: Sequence[float], width: int) -> list[float]:
     """Return the centred running mean; narrower at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
     half = width // 2

@@ -70,11 +70,11 @@ def play_again(config: RunConfig, recorded: RecordedEpisode) -> PlayedEpisode:
     env = make_with_pictures(custom.env_type, settings)
     try:
         observation, _ = env.reset(seed=recorded.seed)
-        observations, pictures = [str(observation)], [picture_of(env)]
+        observations, pictures = [str(observation)], [render_frame(env)]
         for answer in recorded.answers:
             observation, _, terminated, truncated, _ = env.step(answer)
             observations.append(str(observation))
-            pictures.append(picture_of(env))
+            pictures.append(render_frame(env))
             if terminated or truncated:
                 break
     finally:
@@ -90,7 +90,7 @@ def make_with_pictures(env_type: str, settings: dict[str, Any]) -> registry.Text
     return registry.make(env_type, with_pictures if drawable else settings)
 
 
-def picture_of(env: registry.TextEnv) -> Picture | None:
+def render_frame(env: registry.TextEnv) -> Picture | None:
     """Return the env's rendering, or None if it has none."""
     try:
         drawn: Any = env.render()
@@ -117,7 +117,9 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
     frames = max(len(episode.pictures) for episode in drawable) + HOLD_FRAMES
     images = [
         Image.fromarray(
-            np.concatenate([_titled(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)])
+            np.concatenate(
+                [_add_title(title, _mosaic(b, at, columns)) for title, b in zip(titles, blocks, strict=True)]
+            )
         )
         for at in range(frames)
     ]
@@ -128,7 +130,7 @@ def write_gif(path: Path, episodes: Sequence[PlayedEpisode], *, columns: int = 4
     return True
 
 
-def _titled(title: str, picture: Picture) -> Picture:
+def _add_title(title: str, picture: Picture) -> Picture:
     """Return `picture` below a line of text."""
     from PIL import Image, ImageDraw
 

@@ -14,7 +14,7 @@ FOLDER = "evaluations"
 TITLES = {"before": "before training", "after": "after training"}
 
 
-def recorded_episodes(folder: Path, limit: int) -> list[RecordedEpisode]:
+def read_recorded_episodes(folder: Path, limit: int) -> list[RecordedEpisode]:
     """Return the first `limit` sampled episodes before training, and as many after it, on the same tasks."""
     out: list[RecordedEpisode] = []
     for kind, title in TITLES.items():

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.report.baselines import run_baselines
-from offbeat.deploy.report.curve import Point, draw_learning_curve
+from offbeat.deploy.report.curve import CurvePoint, draw_learning_curve
 from offbeat.deploy.report.episodes import (
     PlayedEpisode,
     play_again,
@@ -23,7 +23,7 @@ from offbeat.deploy.report.episodes import (
     write_html,
 )
 from offbeat.deploy.report.history import RunHistory
-from offbeat.deploy.report.recorded_episodes import recorded_episodes
+from offbeat.deploy.report.recorded_episodes import read_recorded_episodes
 from offbeat.deploy.run_folder import newest_checkpoint
 from offbeat.services.control.schemas import CountersView
 
@@ -171,8 +171,8 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
     draw_learning_curve(
         path,
         title=f"{config.exp_name}, seed {config.seed}",
-        rollout=[Point(s.number, history.seconds(s.time), s.value(metric)) for s in steps if metric in s.values],
-        evaluations=[Point(e.step, history.seconds(e.time), getattr(e, metric)) for e in history.curve()],
+        rollout=[CurvePoint(s.number, history.seconds(s.time), s.value(metric)) for s in steps if metric in s.values],
+        evaluations=[CurvePoint(e.step, history.seconds(e.time), getattr(e, metric)) for e in history.curve()],
         baselines=baselines if metric == "success" else {},
         metric=metric,
     )
@@ -181,7 +181,7 @@ def draw_curve(path: Path, config: RunConfig, history: RunHistory, baselines: Ma
 def render_episodes(folder: Path, config: RunConfig) -> None:
     """Render some recorded evaluation episodes by stepping their envs again."""
     episodes: list[PlayedEpisode] = []
-    for recorded in recorded_episodes(folder, SHOWN_EPISODES):
+    for recorded in read_recorded_episodes(folder, SHOWN_EPISODES):
         try:
             episodes.append(play_again(config, recorded))
         except Exception:
@@ -202,32 +202,32 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
     table.add_column("after", justify="right")
     for measure in ("success", "reward"):
         for sampling in ("sampled", "greedy"):
-            before, after = (_found(report, kind, sampling, measure) for kind in ("before", "after"))
-            table.add_row(f"{measure}, {sampling}", _shown(before), _shown(after))
+            before, after = (_newest_measure(report, kind, sampling, measure) for kind in ("before", "after"))
+            table.add_row(f"{measure}, {sampling}", _format(before), _format(after))
     console.print(table)
     if report["baselines"]:
         console.print("Baselines: " + ", ".join(f"{name} {value:.2f}" for name, value in report["baselines"].items()))
     console.print(
         f"{report['trajectories']:,} trajectories trained, {report['tokens_generated']:,} tokens generated, "
         f"{report['tokens_trained']:,} trained, {report['weight_updates']:,} weight updates, "
-        f"staleness at most {_shown(report['max_staleness_seen'], '.0f')}",
+        f"staleness at most {_format(report['max_staleness_seen'], '.0f')}",
         soft_wrap=True,
     )
-    for label, path in _places(folder):
+    for label, path in _file_paths(folder):
         console.print(f"  {label:<16} {path}", soft_wrap=True)
 
 
-def _found(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
+def _newest_measure(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
     """Return `measure` of the newest such evaluation."""
     values = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
     return values[-1] if values else None
 
 
-def _shown(value: float | None, form: str = ".3f") -> str:
+def _format(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _places(folder: Path) -> list[tuple[str, Path]]:
+def _file_paths(folder: Path) -> list[tuple[str, Path]]:
     newest = newest_checkpoint(folder)
     places = [
         ("checkpoint", newest[1] if newest else folder / "checkpoints"),

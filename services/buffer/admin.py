@@ -21,7 +21,7 @@ from offbeat.services.buffer.scripts import (
     AsyncBufferScripts,
     BufferKeys,
     BufferScripts,
-    errors_translated,
+    translate_errors,
 )
 
 
@@ -71,13 +71,13 @@ class BufferWatch:
     async def life(self, count: int = 1000) -> list[tuple[int, str, str]]:
         """Return the newest events of groups, oldest first: (number, event, detail). Events are `admitted` (version),
         `submitted` (version at admission), `trained` (checkpoint's step), `dropped` and `failed` (reason)."""
-        with errors_translated():
+        with translate_errors():
             entries: list[Any] = await self._redis.xrevrange(self._keys.life, count=count)
         return [(int(f[b"n"]), f[b"e"].decode(), f[b"d"].decode()) for _, f in reversed(entries)]
 
     async def quarantine(self) -> list[Quarantined]:
         """Return the newest undecodable trajectories, newest first."""
-        with errors_translated():
+        with translate_errors():
             rows = cast(list[bytes], await cast(Any, self._redis.lrange(self._keys.quarantine, 0, -1)))
         entries = (msgpack.unpackb(row, raw=True) for row in rows)
         return [Quarantined(unit.decode(), index, complaint.decode(), blob) for unit, index, complaint, blob in entries]

@@ -50,7 +50,7 @@ class LifeEvent:
         return int(milliseconds), int(sequence or 0)
 
 
-def events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
+def read_events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
     """Return up to one page of events after the id `after` (`0`: from the oldest that is kept)."""
     reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE, block=block_ms)
     streams = cast(list[Any], reply or [])
@@ -87,21 +87,21 @@ class LedgerFile:
 
 
 def read_ledger(output_dir: Path) -> list[LifeEvent]:
-    """Return every event of the file once, in order; lines that can't be read are left out (`broken_lines` counts them)."""
+    """Return every event of the file once, in order; invalid lines are skipped (see `count_broken_lines`)."""
     found = {event.id: event for event in _events(output_dir / LEDGER_FILE) if event is not None}
     return sorted(found.values(), key=lambda event: event.place)
 
 
-def broken_lines(output_dir: Path) -> int:
+def count_broken_lines(output_dir: Path) -> int:
     """Return lines of the file that are no events."""
     return sum(event is None for event in _events(output_dir / LEDGER_FILE))
 
 
 def _events(path: Path) -> Iterator[LifeEvent | None]:
-    return (None if row is None else _parsed(row) for row in read_lines(path))
+    return (None if row is None else _parse(row) for row in read_lines(path))
 
 
-def _parsed(row: dict[str, Any]) -> LifeEvent | None:
+def _parse(row: dict[str, Any]) -> LifeEvent | None:
     try:
         event = LifeEvent(
             str(row["id"]), int(row["ordinal"]), int(row["number"]), str(row["event"]), str(row["detail"])
@@ -112,7 +112,7 @@ def _parsed(row: dict[str, Any]) -> LifeEvent | None:
 
 
 def _newest_id(path: Path) -> str:
-    events = [event for row in last_lines(path) if (event := _parsed(row)) is not None]
+    events = [event for row in last_lines(path) if (event := _parse(row)) is not None]
     return max(events, key=lambda event: event.place).id if events else "0"
 
 
@@ -153,7 +153,7 @@ class LedgerThread(Follower):
 
     def _copy(self, file: LedgerFile, block_ms: int | None) -> int:
         try:
-            events = events_after(self._redis, self._run_id, file.position, block_ms=block_ms)
+            events = read_events_after(self._redis, self._run_id, file.position, block_ms=block_ms)
             file.append(events)
             self._warn_of_old(events)
         except (RedisError, OSError) as error:

@@ -20,8 +20,8 @@ from offbeat.services.buffer.config import Order
 from offbeat.services.buffer.scripts import (
     BufferKeys,
     BufferScripts,
-    errors_translated,
     group_id_of,
+    translate_errors,
 )
 from offbeat.services.errors import CodecError
 from offbeat.services.live_settings import decode_change, encode_change
@@ -209,11 +209,11 @@ class RedisLearnerBuffer:
         return trajectory
 
     def _newest_ring(self) -> str:
-        with errors_translated():
+        with translate_errors():
             entries = cast(list[Any], self._redis.xrevrange(self._keys.doorbell, count=1))
         return entries[0][0].decode() if entries else "0-0"
 
     def _wait(self, stream: str, after: str, timeout_s: float) -> None:
         block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
-        with errors_translated():
+        with translate_errors():
             self._redis.xread({stream: after}, count=1, block=block_ms)

@@ -54,7 +54,7 @@ def script_digest(name: str) -> str:
 
 
 @contextmanager
-def errors_translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Translate Redis' errors.
 
     Raises:
@@ -65,10 +65,10 @@ def errors_translated() -> Iterator[None]:
     try:
         yield
     except UNTRANSLATED as error:
-        raise _translated(error) from error
+        raise _translate(error) from error
 
 
-def _translated(error: Exception) -> MeshError:
+def _translate(error: Exception) -> MeshError:
     """Return one of `UNTRANSLATED` as the mesh calls it."""
     if not isinstance(error, redis_errors.ResponseError):
         return retryable(error)
@@ -108,8 +108,8 @@ class BufferScripts:
         self._script = cache(lambda name: redis.register_script(script_source(name)))
 
     def __call__(self, name: str, *args: Argument) -> Any:
-        """Run a script. Raises as `errors_translated`."""
-        with errors_translated():
+        """Run a script. Raises as `translate_errors`."""
+        with translate_errors():
             return self._script(name)(keys=self._keys, args=args)
 
 
@@ -126,14 +126,14 @@ class AsyncBufferScripts:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def __call__(self, name: str, *args: Argument) -> Any:
-        """Run a script. Raises as `errors_translated`."""
+        """Run a script. Raises as `translate_errors`."""
         return await self._answered(_Call(name, args, None, 0, asyncio.get_running_loop().create_future()))
 
     async def one_of_many(
         self, name: str, shared: tuple[Argument, ...], own: tuple[Argument, ...], size: int = 0
     ) -> Any:
         """Run a script that takes shared arguments and any number of msgpack items `own`, and returns a msgpack list of
-        answers: concurrent calls of one name and `shared` are merged into one. Raises as `errors_translated`.
+        answers: concurrent calls of one name and `shared` are merged into one. Raises as `translate_errors`.
 
         size: bytes of `own`, if large.
         """
@@ -156,7 +156,7 @@ class AsyncBufferScripts:
     async def _send_all(self) -> None:
         while self._waiting:
             calls = self._next_calls()
-            commands = _joined(calls)
+            commands = _join_calls(calls)
             try:
                 replies = await self._replies(commands) if commands else []
             except BaseException as error:
@@ -220,7 +220,7 @@ class _Call:
             return
         error = reply
         if isinstance(reply, UNTRANSLATED):
-            error = _translated(reply)
+            error = _translate(reply)
             error.__cause__ = reply
         self.answer.set_exception(error)
 
@@ -253,7 +253,7 @@ class _Command:
             call.settle(part)
 
 
-def _joined(calls: Iterable[_Call]) -> list[_Command]:
+def _join_calls(calls: Iterable[_Call]) -> list[_Command]:
     """Merge consecutive calls that can be merged into one command."""
     commands: list[_Command] = []
     for call in calls:

@@ -15,8 +15,8 @@ from offbeat.services.buffer.api import SubmitResult, WorkerOrders
 from offbeat.services.buffer.scripts import (
     AsyncBufferScripts,
     BufferKeys,
-    errors_translated,
     group_id_of,
+    translate_errors,
 )
 from offbeat.services.errors import BufferError
 from offbeat.services.messages.codec import encode_trajectory
@@ -64,7 +64,7 @@ class AsyncRolloutBuffer:
     async def wait_for_work(self, after: str, timeout_s: float) -> str:
         """Wait for work; `"$"` counts from the last claim, so that no notification is missed in between."""
         position = self._seen if after == "$" else max(after, self._seen, key=_stream_position)
-        with errors_translated():
+        with translate_errors():
             return await self._next_ring(position, timeout_s) or position
 
     async def heartbeat(self, worker_id: str) -> WorkerOrders:

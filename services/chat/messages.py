@@ -88,7 +88,7 @@ CallParser = Callable[[str, Tools], tuple[str, tuple[ToolCall, ...]]]
 """(answer, offered tools) -> (text besides the calls, calls)."""
 
 
-def one_form(arguments: str | Mapping[str, Any]) -> str:
+def normalize_arguments(arguments: str | Mapping[str, Any]) -> str:
     """Return arguments of a call in one form.
 
     Raises:

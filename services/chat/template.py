@@ -21,7 +21,7 @@ from offbeat.services.chat.messages import (
     ChatMessage,
     ToolCall,
     Tools,
-    one_form,
+    normalize_arguments,
 )
 from offbeat.services.chat.tokenizer import load_tokenizer
 from offbeat.services.errors import RolloutError
@@ -168,7 +168,7 @@ def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
 
 
 USER = {"role": "user", "content": KEY}
-CALLING = ChatMessage("assistant", "", (ToolCall(NAME, one_form({KEY: VALUE}), "offbeat00"),))
+CALLING = ChatMessage("assistant", "", (ToolCall(NAME, normalize_arguments({KEY: VALUE}), "offbeat00"),))
 OFFERED = {"type": "function", "function": {"name": NAME, "description": "", "parameters": {"type": "object"}}}
 
 
@@ -236,7 +236,7 @@ def _take_out_calls(text: str, tools: ToolFormat) -> tuple[str, tuple[ToolCall, 
         body += len(text[body:]) - len(text[body:].lstrip())
         try:
             found, length = json.JSONDecoder().raw_decode(text[body:])
-            call = ToolCall(str(found[tools.name_key]), one_form(found[tools.arguments_key]))
+            call = ToolCall(str(found[tools.name_key]), normalize_arguments(found[tools.arguments_key]))
         except (ValueError, KeyError, TypeError):
             words.append(text[at : start + 1])
             at = start + 1

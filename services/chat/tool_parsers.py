@@ -13,7 +13,7 @@ from offbeat.services.chat.messages import (
     CallParser,
     ToolCall,
     Tools,
-    one_form,
+    normalize_arguments,
 )
 from offbeat.services.errors import RolloutError
 
@@ -51,7 +51,9 @@ def load_parser(name: str, tokenizer: Any) -> CallParser:
         asked = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
         try:
             found = kind(tokenizer, [*(asked.tools or ())]).extract_tool_calls(text, asked)
-            calls = tuple(ToolCall(call.function.name, one_form(call.function.arguments)) for call in found.tool_calls)
+            calls = tuple(
+                ToolCall(call.function.name, normalize_arguments(call.function.arguments)) for call in found.tool_calls
+            )
         except Exception:
             # the policy may write anything
             log.debug("a parser of tool calls failed", exc_info=True)

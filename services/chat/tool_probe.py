@@ -7,7 +7,7 @@ from offbeat.services.chat.messages import (
     ChatMessage,
     ToolCall,
     Tools,
-    one_form,
+    normalize_arguments,
 )
 from offbeat.services.chat.template import ChatTemplate, UnusableError
 
@@ -26,12 +26,12 @@ PROBE: Tools = (
         },
     },
 )
-CALL = ToolCall(OFFERED, one_form({"item": "a cup of tea", "count": 2}), "probe0001")
-ANOTHER = ToolCall(OFFERED, one_form({"item": "milk", "count": 3}), "probe0002")
+CALL = ToolCall(OFFERED, normalize_arguments({"item": "a cup of tea", "count": 2}), "probe0001")
+ANOTHER = ToolCall(OFFERED, normalize_arguments({"item": "milk", "count": 3}), "probe0002")
 ASKED = ChatMessage("user", "offbeatasked")
 
 
-def takes_results(template: ChatTemplate) -> bool:
+def can_render_results(template: ChatTemplate) -> bool:
     """Return True if the template renders messages of the role `tool`."""
     result = ChatMessage("tool", "offbeatresult", tool_call_id=CALL.call_id)
     try:

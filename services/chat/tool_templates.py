@@ -19,7 +19,7 @@ from offbeat.services.chat.tool_probe import (
     CALL,
     OFFERED,
     PROBE,
-    takes_results,
+    can_render_results,
 )
 from offbeat.services.errors import RolloutError
 
@@ -62,14 +62,14 @@ def load_function_template(folder: Path, tool_call_parser: str | None = None) ->
         RolloutError: the template describes no functions, writes no calls, or no parser reads them.
     """
     if tool_call_parser is not None:
-        return _checked(_with(folder, tool_call_parser), f"tool_call_parser {tool_call_parser!r}")
+        return _check(_with(folder, tool_call_parser), f"tool_call_parser {tool_call_parser!r}")
     plain = load_chat_template(folder)
-    written = written_call(plain)
+    written = render_call(plain)
     _check_end(plain, written)
     second_best: ChatTemplate | None = None
     for template in chain((plain,), _candidates(folder, written)):
-        if reads_its_own(template):
-            if _reads_several(template):
+        if can_parse_own_calls(template):
+            if _can_parse_several(template):
                 return template
             second_best = second_best or template
     if second_best is not None:
@@ -80,35 +80,35 @@ def load_function_template(folder: Path, tool_call_parser: str | None = None) ->
     )
 
 
-def written_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -> str:
+def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -> str:
     """Render calls of the functions `PROBE` as an answer.
 
     Raises:
         RolloutError: the template does not describe functions, or does not write calls.
     """
-    told = _rendered(template, (ASKED,), prompt=True)
+    told = _render(template, (ASKED,), prompt=True)
     if OFFERED not in told:
         raise RolloutError(
             "the chat template does not tell the policy of functions (`tools`): leave them to the prompt"
         )
-    whole = _rendered(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
+    whole = _render(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
     if not whole.startswith(told):  # the generation prompt opens a thought, say
-        told = _rendered(template, (ASKED,), prompt=False)
+        told = _render(template, (ASKED,), prompt=False)
     written = whole.removeprefix(told)
     if not whole.startswith(told) or OFFERED not in written:
         raise RolloutError("the chat template does not write an assistant's calls of functions (`tool_calls`)")
     return written[: written.rfind(template.end_text)] if template.end_text in written else written
 
 
-def reads_its_own(template: ChatTemplate) -> bool:
+def can_parse_own_calls(template: ChatTemplate) -> bool:
     """Return True if a call that the template writes is read back."""
-    return _read(template, written_call(template)) == (CALL,)
+    return _read(template, render_call(template)) == (CALL,)
 
 
-def _reads_several(template: ChatTemplate) -> bool:
+def _can_parse_several(template: ChatTemplate) -> bool:
     """Return True if two calls of one answer are read back, too, or the template can't write them."""
     try:
-        written = written_call(template, (CALL, ANOTHER))
+        written = render_call(template, (CALL, ANOTHER))
     except RolloutError:
         return True
     return _read(template, written) == (CALL, ANOTHER)
@@ -116,8 +116,8 @@ def _reads_several(template: ChatTemplate) -> bool:
 
 def _check_end(template: ChatTemplate, written: str) -> None:
     """Raise RolloutError if a call ends with another token than other answers: sampling would not stop there."""
-    result = ChatMessage("tool" if takes_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
-    whole = _rendered(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
+    result = ChatMessage("tool" if can_render_results(template) else "user", "offbeatresult", tool_call_id=CALL.call_id)
+    whole = _render(template, (ASKED, ChatMessage("assistant", "", (CALL,)), result), prompt=True)
     _, found, behind = whole.partition(written)
     if found and not behind.lstrip().startswith(template.end_text):
         raise RolloutError(
@@ -126,10 +126,10 @@ def _check_end(template: ChatTemplate, written: str) -> None:
         )
 
 
-def _checked(template: ChatTemplate, what: str) -> ChatTemplate:
-    _check_end(template, written_call(template))
-    if not reads_its_own(template):
-        written = written_call(template)
+def _check(template: ChatTemplate, what: str) -> ChatTemplate:
+    _check_end(template, render_call(template))
+    if not can_parse_own_calls(template):
+        written = render_call(template)
         raise RolloutError(f"{what} does not read what the chat template writes: {written!r} gives no call")
     return template
 
@@ -155,7 +155,7 @@ def _read(template: ChatTemplate, written: str) -> tuple[ToolCall, ...]:
     return template.message_of(template.text_of(template.encode(written)), tools=PROBE).tool_calls
 
 
-def _rendered(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prompt: bool) -> str:
+def _render(template: ChatTemplate, messages: tuple[ChatMessage, ...], *, prompt: bool) -> str:
     try:
         return template.write(messages, PROBE, prompt=prompt)
     except UnusableError as error:

@@ -95,7 +95,7 @@ def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
     return out.getvalue()
 
 
-def stacked(pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def stack_images(pixels: Sequence[Pixels]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Concatenate images: patches [P, D] float32 and grids [I, 3] int64."""
     return (
         np.concatenate([each.patches for each in pixels]),

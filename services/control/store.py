@@ -85,7 +85,7 @@ class RunStore:
                 await pipe.watch(keys.record, *claimed)
                 raw = cast(dict[bytes, bytes], await pipe.hgetall(keys.record))  # pyright: ignore[reportGeneralTypeIssues]
                 old = RunRecord.decode(raw) if raw else None
-                if old and not takeover and self._goes_on(old):
+                if old and not takeover and self._is_active(old):
                     if old.config == spec.config:
                         return old, False
                     raise RunExistsError(
@@ -129,11 +129,11 @@ class RunStore:
     def _use(self, raw: dict[bytes, bytes]) -> str:
         """Return the state of an active run; empty if nothing of it is running."""
         try:
-            return record.state if raw and self._goes_on(record := RunRecord.decode(raw)) else ""
+            return record.state if raw and self._is_active(record := RunRecord.decode(raw)) else ""
         except ForeignRecordError:
-            return "managed by another version of Offbeat" if self._beats(raw) else ""
+            return "managed by another version of Offbeat" if self._has_heartbeat(raw) else ""
 
-    def _beats(self, raw: Mapping[bytes, bytes]) -> bool:
+    def _has_heartbeat(self, raw: Mapping[bytes, bytes]) -> bool:
         """Return True if a reconciler attends the run, whichever version recorded it."""
         try:
             beat = float(raw.get(b"beat", b"0"))
@@ -141,7 +141,7 @@ class RunStore:
             beat = 0.0
         return self.clock() - beat < ORPHANED_AFTER_S
 
-    def _goes_on(self, record: RunRecord) -> bool:
+    def _is_active(self, record: RunRecord) -> bool:
         return not record.state.over and self.clock() - record.beat < self.orphaned_after_s
 
     def _hint(self) -> str:
@@ -295,7 +295,7 @@ class RunStore:
         try:
             record = await self.load(run_id)
         except ForeignRecordError:
-            if self._beats(await cast(Any, self.redis.hgetall(RunKeys(run_id).record))):
+            if self._has_heartbeat(await cast(Any, self.redis.hgetall(RunKeys(run_id).record))):
                 raise RunStateError(
                     f"run {run_id!r} is managed by another version of Offbeat: stop it there first"
                 ) from None

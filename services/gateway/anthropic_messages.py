@@ -8,17 +8,17 @@ from offbeat.services.chat.messages import (
     ChatMessage,
     ToolCall,
     Tools,
-    one_form,
+    normalize_arguments,
 )
 from offbeat.services.gateway.request_fields import (
     Body,
-    items_of,
-    list_of,
-    need_messages,
-    not_followed,
+    find_ignored_parameters,
     number,
-    object_of,
-    refuse_unless,
+    read_items,
+    read_list,
+    read_object,
+    require,
+    require_messages,
     stop_words,
     words,
 )
@@ -31,15 +31,15 @@ def read_messages(body: Body) -> ModelRequest:
     """Return a request. Raises InvalidCallError."""
     system = words(body.get("system"), "system")
     messages = [ChatMessage("system", system)] if system else []
-    for place, message in enumerate(list_of(body, "messages")):
+    for place, message in enumerate(read_list(body, "messages")):
         messages += _read(message, f"messages[{place}]")
-    choice = object_of(body, "tool_choice").get("type", "auto")
+    choice = read_object(body, "tool_choice").get("type", "auto")
     return ModelRequest(
-        need_messages(tuple(messages)),
-        () if choice == "none" else _tools(items_of(body, "tools")),
+        require_messages(tuple(messages)),
+        () if choice == "none" else _tools(read_items(body, "tools")),
         max_tokens=number(body, "max_tokens"),
         stop=stop_words(body.get("stop_sequences"), "stop_sequences"),
-        ignored=not_followed(body, ("tool_choice",) if choice in ("any", "tool") else ()),
+        ignored=find_ignored_parameters(body, ("tool_choice",) if choice in ("any", "tool") else ()),
     )
 
 
@@ -47,7 +47,7 @@ def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
     for tool in value:
         fine = isinstance(tool, Mapping) and "name" in tool and isinstance(tool.get("input_schema"), Mapping)
-        refuse_unless(fine, f"tools: only tools with an input_schema can be offered, not {tool!r}")
+        require(fine, f"tools: only tools with an input_schema can be offered, not {tool!r}")
         function = {
             "name": tool["name"],
             "description": tool.get("description") or "",
@@ -59,9 +59,9 @@ def _tools(value: list[Any]) -> Tools:
 
 def _read(message: Any, where: str) -> list[ChatMessage]:
     """Return one of Anthropic's messages: results of tools in it are messages of their own, before its words."""
-    refuse_unless(isinstance(message, Mapping), f"{where} is no message")
+    require(isinstance(message, Mapping), f"{where} is no message")
     role, content = str(message.get("role")), message.get("content")
-    refuse_unless(role in ("user", "assistant", "system"), f"{where}: role {role!r} is not known")
+    require(role in ("user", "assistant", "system"), f"{where}: role {role!r} is not known")
     if not isinstance(content, list):
         return [ChatMessage(role, words(content, f"{where}.content"))]
     results = [part for part in content if isinstance(part, Mapping) and part.get("type") == "tool_result"]
@@ -78,7 +78,7 @@ def _read(message: Any, where: str) -> list[ChatMessage]:
 
 def _call(part: Body, where: str) -> ToolCall:
     try:
-        return ToolCall(str(part["name"]), one_form(part["input"]), str(part.get("id") or ""))
+        return ToolCall(str(part["name"]), normalize_arguments(part["input"]), str(part.get("id") or ""))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidCallError(f"{where}: {part!r} is no use of a tool: {error}") from error
 

@@ -49,30 +49,30 @@ def build(sessions: Sessions) -> FastAPI:
         ("/v1/messages", _message),
         ("/env/step", _step),
     ):
-        app.add_api_route(path, _guarded(sessions, handler), methods=["POST"])
+        app.add_api_route(path, _with_session(sessions, handler), methods=["POST"])
     for path, handler in (("/v1/models", _models), ("/env", _task)):
-        app.add_api_route(path, _guarded(sessions, handler), methods=["GET"])
+        app.add_api_route(path, _with_session(sessions, handler), methods=["GET"])
     return app
 
 
-def _guarded(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """Look up the caller's session; errors are answered in the form of the caller's API."""
 
     async def call(request: Request) -> Response:
         session = sessions.get(_key(request))
         if session is None:
-            return _refusal(request, 401, "no episode is open under this key", "authentication_error")
+            return _error_response(request, 401, "no episode is open under this key", "authentication_error")
         try:
             return await handler(request, session, await _body(request))
         except InvalidCallError as error:
-            return _refusal(request, 400, str(error), error.kind)
+            return _error_response(request, 400, str(error), error.kind)
         except UnusableError as error:
-            return _refusal(request, 400, str(error), "invalid_request_error")
+            return _error_response(request, 400, str(error), "invalid_request_error")
         except CallerLeftError:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:
             log.info("a call of an agent failed", exc_info=True)
-            return _refusal(request, 500, f"the policy can't be sampled: {error}", "api_error")
+            return _error_response(request, 500, f"the policy can't be sampled: {error}", "api_error")
 
     return call
 
@@ -99,7 +99,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _refusal(request: Request, status: int, message: str, kind: str) -> Response:
+def _error_response(request: Request, status: int, message: str, kind: str) -> Response:
     """Return an error response; `x-should-retry` keeps OpenAI's and Anthropic's clients from retrying a failed episode."""
     if request.url.path == "/v1/messages":
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
@@ -108,10 +108,10 @@ def _refusal(request: Request, status: int, message: str, kind: str) -> Response
     return JSONResponse(body, status, {"x-should-retry": "false"})
 
 
-async def _while_waited_for(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run `work` while the client is connected. Raises CallerLeftError."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
@@ -122,13 +122,13 @@ async def _while_waited_for(request: Request, work: Coroutine[Any, Any, T]) -> T
         leaving.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _answer(request: Request, session: EpisodeSession, ask: ModelRequest) -> list[ModelReply]:
-    return await _while_waited_for(request, session.answer(ask))
+    return await _run_while_connected(request, session.answer(ask))
 
 
 def _send(

@@ -9,17 +9,17 @@ from offbeat.services.chat.messages import (
     ChatMessage,
     ToolCall,
     Tools,
-    one_form,
+    normalize_arguments,
 )
 from offbeat.services.gateway.request_fields import (
     Body,
-    items_of,
-    list_of,
-    need_messages,
-    not_followed,
+    find_ignored_parameters,
     number,
-    object_of,
-    refuse_unless,
+    read_items,
+    read_list,
+    read_object,
+    require,
+    require_messages,
     stop_words,
     words,
 )
@@ -32,18 +32,18 @@ TOKEN_IDS = range(1 << 31)
 
 def read_chat(body: Body) -> ModelRequest:
     """Return a chat completion request. Raises InvalidCallError."""
-    messages = tuple(_message(message, i) for i, message in enumerate(list_of(body, "messages")))
+    messages = tuple(_message(message, i) for i, message in enumerate(read_list(body, "messages")))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
-    shape = object_of(body, "response_format")
+    shape = read_object(body, "response_format")
     shaped = ("response_format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
-        need_messages(messages),
-        () if choice == "none" else _tools(items_of(body, "tools")),
+        require_messages(messages),
+        () if choice == "none" else _tools(read_items(body, "tools")),
         max_tokens=number(body, "max_completion_tokens", "max_tokens"),
         num_answers=number(body, "n") or 1,
         stop=stop_words(body.get("stop"), "stop"),
-        ignored=not_followed(body, (*forced, *shaped)),
+        ignored=find_ignored_parameters(body, (*forced, *shaped)),
     )
 
 
@@ -52,7 +52,7 @@ def _tools(value: list[Any]) -> Tools:
         fine = (
             isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
         )
-        refuse_unless(fine, f"tools: only functions can be offered, not {tool!r}")
+        require(fine, f"tools: only functions can be offered, not {tool!r}")
     return tuple(value)
 
 
@@ -70,19 +70,19 @@ def read_completion(body: Body) -> ModelRequest:
         max_tokens=number(body, "max_tokens") or 16,
         num_answers=number(body, "n") or 1,
         stop=stop_words(body.get("stop"), "stop"),
-        ignored=not_followed(body),
+        ignored=find_ignored_parameters(body),
     )
 
 
 def _message(message: Any, place: int) -> ChatMessage:
     where = f"messages[{place}]"
-    refuse_unless(isinstance(message, Mapping) and isinstance(message.get("role"), str), f"{where} has no role")
+    require(isinstance(message, Mapping) and isinstance(message.get("role"), str), f"{where} has no role")
     role = "system" if message["role"] in SYSTEM_ROLES else str(message["role"])
-    refuse_unless(role in ("system", "user", "assistant", "tool"), f"{where}: role {role!r} is not known")
+    require(role in ("system", "user", "assistant", "tool"), f"{where}: role {role!r} is not known")
     return ChatMessage(
         role,
         words(message.get("content"), f"{where}.content"),
-        tuple(_call(call, where) for call in items_of(message, "tool_calls")),
+        tuple(_call(call, where) for call in read_items(message, "tool_calls")),
         str(message.get("tool_call_id") or ""),
         str(message.get("reasoning_content") or ""),
     )
@@ -91,7 +91,7 @@ def _message(message: Any, place: int) -> ChatMessage:
 def _call(call: Any, where: str) -> ToolCall:
     try:
         function = call["function"]
-        return ToolCall(str(function["name"]), one_form(function["arguments"]), str(call.get("id") or ""))
+        return ToolCall(str(function["name"]), normalize_arguments(function["arguments"]), str(call.get("id") or ""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InvalidCallError(f"{where}.tool_calls: {call!r} is no call of a function: {error}") from error
 
@@ -133,7 +133,7 @@ def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model
         for place, call in enumerate(_calls(reply).get("tool_calls", ())):
             yield chunk(i, {"tool_calls": [{"index": place, **call}]})
         yield chunk(i, {}, reply.finish_reason)
-    if object_of(body, "stream_options").get("include_usage"):
+    if read_object(body, "stream_options").get("include_usage"):
         yield event({**head, "choices": [], "usage": usage(replies)})
     yield "data: [DONE]\n\n"
 
@@ -158,7 +158,7 @@ def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str,
     counts = whole.pop("usage")
     for choice in whole["choices"]:
         yield event({**whole, "choices": [choice]})
-    if object_of(body, "stream_options").get("include_usage"):
+    if read_object(body, "stream_options").get("include_usage"):
         yield event({**whole, "choices": [], "usage": counts})
     yield "data: [DONE]\n\n"
 

@@ -9,17 +9,17 @@ from offbeat.services.chat.messages import (
     ChatMessage,
     ToolCall,
     Tools,
-    one_form,
+    normalize_arguments,
 )
 from offbeat.services.gateway.openai_chat import SYSTEM_ROLES
 from offbeat.services.gateway.request_fields import (
     Body,
-    items_of,
-    need_messages,
-    not_followed,
+    find_ignored_parameters,
     number,
-    object_of,
-    refuse_unless,
+    read_items,
+    read_object,
+    require,
+    require_messages,
     words,
 )
 from offbeat.services.gateway.session import InvalidCallError, ModelReply, ModelRequest
@@ -29,19 +29,19 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     """Return a request; `earlier` is the conversation that `previous_response_id` names. Raises InvalidCallError."""
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
-    refuse_unless(isinstance(items, list), "input: a text or a list of items is needed")
+    require(isinstance(items, list), "input: a text or a list of items is needed")
     instructions = body.get("instructions")
     system = (ChatMessage("system", words(instructions, "instructions")),) if instructions else ()
     messages = (*system, *earlier, *_messages(items or []))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
-    shape = object_of(object_of(body, "text"), "format")
+    shape = read_object(read_object(body, "text"), "format")
     shaped = ("text.format",) if shape.get("type", "text") != "text" else ()
     return ModelRequest(
-        need_messages(messages),
-        () if choice == "none" else _tools(items_of(body, "tools")),
+        require_messages(messages),
+        () if choice == "none" else _tools(read_items(body, "tools")),
         max_tokens=number(body, "max_output_tokens"),
-        ignored=not_followed(body, (*forced, *shaped)),
+        ignored=find_ignored_parameters(body, (*forced, *shaped)),
     )
 
 
@@ -54,7 +54,7 @@ def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
     for tool in value:
         fine = isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
-        refuse_unless(fine, f"tools: only functions can be offered, not {tool!r}")
+        require(fine, f"tools: only functions can be offered, not {tool!r}")
         function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         tools.append({"type": "function", "function": function})
     return tuple(tools)
@@ -65,11 +65,11 @@ def _messages(items: Sequence[Any]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     for place, item in enumerate(items):
         where = f"input[{place}]"
-        refuse_unless(isinstance(item, Mapping), f"{where} is no item")
+        require(isinstance(item, Mapping), f"{where} is no item")
         match item.get("type", "message"):
             case "message":
                 role = str(item.get("role"))
-                refuse_unless(role in (*SYSTEM_ROLES, "user", "assistant"), f"{where}: role {role!r} is not known")
+                require(role in (*SYSTEM_ROLES, "user", "assistant"), f"{where}: role {role!r} is not known")
                 role = "system" if role in SYSTEM_ROLES else role
                 messages.append(ChatMessage(role, words(item.get("content"), f"{where}.content")))
             case "function_call":
@@ -86,7 +86,7 @@ def _messages(items: Sequence[Any]) -> list[ChatMessage]:
 
 def _add_call(messages: list[ChatMessage], item: Body, where: str) -> None:
     try:
-        call = ToolCall(str(item["name"]), one_form(item["arguments"]), str(item.get("call_id") or ""))
+        call = ToolCall(str(item["name"]), normalize_arguments(item["arguments"]), str(item.get("call_id") or ""))
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidCallError(f"{where} is no call of a function: {error}") from error
     if messages and messages[-1].role == "assistant":

@@ -13,13 +13,13 @@ OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 
 
-def refuse_unless(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
     """Raise InvalidCallError unless the condition holds."""
     if not holds:
         raise InvalidCallError(message)
 
 
-def list_of(body: Body, key: str) -> list[Any]:
+def read_list(body: Body, key: str) -> list[Any]:
     """Return a list that must be there."""
     value = body.get(key)
     if not isinstance(value, list):
@@ -27,7 +27,7 @@ def list_of(body: Body, key: str) -> list[Any]:
     return value
 
 
-def object_of(body: Body, key: str) -> Body:
+def read_object(body: Body, key: str) -> Body:
     """Return an object that may be left out."""
     value = body.get(key)
     if value is None:
@@ -37,9 +37,9 @@ def object_of(body: Body, key: str) -> Body:
     return value
 
 
-def items_of(body: Body, key: str) -> list[Any]:
+def read_items(body: Body, key: str) -> list[Any]:
     """Return a list that may be left out."""
-    return [] if body.get(key) is None else list_of(body, key)
+    return [] if body.get(key) is None else read_list(body, key)
 
 
 def number(body: Body, *keys: str) -> int | None:
@@ -47,9 +47,7 @@ def number(body: Body, *keys: str) -> int | None:
     for key in keys:
         value = body.get(key)
         if value is not None:
-            refuse_unless(
-                isinstance(value, int) and not isinstance(value, bool), f"{key} is {value!r}: an int is needed"
-            )
+            require(isinstance(value, int) and not isinstance(value, bool), f"{key} is {value!r}: an int is needed")
             return int(value)
     return None
 
@@ -76,9 +74,9 @@ def _kind(part: Any) -> str:
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    refuse_unless(isinstance(part, Mapping), f"{where} has a part that is no object: {part!r}")
+    require(isinstance(part, Mapping), f"{where} has a part that is no object: {part!r}")
     known = _kind(part) in ("text", "input_text", "output_text", "refusal")
-    refuse_unless(known, f"{where} has a part of type {_kind(part)!r}: this policy reads text alone")
+    require(known, f"{where} has a part of type {_kind(part)!r}: this policy reads text alone")
     return str(part.get("text") or part.get("refusal") or "")
 
 
@@ -88,11 +86,11 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
         return ()
     found = [value] if isinstance(value, str) else value
     fine = isinstance(found, list) and all(isinstance(word, str) for word in found)
-    refuse_unless(fine, f"{key} is {value!r}: a text or a list of texts is needed")
+    require(fine, f"{key} is {value!r}: a text or a list of texts is needed")
     return tuple(found)
 
 
-def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
+def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the parameters that are set but ignored.
 
     others: names found by the API's own translation.
@@ -100,13 +98,13 @@ def not_followed(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
     Raises:
         InvalidCallError: a parameter is set that an agent would rely on.
     """
-    object_of(body, "stream_options")
+    read_object(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
-        refuse_unless(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
+        require(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
     return (*(key for key in OWN_SAMPLING if body.get(key) is not None), *others)
 
 
-def need_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+def require_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     """Return the messages. Raises InvalidCallError if there is none."""
-    refuse_unless(bool(messages), "messages is empty")
+    require(bool(messages), "messages is empty")
     return messages

@@ -53,7 +53,7 @@ class ServeGenerationClient:
             ended = True
         except (RayError, RayServeException) as error:
             ended = True
-            raise _translated(error) from error
+            raise _translate(error) from error
         finally:
             if not ended:  # the caller left: without this the replica would sample on
                 call.cancel()
@@ -63,10 +63,10 @@ class ServeGenerationClient:
         try:
             await self._handle.broadcast("abort", list(request_ids)).results_async()
         except (RayError, RayServeException) as error:
-            raise _translated(error) from error
+            raise _translate(error) from error
 
 
-def _translated(error: Exception) -> MeshError:
+def _translate(error: Exception) -> MeshError:
     """Convert Ray's wrapper to the service's own error; a replica that died, left or is full is retryable."""
     if not isinstance(error, RayTaskError):
         return RetryableError(f"no replica answered: {error}")

@@ -123,7 +123,9 @@ class GenerationReplica:
             if isinstance(error, asyncio.CancelledError) and not self._updating:
                 raise  # nothing that serves was touched
             # The model may be half loaded. This replica is done; Serve puts a new one in its place.
-            await self._break(f"version {version} could not be loaded: {str(error) or type(error).__name__}")
+            await self._take_out_of_service(
+                f"version {version} could not be loaded: {str(error) or type(error).__name__}"
+            )
             raise GenerationError(self._broken) from error
         async with self._changed:
             self._version = version
@@ -132,7 +134,7 @@ class GenerationReplica:
         self._counts.loaded(times)
         logger.info("serves version %d; paused for %.1f ms", version, times.pause_s * 1000)
 
-    async def _break(self, reason: str) -> None:
+    async def _take_out_of_service(self, reason: str) -> None:
         logger.error("out of service: %s", reason)
         await self.retire(reason)
 
@@ -198,13 +200,13 @@ class GenerationReplica:
                 while True:
                     version = await self._serving(request.min_version)
                     completion = await self._engine.generate(request, version)
-                    if not self._mixed(completion, version):
+                    if not self._spans_update(completion, version):
                         return completion
                     self._counts.resampled()
         except TimeoutError:
             return Completion(request.request_id, error=f"no answer within {self._timeout_s} s")
 
-    def _mixed(self, completion: Completion, version: int) -> bool:
+    def _spans_update(self, completion: Completion, version: int) -> bool:
         """Return True if an update happened between submission and the first token. Part of the prompt may then have
         been computed (or cached) under the older weights, which no version span would show, so it is sampled again.
         This depends on timing alone, not on the completion."""

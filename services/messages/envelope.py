@@ -72,14 +72,14 @@ class MessageFormat(Generic[Body]):
             raise CodecError(f"{self._kind} message has schema version {version!r}, this build reads {SCHEMA_VERSION}")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a number of numpy as a plain one."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} can't be sent")
 
 
-ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 ENVELOPE = msgspec.msgpack.Decoder(tuple[str, int, msgspec.Raw])
 
 

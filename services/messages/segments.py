@@ -45,7 +45,7 @@ def pack_segment(segment: Segment) -> PackedSegment:
     logprobs = segment.logprobs.tobytes()
     sampled = b"".join([logprobs[4 * start : 4 * end] for start, end, _ in versions])
     read_logprobs(sampled)
-    mask, placed = _placed(versions, sampled, length)
+    mask, placed = _place_sampled(versions, sampled, length)
     if mask != segment.loss_mask.tobytes():
         raise ValueError("version spans and loss mask differ")
     if placed != logprobs:
@@ -82,7 +82,7 @@ def unpack_segment(row: PackedSegment) -> Segment:
         raise ValueError(f"{len(data)} bytes of tokens, {length} tokens announced")
     check_spans(versions, length)
     read_logprobs(row.logprobs)
-    mask, logprobs = _placed(versions, row.logprobs, length)
+    mask, logprobs = _place_sampled(versions, row.logprobs, length)
     segment = Segment(
         read_tokens(data, width),
         np.frombuffer(mask, dtype=BOOL),
@@ -95,7 +95,7 @@ def unpack_segment(row: PackedSegment) -> Segment:
     return segment
 
 
-def _placed(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
+def _place_sampled(spans: Sequence[VersionSpan], sampled: bytes, length: int) -> tuple[bytearray, bytearray]:
     """Return loss mask and logprobs of all tokens, given those of the sampled ones."""
     mask, logprobs, taken = bytearray(length), bytearray(4 * length), 0
     for start, end, _ in spans:

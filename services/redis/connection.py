@@ -18,10 +18,10 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from offbeat.services.redis.errors import IN_PIPELINE, RedisReadOnlyError, refused
+from offbeat.services.redis.errors import IN_PIPELINE, RedisReadOnlyError, find_refusal
 
 T = TypeVar("T")
-WhilePatient = Callable[[Exception], bool]
+ShouldRetry = Callable[[Exception], bool]
 """Called before each further retry once a call's patience is over; True continues."""
 
 SOCKET_TIMEOUT_S = 15.0
@@ -35,10 +35,10 @@ LONGEST_BLOCK_S = 5.0
 """Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
 
 
-def _checked(answer: T) -> T:
+def _raise_first_error(answer: T) -> T:
     """Raise the first error among a pipeline's results, or return them."""
     for each in cast(list[object], answer) if isinstance(answer, list) else ():
-        if isinstance(each, redis_errors.ResponseError) and refused(each):
+        if isinstance(each, redis_errors.ResponseError) and find_refusal(each):
             raise each
     return answer
 
@@ -47,41 +47,41 @@ def _never(_: Exception) -> bool:
     return False
 
 
-class _Patience:
+class _RetryState:
     """Retry state of one call."""
 
-    def __init__(self, patience_s: float, goes_on: WhilePatient) -> None:
+    def __init__(self, patience_s: float, should_retry: ShouldRetry) -> None:
         self._deadline = time.monotonic() + patience_s
-        self._goes_on = goes_on
+        self._should_retry = should_retry
         self.failures = 0
 
     def delay_s(self, error: Exception) -> float:
         """Return the delay before the next try; raise `error` if there is none."""
         over = time.monotonic() > self._deadline or self.failures > MAX_RETRIES
-        if over and (isinstance(error, redis_errors.AuthenticationError) or not self._goes_on(error)):
+        if over and (isinstance(error, redis_errors.AuthenticationError) or not self._should_retry(error)):
             raise error
         return min(RETRY_CAP_S, RETRY_BASE_S * 2 ** min(self.failures, 10))
 
-    def refused(self, error: redis_errors.ResponseError) -> RedisReadOnlyError:
+    def count_refusal(self, error: redis_errors.ResponseError) -> RedisReadOnlyError:
         """Count a refused write; raises `error` if it is another error, and at once for a transaction, whose watched
         keys are no longer watched."""
-        told = refused(error)
-        if told is None:
+        refusal = find_refusal(error)
+        if refusal is None:
             raise error
         if IN_PIPELINE in str(error) or isinstance(error, redis_errors.ExecAbortError):
-            raise told
+            raise refusal
         self.failures += 1
-        return told
+        return refusal
 
 
 class OutageRetry(Retry):
-    """Retries until `patience_s` is over, however long a single try takes, and then as long as `goes_on` returns True;
+    """Retries until `patience_s` is over, however long a single try takes, and then as long as `should_retry` returns True;
     redis-py's own policy counts tries, and a hung server costs a socket timeout for each."""
 
-    def __init__(self, patience_s: float, goes_on: WhilePatient = _never) -> None:
+    def __init__(self, patience_s: float, should_retry: ShouldRetry = _never) -> None:
         super().__init__(NoBackoff(), MAX_RETRIES)
         self._patience_s = patience_s
-        self._goes_on = goes_on
+        self._should_retry = should_retry
 
     def __deepcopy__(self, _: object) -> "OutageRetry":
         return self  # redis-py copies it for each connection; it holds nothing of any
@@ -94,12 +94,12 @@ class OutageRetry(Retry):
         with_failure_count: bool = False,
     ) -> T:
         """`fail` disconnects, so that the next `do` reconnects; a refused write keeps the connection."""
-        patience = _Patience(self._patience_s, self._goes_on)
+        patience = _RetryState(self._patience_s, self._should_retry)
         while True:
             try:
-                return _checked(do())
+                return _raise_first_error(do())
             except redis_errors.ResponseError as error:
-                failure: Exception = patience.refused(error)
+                failure: Exception = patience.count_refusal(error)
             except self._supported_errors as error:
                 if is_retryable is not None and not is_retryable(error):
                     raise
@@ -123,12 +123,12 @@ class AsyncOutageRetry(AsyncRetry):
         is_retryable: Callable[[Exception], bool] | None = None,
         with_failure_count: bool = False,
     ) -> T:
-        patience = _Patience(self._patience_s, _never)
+        patience = _RetryState(self._patience_s, _never)
         while True:
             try:
-                return _checked(await do())
+                return _raise_first_error(await do())
             except redis_errors.ResponseError as error:
-                failure: Exception = patience.refused(error)
+                failure: Exception = patience.count_refusal(error)
             except self._supported_errors as error:
                 if is_retryable is not None and not is_retryable(error):
                     raise
@@ -160,12 +160,12 @@ class Cancellable:
             self.socket_timeout = limit
 
 
-def connect(url: str, *, patience_s: float = 30.0, goes_on: WhilePatient = _never) -> Redis:
-    """Return a thread-safe client for one process. Raises nothing before the first command. goes_on: called in the
+def connect(url: str, *, patience_s: float = 30.0, should_retry: ShouldRetry = _never) -> Redis:
+    """Return a thread-safe client for one process. Raises nothing before the first command. should_retry: called in the
     calling thread once a call's patience is over."""
     return Redis.from_url(
         url,
-        retry=OutageRetry(patience_s, goes_on),
+        retry=OutageRetry(patience_s, should_retry),
         socket_timeout=SOCKET_TIMEOUT_S,
         socket_connect_timeout=CONNECT_TIMEOUT_S,
         socket_keepalive=True,

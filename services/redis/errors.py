@@ -51,7 +51,7 @@ def retryable(error: Exception) -> RetryableError:
     return RetryableError(complaint(error))
 
 
-def refused(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
+def find_refusal(error: redis_errors.ResponseError) -> RedisReadOnlyError | None:
     """Return Redis' refusal of a write, or None for any other error. Redis checks before a command, or before a
     script's first write, so nothing was executed."""
     text = AS_TUPLE.sub(r"\1", str(error).rpartition(IN_PIPELINE)[2])

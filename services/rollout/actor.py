@@ -41,7 +41,7 @@ this number some are likely to be garbage."""
 YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
-def calm_collector(episodes: int) -> None:
+def tune_garbage_collector(episodes: int) -> None:
     """Freeze existing objects and raise the GC thresholds.
 
     episodes: maximum number of concurrent episodes.
@@ -115,7 +115,7 @@ class EnvWorkerActor:
                 chat=self._chat,
                 board=_WaitStatusWriter(redis, self._settings.run_id),
             )
-            calm_collector(self._settings.rollout.max_env_num_per_worker)
+            tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
             log.info("%s works", self._name)
             end = await self._worker.run()
         except Exception:

@@ -33,7 +33,7 @@ class SlotPool:
         self._num_playing += 1
         return Slot(self)
 
-    async def freed(self) -> None:
+    async def wait_for_free_slots(self) -> None:
         """Return once slots were freed since the last call, after their former holders ran."""
         await self._freed.wait()
         self._freed.clear()
@@ -58,9 +58,9 @@ class SlotPool:
             self._departure.cancel()
         wait_s = self._not_before - loop.time() if self._num_playing else 0.0
         # Even at once is not before all that finish in this round of the loop are here.
-        self._departure = loop.call_later(max(wait_s, 0.0), self._depart)
+        self._departure = loop.call_later(max(wait_s, 0.0), self._submit_finished)
 
-    def _depart(self) -> None:
+    def _submit_finished(self) -> None:
         self._departure = None
         self._not_before = asyncio.get_running_loop().time() + self._gather_s
         leaving, self._finished = self._finished, []

@@ -50,7 +50,7 @@ def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> T
         ValueError: the sampler can't be made, or draws what there is not.
     """
     if config.train_env_manager.task_sampler is not None:
-        return _drawn(config, seed, number, state)
+        return _draw(config, seed, number, state)
     cycle = tag_cycle(config.custom_envs, config.train_env_manager)
     return Task(cycle[number % len(cycle)], _seed_of_group(seed, number))
 
@@ -75,7 +75,7 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     return cast(TaskSampler, made)
 
 
-def _drawn(config: TaskConfig, seed: int, number: int, state: str) -> Task:
+def _draw(config: TaskConfig, seed: int, number: int, state: str) -> Task:
     sampler = make_sampler(config.custom_envs, config.train_env_manager)
     assert sampler is not None
     if state:

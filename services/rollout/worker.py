@@ -24,7 +24,7 @@ from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.envs.pool import EnvPool, LeasedEnv
 from offbeat.services.rollout.episodes.episode import EpisodePlan, play
 from offbeat.services.rollout.episodes.instrumented import InstrumentedEpisode
-from offbeat.services.rollout.episodes.sampler import EpisodeSampler, samplings
+from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from offbeat.services.rollout.metrics import WorkerMetrics
 from offbeat.services.rollout.slots import Slot, SlotPool
@@ -92,7 +92,7 @@ class EnvWorker:
         self._eval_tasks = EvalTasks(settings, settings.seed)
         self._finding = asyncio.Lock()
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
-        self._samplings = samplings(settings, self._chat.stop_ids)
+        self._samplings = build_samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
         self._places = SlotPool(settings.rollout.max_env_num_per_worker)
         self._may_claim = asyncio.Event()
@@ -129,7 +129,7 @@ class EnvWorker:
                 raise self._lost
             return self._end or WorkerEnd.STOPPED
         finally:
-            await self._wind_up(chores)
+            await self._stop_tasks(chores)
 
     def share_with(self, num_workers: int) -> None:
         """Set the current number of workers of the run, this one included."""
@@ -148,7 +148,7 @@ class EnvWorker:
         self._end = self._end or reason
         self._ended.set()
 
-    async def _wind_up(self, chores: list[asyncio.Task[Any]]) -> None:
+    async def _stop_tasks(self, chores: list[asyncio.Task[Any]]) -> None:
         self._ended.set()
         tasks = [*chores, *self._playing.values()]
         for task in tasks:
@@ -182,7 +182,7 @@ class EnvWorker:
                     lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S)
                 )
             else:
-                await self._places.freed()
+                await self._places.wait_for_free_slots()
 
     async def _heartbeat(self) -> None:
         every_s = min(LONGEST_HEARTBEAT_S, self._settings.worker_timeout_s / 5)
@@ -225,11 +225,11 @@ class EnvWorker:
 
     def _begin(self, task: EpisodeTask) -> None:
         place = self._places.take()
-        playing = asyncio.create_task(self._see_through(task, place), name=f"{task.group_id}/{task.index}")
+        playing = asyncio.create_task(self._run_episode(task, place), name=f"{task.group_id}/{task.index}")
         self._playing[task] = playing
-        playing.add_done_callback(lambda done: self._let_go(task, place, done))
+        playing.add_done_callback(lambda done: self._release_episode(task, place, done))
 
-    def _let_go(self, task: EpisodeTask, place: Slot, done: "asyncio.Task[None]") -> None:
+    def _release_episode(self, task: EpisodeTask, place: Slot, done: "asyncio.Task[None]") -> None:
         if self._playing.get(task) is done:  # and not its next attempt
             del self._playing[task]
             self._waits.leave(task)
@@ -240,7 +240,7 @@ class EnvWorker:
             self._lost = error
             self._ended.set()
 
-    async def _see_through(self, task: EpisodeTask, place: Slot) -> None:
+    async def _run_episode(self, task: EpisodeTask, place: Slot) -> None:
         """Run an episode and submit the result."""
         tag = ""
         try:
@@ -308,7 +308,7 @@ class EnvWorker:
             task.kind,
             what.tag,
             env=lent.runner,
-            turnstile=self._envs.turnstile(what.tag),
+            turnstile=self._envs.step_limiter(what.tag),
             sampler=EpisodeSampler(
                 self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
             ),

@@ -77,7 +77,7 @@ class WeightReader:
 
     async def call(self, call: Callable[[Manifest], T], manifest: Manifest) -> T:
         """Return the result of `call(manifest)`. Raises its errors, and those of `opened`."""
-        async with self.opened(manifest, _called(call, manifest)) as result:
+        async with self.opened(manifest, _call(call, manifest)) as result:
             return result
 
     @asynccontextmanager
@@ -97,7 +97,7 @@ class WeightReader:
             limit_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
             if not await _any_done([read.entered], limit_s):
                 raise WeightsError(
-                    f"version {manifest.version} could not be read within {limit_s:g} s from {source(manifest)}: "
+                    f"version {manifest.version} could not be read within {limit_s:g} s from {describe_source(manifest)}: "
                     "the share may hang"
                 )
             yield read.entered.result()
@@ -117,7 +117,7 @@ class WeightReader:
         """Return the longest read that is under way, of a version that matters still."""
         reads = [each for each in self._under_way() if each.manifest.version > newer_than and not each.entered.done()]
         oldest = min(reads, key=lambda each: each.since, default=None)
-        return oldest and FetchState(oldest.manifest.version, oldest.since, source(oldest.manifest))
+        return oldest and FetchState(oldest.manifest.version, oldest.since, describe_source(oldest.manifest))
 
     def _under_way(self) -> "list[_Read[Any]]":
         self._reads = [read for read in self._reads if not read.ended.done()]
@@ -129,17 +129,17 @@ class WeightReader:
             return
         if not await _any_done([read.ended for read in hung], self._timeout_s):
             raise WeightsError(
-                f"{len(hung)} reads of weights from {source(hung[0].manifest)} hang: nothing more is tried there"
+                f"{len(hung)} reads of weights from {describe_source(hung[0].manifest)} hang: nothing more is tried there"
             )
 
 
-def source(manifest: Manifest) -> str:
+def describe_source(manifest: Manifest) -> str:
     """Return the location of a version's bytes for messages."""
     return f"{manifest.transport}:{manifest.location.rpartition('/')[0]}"
 
 
 @contextmanager
-def _called(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
+def _call(call: Callable[[Manifest], T], manifest: Manifest) -> Iterator[T]:
     yield call(manifest)
 
 

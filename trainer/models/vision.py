@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from offbeat.services.chat.vision import PictureReader, stacked
+from offbeat.services.chat.vision import PictureReader, stack_images
 from offbeat.services.messages.types import Picture
 from offbeat.trainer.models.packing import PackedInput, Packing
 from offbeat.trainer.models.policy import PackedPolicy, packed_kwargs
@@ -32,7 +32,7 @@ class PackedVisionPolicy(PackedPolicy):
         embedded = self.model.get_input_embeddings()(x.tokens[None])
         pixels = [self._reader.pixels(picture.png) for picture in x.pictures]
         if pixels:
-            patches, grids = (torch.from_numpy(part).to(x.tokens.device) for part in stacked(pixels))
+            patches, grids = (torch.from_numpy(part).to(x.tokens.device) for part in stack_images(pixels))
             model: Any = self.model.model
             features = torch.cat(model.get_image_features(patches, grids, return_dict=True).pooler_output)
             slots = torch.cat([torch.arange(p.start, p.start + p.count) for p in x.pictures]).to(x.tokens.device)

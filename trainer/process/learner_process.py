@@ -93,7 +93,7 @@ class LearnerProcess:
         self._stop = threading.Event()
         self._lost = threading.Event()
         outage = redis_outage.RedisOutage((self._stop, self._lost), self._watchdog, self._view)
-        self._redis = connect(redis_url, patience_s=redis_outage.RETRY_TIMEOUT_S, goes_on=outage.should_retry)
+        self._redis = connect(redis_url, patience_s=redis_outage.RETRY_TIMEOUT_S, should_retry=outage.should_retry)
         self._metrics = RedisMetrics(self._redis, run.run_id)
         board = RedisStatusBoard(self._redis, run.run_id)
         self._reporter = LearnerReporter(self._metrics, board, self._view, self._watchdog)

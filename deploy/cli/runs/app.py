@@ -92,25 +92,25 @@ def stop(
     json: Json = False,
 ) -> None:
     """Stop a run: drain it, save a checkpoint, release its resources."""
-    from offbeat.deploy.cli.runs.calls import command_run
+    from offbeat.deploy.cli.runs.calls import send_command
 
-    raise typer.Exit(command_run(url, token, run, "stop now" if now else "stop", as_json=json))
+    raise typer.Exit(send_command(url, token, run, "stop now" if now else "stop", as_json=json))
 
 
 @runs_app.command(epilog=EXIT_CODES)
 def pause(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
     """Pause a run: no episode and no step begins until it is resumed; its processes stay."""
-    from offbeat.deploy.cli.runs.calls import command_run
+    from offbeat.deploy.cli.runs.calls import send_command
 
-    raise typer.Exit(command_run(url, token, run, "pause", as_json=json))
+    raise typer.Exit(send_command(url, token, run, "pause", as_json=json))
 
 
 @runs_app.command(epilog=EXIT_CODES)
 def resume(run: RunId, url: Url = DEFAULT_URL, token: Token = None, json: Json = False) -> None:
     """Resume a paused run."""
-    from offbeat.deploy.cli.runs.calls import command_run
+    from offbeat.deploy.cli.runs.calls import send_command
 
-    raise typer.Exit(command_run(url, token, run, "resume", as_json=json))
+    raise typer.Exit(send_command(url, token, run, "resume", as_json=json))
 
 
 @runs_app.command(epilog=EXIT_CODES)

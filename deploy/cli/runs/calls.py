@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
 
-from offbeat.deploy.cli.runs.tables import picture_of_run, picture_of_runs
+from offbeat.deploy.cli.runs.tables import run_table, runs_table
 from offbeat.deploy.config.errors import ConfigError
 from offbeat.deploy.config.loader import compose_tree
 from offbeat.deploy.config.run import RunConfig
@@ -40,22 +40,22 @@ def call(url: str, token: str | None, ask: Callable[[ControlClient], Awaitable[i
     try:
         return asyncio.run(asked())
     except ControlRefusedError as error:
-        return complain(error, token)
+        return print_error(error, token)
     except RetryableError as error:
         complaint = str(error)
     except httpx.InvalidURL as error:
         complaint = f"no URL: {error}"
     except (json.JSONDecodeError, ValidationError):
         complaint = "answers, and is no control service of this version"
-    say(f"{url}: {complaint}\nSay where the control service is with --url or OFFBEAT_URL.")
+    print_message(f"{url}: {complaint}\nSay where the control service is with --url or OFFBEAT_URL.")
     return UNREACHABLE
 
 
-def complain(error: ControlRefusedError, token: str | None) -> int:
+def print_error(error: ControlRefusedError, token: str | None) -> int:
     """Print an error; return the exit code."""
-    say(describe(error.error.error))
+    print_message(describe(error.error.error))
     if error.status == 401:
-        say("Give the token with --token or OFFBEAT_TOKEN." if token is None else "The token is another one.")
+        print_message("Give the token with --token or OFFBEAT_TOKEN." if token is None else "The token is another one.")
     return CODES.get(error.status, REFUSED)
 
 
@@ -65,7 +65,7 @@ def describe(error: ErrorBody) -> str:
     return "\n  ".join([error.message, *problems])
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message to stderr."""
     sys.stderr.write(f"offbeat: {text}\n")
 
@@ -84,15 +84,15 @@ def start_run(
 ) -> int:
     """Send a configuration."""
     try:
-        tree = _rooted(compose_tree(config, overrides))
+        tree = _with_absolute_paths(compose_tree(config, overrides))
     except ConfigError as error:
-        say(f"{config}: {error}")
+        print_message(f"{config}: {error}")
         return REFUSED
 
     async def ask(client: ControlClient) -> int:
         if dry_run:
             await client.validate(json.dumps(tree))
-            say("valid")
+            print_message("valid")
             return DONE
         view = await client.create(json.dumps(tree))
         return show_answer(view, as_json=as_json, otherwise=lambda: view.id)
@@ -100,21 +100,21 @@ def start_run(
     return call(url, token, ask, START_TIMEOUT_S)
 
 
-def _rooted(tree: dict[str, Any]) -> dict[str, Any]:
+def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration with existing local paths made absolute: the service has another working directory."""
     rooted = {"output_dir": str(RunConfig.model_fields["output_dir"].default), **tree}
     for key in ("output_dir", "pretrain", "resume_from_checkpoint"):
-        rooted |= _from_here(rooted, key)
+        rooted |= _absolute_path(rooted, key)
     teachers = tree.get("teacher")
     if isinstance(teachers, dict):
         told = cast(dict[str, Any], teachers)
         rooted["teacher"] = {
-            n: {**t, **_from_here(t, "pretrain")} if isinstance(t, dict) else t for n, t in told.items()
+            n: {**t, **_absolute_path(t, "pretrain")} if isinstance(t, dict) else t for n, t in told.items()
         }
     return rooted
 
 
-def _from_here(tree: dict[str, Any], key: str) -> dict[str, str]:
+def _absolute_path(tree: dict[str, Any], key: str) -> dict[str, str]:
     """Return the key with its path made absolute; empty if the key is missing or not a path."""
     value = tree.get(key)
     if not isinstance(value, str) or (key == "pretrain" and value == "tiny"):
@@ -128,8 +128,8 @@ def list_them(url: str, token: str | None, states: Sequence[str], name: str, lim
     async def ask(client: ControlClient) -> int:
         found = await client.runs(states=states, name=name, limit=limit)
         for one in [] if as_json else found.unreadable:
-            say(one.reason)
-        return show_answer(found, as_json=as_json, otherwise=lambda: picture_of_runs(found))
+            print_message(one.reason)
+        return show_answer(found, as_json=as_json, otherwise=lambda: runs_table(found))
 
     return call(url, token, ask)
 
@@ -139,12 +139,12 @@ def show_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int:
 
     async def ask(client: ControlClient) -> int:
         view = await client.show(run_id)
-        return show_answer(view, as_json=as_json, otherwise=lambda: picture_of_run(view))
+        return show_answer(view, as_json=as_json, otherwise=lambda: run_table(view))
 
     return call(url, token, ask)
 
 
-def command_run(url: str, token: str | None, run_id: str, command: str, *, as_json: bool) -> int:
+def send_command(url: str, token: str | None, run_id: str, command: str, *, as_json: bool) -> int:
     """Stop, pause or resume."""
 
     async def ask(client: ControlClient) -> int:
@@ -157,12 +157,12 @@ def command_run(url: str, token: str | None, run_id: str, command: str, *, as_js
                 view = await client.pause(run_id)
             case _:
                 view = await client.resume(run_id)
-        return show_answer(view, as_json=as_json, otherwise=lambda: _what_comes(view))
+        return show_answer(view, as_json=as_json, otherwise=lambda: _describe_outcome(view))
 
     return call(url, token, ask)
 
 
-def _what_comes(view: RunView) -> str:
+def _describe_outcome(view: RunView) -> str:
     if view.state.over:
         return f"{view.id} is {view.state} already."
     outcomes = {
@@ -206,18 +206,18 @@ def change_run(url: str, token: str | None, run_id: str, values: Sequence[str], 
     for text in values:
         name, equals, value = text.partition("=")
         if not equals:
-            say(f"expected KEY=VALUE, got {text!r}")
+            print_message(f"expected KEY=VALUE, got {text!r}")
             return REFUSED
-        pairs[name] = _number(value)
+        pairs[name] = _parse_value(value)
 
     async def ask(client: ControlClient) -> int:
         view = await client.change(run_id, pairs)
-        return show_answer(view, as_json=as_json, otherwise=lambda: _changed(view))
+        return show_answer(view, as_json=as_json, otherwise=lambda: _describe_change(view))
 
     return call(url, token, ask)
 
 
-def _number(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
@@ -226,7 +226,7 @@ def _number(text: str) -> Any:
     return text
 
 
-def _changed(view: RunView) -> str:
+def _describe_change(view: RunView) -> str:
     change = view.changes[-1]
     named = ", ".join(f"{name} {value:g}" for name, value in change.values.items())
     at_once = all(name in ("num_workers", "num_replicas") for name in change.values)

@@ -10,7 +10,7 @@ from offbeat.deploy.cli.run_view import MARKS
 from offbeat.services.control.schemas import RunsView, RunView
 
 
-def picture_of_runs(found: RunsView) -> Table:
+def runs_table(found: RunsView) -> Table:
     """Return a table with a row per run."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "state", "step", "success", "trajectories/s", "since"):
@@ -29,7 +29,7 @@ def picture_of_runs(found: RunsView) -> Table:
     return table
 
 
-def picture_of_run(view: RunView) -> Table:
+def run_table(view: RunView) -> Table:
     """Return a table of a run's details."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)

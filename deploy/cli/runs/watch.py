@@ -42,7 +42,7 @@ async def _print_events(client: ControlClient, run_id: str, kinds: Sequence[str]
         if message.event == "run":
             state = RunState(data["state"])
         print(json.dumps({"event": message.event, "id": message.id, "data": data}), flush=True)  # noqa: T201
-    return _code(state)
+    return _exit_code(state)
 
 
 async def _show_events(client: ControlClient, run_id: str) -> int:
@@ -58,13 +58,13 @@ async def _show_events(client: ControlClient, run_id: str) -> int:
                     record = MetricView.model_validate_json(message.data)
                     history.add([(record.id, record.record())])
                 case _:
-                    _tell(shown, HistoryView.model_validate_json(message.data), view.started_at)
+                    _print_event(shown, HistoryView.model_validate_json(message.data), view.started_at)
         shown.close()
-        shown.say(_last_words(view))
-    return _code(view.state)
+        shown.say(_describe_end(view))
+    return _exit_code(view.state)
 
 
-def _tell(shown: LiveView, event: HistoryView, since: float) -> None:
+def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
     """Print a message for an event of the current attempt."""
     if event.at < since:
         return
@@ -73,23 +73,23 @@ def _tell(shown: LiveView, event: HistoryView, since: float) -> None:
         case "died":
             shown.say(f"{detail['component']} died ({detail['why']}) and is started again")
         case "adopted":
-            shown.say(f"from step {detail['step'] + 1} on: {_named(detail['values'])}")
+            shown.say(f"from step {detail['step'] + 1} on: {_format_values(detail['values'])}")
         case "asked":
-            shown.say(f"asked for: {_named(detail['values'])}")
+            shown.say(f"asked for: {_format_values(detail['values'])}")
         case "state" if detail.get("state") in ("paused", "draining"):
             shown.say(f"the run is {detail['state']}" + (f": {detail['error']}" if detail.get("error") else ""))
         case _:
             return
 
 
-def _last_words(view: RunView) -> str:
+def _describe_end(view: RunView) -> str:
     why = f": {view.error}\nRead {view.places.output_dir}/{view.log}" if view.error else ""
     return f"{view.id} is {view.state} at step {max(view.step, 0)} of {view.max_steps}{why}"
 
 
-def _code(state: RunState) -> int:
+def _exit_code(state: RunState) -> int:
     return FAILED if state is RunState.FAILED else DONE
 
 
-def _named(values: Mapping[str, float]) -> str:
+def _format_values(values: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in sorted(values.items()))

@@ -34,10 +34,10 @@ def request() -> LoRARequest:
     return LoRARequest(NAME, NUMBER, NAME)
 
 
-def leave_vocabulary_out(model: Any, manager: Any) -> None:
+def skip_vocabulary_layers(model: Any, manager: Any) -> None:
     """Take embeddings and head out of what adapters may change: on a CPU vLLM gathers their part of the adapter for each
     token, [tokens, rank, vocabulary], whether it is trained or not."""
-    for parent, name, layer in _wrapped(model):
+    for parent, name, layer in _wrap(model):
         if isinstance(layer, VOCABULARY):
             parent._modules[name] = layer.base_layer
             for path in [path for path, each in manager.modules.items() if each is layer]:
@@ -45,9 +45,9 @@ def leave_vocabulary_out(model: Any, manager: Any) -> None:
 
 
 @contextmanager
-def unwrapped(model: Any) -> Iterator[None]:
+def unwrap(model: Any) -> Iterator[None]:
     """Remove the adapter wrappers temporarily; nothing may be sampled meanwhile."""
-    wrapped = _wrapped(model)
+    wrapped = _wrap(model)
     for parent, name, layer in wrapped:
         parent._modules[name] = layer.base_layer
     try:
@@ -69,7 +69,7 @@ def take_adapter(runner: Any, folder: Path) -> None:
         _compare(workers._adapter_manager.modules, fused_names(runner.get_model()), file, _scaling(folder))
 
 
-def _wrapped(model: Any) -> list[tuple[Any, str, Any]]:
+def _wrap(model: Any) -> list[tuple[Any, str, Any]]:
     return [
         (parent, name, layer)
         for parent in model.modules()

@@ -42,7 +42,7 @@ class Staging:
 
     def __init__(self, model: Any, config: VllmConfig) -> None:
         self._config = config
-        self._twin: Any = _twin_of(model, {}, {})
+        self._twin: Any = _make_twin(model, {}, {})
         self._pairs = list(zip(model.modules(), self._twin.modules(), strict=True))
         for module, twin in self._pairs:
             parameters, buffers = get_layerwise_info(module).restore_metadata
@@ -57,7 +57,7 @@ class Staging:
         self._work = self._reload(path)
         self._slice_ended = time.monotonic()
 
-    def go_on(self) -> bool:
+    def stage_next(self) -> bool:
         """Stage one slice; return True once the version is ready for `exchange`.
 
         Raises:
@@ -72,7 +72,7 @@ class Staging:
         self._slice_ended = time.monotonic()
         return bool(self._changes)
 
-    def exchange(self) -> bool:
+    def switch(self) -> bool:
         """Switch the model to the staged version; the twin gets the old parameters. Return False if none is staged."""
         changes, self._changes, self._work = self._changes, [], None
         for mine, theirs, name in changes:
@@ -122,7 +122,7 @@ def _by_layer(names: Iterable[str]) -> Iterator[list[str]]:
     yield from layers.values()
 
 
-def _twin_of(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> nn.Module:
+def _make_twin(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, torch.Tensor]) -> nn.Module:
     """Return a module that shares everything but tensors and submodules; what is used twice inside is so in the twin."""
     if id(module) not in modules:
         twin = modules[id(module)] = object.__new__(type(module))
@@ -132,7 +132,7 @@ def _twin_of(module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int
         own["_buffers"] = {name: _copy_of(tensor, tensors) for name, tensor in module._buffers.items()}
         own["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
         own["_modules"] = {
-            name: child if child is None else _twin_of(child, modules, tensors)
+            name: child if child is None else _make_twin(child, modules, tensors)
             for name, child in module._modules.items()
         }
     return modules[id(module)]

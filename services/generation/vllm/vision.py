@@ -27,7 +27,7 @@ from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-from offbeat.services.chat.vision import PictureReader, stacked
+from offbeat.services.chat.vision import PictureReader, stack_images
 from offbeat.services.messages.types import GenerateRequest
 
 IMAGE = "image"
@@ -97,7 +97,7 @@ class PromptMaker:
         for picture in request.pictures:
             if picture.count != (real := self._reader.count(picture.png)):
                 raise ValueError(f"a picture of {real} tokens is given {picture.count}")
-        patches, grids = stacked(pixels)
+        patches, grids = stack_images(pixels)
         read: Any = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
         places = [PlaceholderRange(offset=picture.start, length=picture.count) for picture in request.pictures]
         return mm_input(

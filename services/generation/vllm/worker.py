@@ -22,9 +22,9 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from offbeat.services.generation.vllm.loading import compare, finish_reload
 from offbeat.services.generation.vllm.lora import (
     BASE,
-    leave_vocabulary_out,
+    skip_vocabulary_layers,
     take_adapter,
-    unwrapped,
+    unwrap,
 )
 from offbeat.services.generation.vllm.staging import Staging, can_stage
 from offbeat.services.generation.vllm.tensor_file import TensorFile
@@ -99,25 +99,25 @@ class WorkerExtension:
     def stage_more(self) -> bool:
         """Stage one slice; return True once `take_weights` can load the version. Raises `LoadError`."""
         assert self._staging is not None
-        return self._staging.go_on()
+        return self._staging.stage_next()
 
     def take_weights(self, update_info: dict[str, Any]) -> None:
         """Serve the staged version, or load a whole one: in one call, since during each call more nothing is sampled."""
-        if self._staging is not None and self._staging.exchange():
+        if self._staging is not None and self._staging.switch():
             return
         self.start_weight_update()
         self.update_weights(update_info)
         self.finish_weight_update()
 
-    def expect_adapters(self) -> None:
+    def prepare_adapters(self) -> None:
         """Prepare for adapters; called once, before the first request."""
-        leave_vocabulary_out(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
+        skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
     def take_adapter(self, folder: str) -> None:
         """Serve a version that is an adapter, after its base if that lies beside it. Raises `LoadError`."""
         base = Path(folder, BASE)
         if base.exists():
-            with unwrapped(self.model_runner.get_model()):
+            with unwrap(self.model_runner.get_model()):
                 self.take_weights({"path": str(base)})
         take_adapter(self.model_runner, Path(folder))
 

@@ -69,7 +69,7 @@ class EnvPool:
         """True if so many threads hang that the process should be replaced."""
         return self._threads.num_hung >= self._num_threads
 
-    def turnstile(self, tag: str) -> AbstractAsyncContextManager[Any]:
+    def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
         """Return the turnstile of each reset and step: it admits this worker's share of `max_env_step_concurrent`."""
         return self._limiters.get(tag) or _OPEN
 

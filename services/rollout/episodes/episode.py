@@ -114,9 +114,9 @@ class _Episode:
             return observation, StopReason.MAX_LENGTH
         most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
         completion = await (self.sample(prompt, most, pictures) if pictures else self.sample(prompt, most))
-        answer = told.hear(completion)
+        answer = told.add_completion(completion)
         result = await self.env.step(answer)
-        told.rate(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
+        told.add_reward(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
         self.metrics.add(result.metrics)
         self.past.add(observation, answer)
         if plan.keep_text:

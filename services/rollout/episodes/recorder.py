@@ -19,7 +19,7 @@ from offbeat.services.chat.capture import Reward, capture
 from offbeat.services.chat.messages import ChatMessage, Tools
 from offbeat.services.chat.template import ChatTemplate, UnusableError
 from offbeat.services.chat.token_tree import Prompt, TokenTree
-from offbeat.services.chat.tool_probe import takes_results
+from offbeat.services.chat.tool_probe import can_render_results
 from offbeat.services.errors import EpisodeError, RolloutError
 from offbeat.services.messages.types import (
     Completion,
@@ -63,7 +63,7 @@ class EpisodeRecorder(Protocol):
         """
         ...
 
-    def hear(self, completion: Completion) -> str:
+    def add_completion(self, completion: Completion) -> str:
         """Record a completion and return its text for the env.
 
         Raises:
@@ -71,7 +71,7 @@ class EpisodeRecorder(Protocol):
         """
         ...
 
-    def rate(self, reward: float, state_hash: str) -> None:
+    def add_reward(self, reward: float, state_hash: str) -> None:
         """Record the env's response to the last completion."""
         ...
 
@@ -112,7 +112,7 @@ class AppendOnlyRecorder:
         self._tokens.extend(ids)
         return self._tokens[:], tuple(self._pictures)
 
-    def hear(self, completion: Completion) -> str:
+    def add_completion(self, completion: Completion) -> str:
         start, count = len(self._tokens), len(completion.token_ids)
         check_completion(completion)
         self._tokens.extend(completion.token_ids)
@@ -126,7 +126,7 @@ class AppendOnlyRecorder:
         self._turns.append(Turn(0, start, start + count, 0.0))
         return self._chat.answer(completion.token_ids)
 
-    def rate(self, reward: float, state_hash: str) -> None:
+    def add_reward(self, reward: float, state_hash: str) -> None:
         turn = self._turns[-1]
         self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
 
@@ -155,11 +155,11 @@ class PerStepRecorder:
         self._steps.append(AppendOnlyRecorder(self._chat, self._system))
         return self._steps[-1].ask(message)
 
-    def hear(self, completion: Completion) -> str:
-        return self._steps[-1].hear(completion)
+    def add_completion(self, completion: Completion) -> str:
+        return self._steps[-1].add_completion(completion)
 
-    def rate(self, reward: float, state_hash: str) -> None:
-        self._steps[-1].rate(reward, state_hash)
+    def add_reward(self, reward: float, state_hash: str) -> None:
+        self._steps[-1].add_reward(reward, state_hash)
 
     def record(self) -> Record:
         """Return the episode with a segment for each turn."""
@@ -186,7 +186,7 @@ class RerenderedRecorder:
 
     def __post_init__(self) -> None:
         self._tree = TokenTree(self.template)
-        self._result_role = "tool" if self.functions and takes_results(self.template) else "user"
+        self._result_role = "tool" if self.functions and can_render_results(self.template) else "user"
         if self.system:
             self.messages.append(ChatMessage("system", self.system))
 
@@ -207,7 +207,7 @@ class RerenderedRecorder:
             raise EpisodeError("bad_conversation", str(error)) from error
         return self._prompt.tokens, ()
 
-    def hear(self, completion: Completion) -> str:
+    def add_completion(self, completion: Completion) -> str:
         """Return its text with tool calls in one form for all templates."""
         assert self._prompt is not None, "ask() comes first"
         check_completion(completion)
@@ -229,7 +229,7 @@ class RerenderedRecorder:
             return ChatMessage("assistant", text)
         return said
 
-    def rate(self, reward: float, state_hash: str) -> None:
+    def add_reward(self, reward: float, state_hash: str) -> None:
         self._rewards.append(Reward(len(self._tree.nodes), reward))
         self._states[-1] = state_hash
 

@@ -23,7 +23,7 @@ from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
-def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
+def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
     """Return a run's sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, whole
     distribution."""
     args = settings.generating_args
@@ -35,7 +35,7 @@ def samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, 
 
 
 @lru_cache
-def limited(sampling: Sampling, max_new_tokens: int) -> Sampling:
+def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
     """Return the same for all episodes: each turn of thousands that wait names one."""
     return replace(sampling, max_new_tokens=max_new_tokens)
 
@@ -83,7 +83,7 @@ class EpisodeSampler:
 
     def _request(self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
         if self._sampling.max_new_tokens != max_new_tokens:
-            self._sampling = limited(self._sampling, max_new_tokens)
+            self._sampling = limit_new_tokens(self._sampling, max_new_tokens)
         name = f"{self._name}/{self._num_requests}"
         self._num_requests += 1
         return GenerateRequest(name, prompt, self._sampling, self._min_version, pictures)

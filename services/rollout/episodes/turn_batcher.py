@@ -44,7 +44,7 @@ class TurnBatcher:
         answer: asyncio.Future[Completion] = loop.create_future()
         self._waiting[request.request_id] = answer
         self._unsent[request.request_id] = request
-        self._arm(loop)
+        self._schedule_send(loop)
         try:
             completion = await answer
         except asyncio.CancelledError:
@@ -65,7 +65,7 @@ class TurnBatcher:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule_send(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:
             return
         wait = self._next_send - loop.time()
@@ -114,7 +114,7 @@ class TurnBatcher:
                 if limit.expired():
                     self._unwanted.append(request.request_id)
         if self._unwanted:
-            self._arm(asyncio.get_running_loop())
+            self._schedule_send(asyncio.get_running_loop())
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         try:
@@ -125,4 +125,4 @@ class TurnBatcher:
     def _take_back(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         if self._unsent.pop(request_id, None) is None:
             self._unwanted.append(request_id)
-            self._arm(loop)
+            self._schedule_send(loop)

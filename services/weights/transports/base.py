@@ -121,7 +121,7 @@ def belongs_to(owner: str, name: str) -> bool:
 
 
 @contextmanager
-def verified(path: Path, manifest: Manifest) -> Iterator[Path]:
+def open_verified(path: Path, manifest: Manifest) -> Iterator[Path]:
     """Open a version's file, verify its digest, and yield a path to the opened file, whatever happens to its name."""
     try:
         stream = path.open("rb")
@@ -164,15 +164,15 @@ def write_safetensors(
     """Write a safetensors file whole or not at all; returns digest and size."""
     from safetensors.torch import save_file
 
-    return _written(path, lambda part: save_file(tensors, part, metadata))
+    return _write_atomically(path, lambda part: save_file(tensors, part, metadata))
 
 
 def write_bytes(path: Path, content: bytes | memoryview) -> tuple[str, int]:
     """Write a file whole or not at all; returns digest and size."""
-    return _written(path, lambda part: part.write_bytes(content))
+    return _write_atomically(path, lambda part: part.write_bytes(content))
 
 
-def _written(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> tuple[str, int]:
     # A folder: safetensors writes to a file that it names itself, which stays if it is killed
     folder = path.with_name(path.name + ".part")
     try:

@@ -58,7 +58,7 @@ class Difference:
     """Old bits xor new bits."""
 
 
-def difference(old: Bytes, new: Bytes, width: int) -> Difference:
+def compute_difference(old: Bytes, new: Bytes, width: int) -> Difference:
     """Return the difference between two files of equal layout.
 
     Raises:
@@ -71,7 +71,7 @@ def difference(old: Bytes, new: Bytes, width: int) -> Difference:
     return Difference(width, len(old), positions, before[positions] ^ after[positions])
 
 
-def applied(old: Bytes, change: Difference) -> Bytes:
+def apply_difference(old: Bytes, change: Difference) -> Bytes:
     """Return the new file: a changed copy of `old`.
 
     Raises:
@@ -90,7 +90,7 @@ def applied(old: Bytes, change: Difference) -> Bytes:
 def pack(change: Difference, result_digest: str) -> bytes:
     """Compress: gaps between positions and flipped bits, each byte plane separately, most of which are zeros."""
     gaps = np.diff(change.positions, prepend=-1).astype("<u4")
-    body = [FORMAT, change.width, change.num_bytes, len(gaps), _squeezed(gaps), _squeezed(change.flips), result_digest]
+    body = [FORMAT, change.width, change.num_bytes, len(gaps), _compress(gaps), _compress(change.flips), result_digest]
     return cast(bytes, msgpack.packb(body))
 
 
@@ -106,8 +106,8 @@ def unpack(blob: bytes) -> tuple[Difference, str]:
         raise ValueError(f"no difference of weights: {error}") from error
     if form != FORMAT or width not in (2, 4) or not 0 <= count <= num_bytes:
         raise ValueError(f"a difference of format {form}, elements of {width} bytes, {count} of them")
-    positions = np.cumsum(_unsqueezed(gaps, count, 4).astype(np.int64)) - 1
-    return Difference(width, num_bytes, positions, _unsqueezed(flips, count, width)), str(digest)
+    positions = np.cumsum(_decompress(gaps, count, 4).astype(np.int64)) - 1
+    return Difference(width, num_bytes, positions, _decompress(flips, count, width)), str(digest)
 
 
 def digest_of_bytes(content: Bytes) -> str:
@@ -115,12 +115,12 @@ def digest_of_bytes(content: Bytes) -> str:
     return f"blake2b:{hashlib.blake2b(content.data, digest_size=32).hexdigest()}"
 
 
-def _squeezed(elements: npt.NDArray[Any]) -> bytes:
+def _compress(elements: npt.NDArray[Any]) -> bytes:
     planes = np.ascontiguousarray(elements.view(np.uint8).reshape(len(elements), elements.itemsize).T)
     return _codec().compress(planes.tobytes(), asbytes=True)
 
 
-def _unsqueezed(blob: bytes, count: int, width: int) -> npt.NDArray[Any]:
+def _decompress(blob: bytes, count: int, width: int) -> npt.NDArray[Any]:
     planes = np.frombuffer(_codec().decompress(blob, count * width, asbytes=True), dtype=np.uint8)
     if len(planes) != count * width:
         raise ValueError(f"{len(planes)} bytes for {count} elements of {width}")
@@ -183,7 +183,7 @@ class DeltaTransport:
             or width not in (2, 4)
         ):
             return None
-        packed = pack(difference(base.content, content, width), digest_of_bytes(content))
+        packed = pack(compute_difference(base.content, content, width), digest_of_bytes(content))
         return packed if len(packed) <= WORTH_IT * len(content) else None
 
     def _stage_whole(self, version: int, epoch: int, content: Bytes) -> Stored:
@@ -214,7 +214,7 @@ class DeltaTransport:
         assert manifest.anchor is not None
         try:
             change, wanted = unpack(blob)
-            content = applied(self._anchor(manifest, manifest.anchor), change)
+            content = apply_difference(self._anchor(manifest, manifest.anchor), change)
         except ValueError as error:
             raise WeightsError(f"version {manifest.version} is damaged: {error}") from error
         if (found := digest_of_bytes(content)) != wanted:

@@ -25,7 +25,7 @@ from offbeat.services.weights.transports.gpu_pulls import (
     PullServer,
     TensorPull,
     holder,
-    pulled,
+    open_pull,
 )
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class DeviceTransport:
     def fetch(self, manifest: Manifest) -> Iterator[Path]:
         """Yield a file with pull parameters, from which the engine starts a transfer."""
         with (
-            pulled(
+            open_pull(
                 self._redis, self._run_id, manifest.version, workers=self._workers, timeout_s=TRANSFER_TIMEOUT_S
             ) as ticket,
             tempfile.NamedTemporaryFile("w", prefix="offbeat-ticket-", suffix=".json") as file,

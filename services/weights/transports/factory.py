@@ -36,11 +36,11 @@ def make_transport(
     match config.transport:
         case "shm":
             shared = SharedMemoryTransport(owner_of(run_id, output_dir), dtype=config.dtype)
-            return _around(shared, config, adapter)
+            return _wrap_transport(shared, config, adapter)
         case "fs":
             url = config.url or str(output_dir.resolve() / "weights")
             owner = owner_of(run_id, output_dir)
-            return _around(FilesystemTransport(owner, url, dtype=config.dtype), config, adapter)
+            return _wrap_transport(FilesystemTransport(owner, url, dtype=config.dtype), config, adapter)
         case "ipc" | "nccl":
             import torch
 
@@ -51,7 +51,7 @@ def make_transport(
             return DeviceTransport(config.transport, run_id, redis, workers=workers)
 
 
-def _around(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:
+def _wrap_transport(transport: FileTransport, config: WeightsConfig, adapter: AdapterSettings | None) -> Transport:
     if adapter is not None:
         return AdapterTransport(transport, adapter)
     return DeltaTransport(transport, config.anchor_every) if config.anchor_every > 1 else transport

@@ -20,7 +20,7 @@ from offbeat.services.weights.transports.base import (
     Write,
     belongs_to,
     file_name,
-    verified,
+    open_verified,
     write_safetensors,
 )
 
@@ -72,7 +72,7 @@ class FilesystemTransport:
                 self._fs.get_file(location, str(local))
             except OSError as error:
                 raise WeightsError(f"version {manifest.version} is gone: {error}") from error
-            with verified(local, manifest) as path:
+            with open_verified(local, manifest) as path:
                 yield path
 
     def readable(self, manifest: Manifest) -> bool:

@@ -19,7 +19,7 @@ from offbeat.services.errors import WeightsError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.errors import retryable
 
-PullId = dict[str, Any]
+PullParameters = dict[str, Any]
 """`init` and `update` for vLLM's engine, or `error`."""
 
 FORGOTTEN_AFTER_S = 600
@@ -52,14 +52,14 @@ class PullServer:
 
     def take(self, timeout_s: float) -> TensorPull | None:
         """Return the next request whose replica still waits; also renews the heartbeat."""
-        self._stay()
+        self._renew_holder()
         heard = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
         if heard is None:
             return None
         pull = TensorPull(**json.loads(heard[1]))
         return pull if pull.expires_at > time.time() else None
 
-    def answer(self, pull: TensorPull, ticket: PullId) -> None:
+    def answer(self, pull: TensorPull, ticket: PullParameters) -> None:
         """Send the pull parameters."""
         key = self._keys.key("pull", pull.pull_id)
         self._redis.rpush(key, json.dumps(ticket))
@@ -69,12 +69,12 @@ class PullServer:
         """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
         key, heard = self._keys.key("pull", pull.pull_id, "done"), None
         while heard is None and time.time() < pull.expires_at:
-            self._stay()
+            self._renew_holder()
             heard = cast(Any, self._redis.blpop([key], timeout=LOOK_S))
         if heard is None or heard[1] != b"ok":
             raise WeightsError(f"a replica did not load version {pull.version}")
 
-    def _stay(self) -> None:
+    def _renew_holder(self) -> None:
         self._redis.set(self._keys.key("pulls", "holder"), self._token, ex=HOLDER_TTL_S)
 
     def leave(self) -> None:
@@ -83,7 +83,7 @@ class PullServer:
 
 
 @contextmanager
-def _asking() -> Iterator[None]:
+def _translate_redis_errors() -> Iterator[None]:
     try:
         yield
     except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
@@ -92,13 +92,13 @@ def _asking() -> Iterator[None]:
 
 def holder(redis: Redis, run_id: str) -> str:
     """Return the token of the serving learner, or an empty string. Raises `RetryableError` if Redis does not answer."""
-    with _asking():
+    with _translate_redis_errors():
         token = cast(bytes | None, redis.get(RunKeys(run_id).key("pulls", "holder")))
     return token.decode() if token else ""
 
 
 @contextmanager
-def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[PullId]:
+def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: float) -> Iterator[PullParameters]:
     """Replica side: yield the pull's parameters; leaving the context reports success or failure.
 
     Raises:
@@ -108,12 +108,12 @@ def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: 
     keys = RunKeys(run_id)
     pull = TensorPull(uuid.uuid4().hex, version, workers, time.time() + timeout_s)
     request = {name: getattr(pull, name) for name in TensorPull.__slots__}
-    with _asking():
+    with _translate_redis_errors():
         redis.rpush(keys.key("pulls"), json.dumps(request))
         heard = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
     if heard is None:
         raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
-    ticket: PullId = json.loads(heard[1])
+    ticket: PullParameters = json.loads(heard[1])
     if "error" in ticket:
         raise WeightsError(f"the learner refused version {version}: {ticket['error']}")
     done = keys.key("pull", pull.pull_id, "done")
@@ -122,6 +122,6 @@ def pulled(redis: Redis, run_id: str, version: int, *, workers: int, timeout_s: 
         yield ticket
         outcome = "ok"
     finally:
-        with _asking():
+        with _translate_redis_errors():
             redis.rpush(done, outcome)
             redis.expire(done, FORGOTTEN_AFTER_S)

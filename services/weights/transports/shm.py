@@ -16,7 +16,7 @@ from offbeat.services.weights.transports.base import (
     Write,
     belongs_to,
     file_name,
-    verified,
+    open_verified,
     write_safetensors,
 )
 
@@ -49,7 +49,7 @@ class SharedMemoryTransport:
         return Stored(str(path), digest, num_bytes)
 
     def fetch(self, manifest: Manifest) -> AbstractContextManager[Path]:
-        return verified(self._own(manifest.location), manifest)
+        return open_verified(self._own(manifest.location), manifest)
 
     def readable(self, manifest: Manifest) -> bool:
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.deploy.cli.train import resume_command, stopped_at
+from offbeat.deploy.cli.train import describe_stop, resume_command
 from offbeat.deploy.config.loader import load_run
 from tests.paths import QUICKSTART
 
@@ -30,15 +30,15 @@ def test_the_command_that_goes_on_says_so_once(given: str):
 
 def test_a_stopped_run_reports_the_step_of_its_checkpoint(tmp_path: Path):
     config = load_run(QUICKSTART, [f"output_dir={tmp_path}", "max_steps=24"])
-    assert stopped_at(config, 2) == "Stopped before the first checkpoint."
+    assert describe_stop(config, 2) == "Stopped before the first checkpoint."
     for age, step in enumerate((7, 20)):  # step 20 is of an earlier attempt that was not gone on with
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         os.utime(folder, (1000 - age, 1000 - age))
     (tmp_path / "checkpoints" / ".writing-step-000009").mkdir()
     message = f"Stopped at step 7 of 24; checkpoint: {tmp_path}/checkpoints/step-000007"
-    assert stopped_at(config, 7) == message
-    assert stopped_at(config, 9) == f"{message}\nLater steps, up to 9, will be trained again."
+    assert describe_stop(config, 7) == message
+    assert describe_stop(config, 9) == f"{message}\nLater steps, up to 9, will be trained again."
 
 
 def test_a_folder_that_can_not_be_had_is_told_in_a_line():

@@ -15,7 +15,7 @@ from offbeat.deploy.audit.audit import Evidence, audit
 from offbeat.services.buffer.group_ledger import (
     LEDGER_FILE,
     LedgerFile,
-    events_after,
+    read_events_after,
     read_ledger,
 )
 from offbeat.services.buffer.scripts import BufferKeys
@@ -35,7 +35,7 @@ class Protocol(WorkerRules, LearnerRules):
     @rule(cut=st.integers(0, 40))
     def ledger_is_copied(self, cut: int) -> None:
         """cut: bytes of the last write that a death of the writer leaves out."""
-        self.ledger.append(events_after(self.redis, RUN, self.ledger.position))
+        self.ledger.append(read_events_after(self.redis, RUN, self.ledger.position))
         if cut:
             self.ledger.close()
             path = self.folder / LEDGER_FILE

@@ -11,7 +11,7 @@ from offbeat.services.buffer.group_ledger import (
     LedgerFile,
     LedgerThread,
     LifeEvent,
-    events_after,
+    read_events_after,
     read_ledger,
 )
 from offbeat.services.buffer.scripts import BufferKeys
@@ -26,10 +26,10 @@ def kinds(folder: Path) -> list[tuple[int, str]]:
 async def test_events_are_on_disk_though_redis_trimmed_them(run: Run, redis: Redis, tmp_path: Path):
     file = LedgerFile(tmp_path)
     await run.complete_groups(2)
-    file.append(events_after(redis, RUN, file.position))
+    file.append(read_events_after(redis, RUN, file.position))
     redis.xtrim(BufferKeys(RUN).life, maxlen=0)
     await run.complete_groups(1)
-    file.append(events_after(redis, RUN, file.position))
+    file.append(read_events_after(redis, RUN, file.position))
     assert kinds(tmp_path) == [(n, event) for n in range(3) for event in ("admitted", "submitted")]
     assert [event.ordinal for event in read_ledger(tmp_path)] == list(range(1, 7))
 
@@ -38,7 +38,7 @@ async def test_two_writers_leave_each_event_once(run: Run, redis: Redis, tmp_pat
     await run.complete_groups(3)
     one, two = LedgerFile(tmp_path), LedgerFile(tmp_path)
     for file in (one, two):
-        file.append(events_after(redis, RUN, file.position))
+        file.append(read_events_after(redis, RUN, file.position))
     assert len(read_ledger(tmp_path)) == 6
     assert LedgerFile(tmp_path).position == one.position == two.position
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.services.chat.capture import Captured
-from offbeat.services.chat.messages import ChatMessage, ToolCall, one_form
+from offbeat.services.chat.messages import ChatMessage, ToolCall, normalize_arguments
 from offbeat.services.chat.template import ChatTemplate, UnusableError
 from offbeat.services.gateway.session import EpisodeSession, InvalidCallError, ModelRequest
 from offbeat.services.messages.codec import decode_trajectory, encode_trajectory
@@ -101,7 +101,7 @@ async def test_tool_calls_that_come_back_as_other_json_are_known_again(hermes: C
     first = await ask(session, user("a"), tools=(WEATHER,))
     assert first.content == "Let me look."
     assert [(call.name, call.parsed()) for call in first.tool_calls] == [("weather", {"city": "Ulm", "day": 1})]
-    back = replace(first, tool_calls=(ToolCall("weather", one_form('{"day": 1, "city":"Ulm"}')),))
+    back = replace(first, tool_calls=(ToolCall("weather", normalize_arguments('{"day": 1, "city":"Ulm"}')),))
     await ask(session, user("a"), back, ChatMessage("tool", "rain"), tools=(WEATHER,))
     captured = session.close()
     assert len(captured.segments) == 1

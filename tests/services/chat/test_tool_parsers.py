@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from offbeat.services.chat.messages import ChatMessage, one_form
+from offbeat.services.chat.messages import ChatMessage, normalize_arguments
 from offbeat.services.chat.template import ChatTemplate
 from offbeat.services.chat.tool_parsers import load_parser
 from offbeat.services.errors import RolloutError
@@ -57,7 +57,7 @@ async def test_a_native_tool_call_and_its_result_stay_one_sequence(
     (first,) = await session.answer(ModelRequest(asked, TOOLS))
     assert first.finish_reason == "tool_calls"
     (call,) = first.message.tool_calls
-    assert (call.name, call.arguments) == ("look", one_form({"way": "up", "far": 2}))
+    assert (call.name, call.arguments) == ("look", normalize_arguments({"way": "up", "far": 2}))
     session.deliver([first])
     result = ChatMessage("tool", "a wall", tool_call_id=call.call_id)
     (second,) = await session.answer(ModelRequest((*asked, first.message, result), TOOLS))

@@ -16,14 +16,14 @@ from offbeat.envs.tools.functions import (
     write_results,
 )
 from offbeat.services.chat.append_only import ChatFormat
-from offbeat.services.chat.messages import ChatMessage, ToolCall, one_form
+from offbeat.services.chat.messages import ChatMessage, ToolCall, normalize_arguments
 from offbeat.services.chat.template import UnusableError
 from offbeat.services.chat.tool_templates import (
     CALL,
     PROBE,
     load_function_template,
     load_playing_format,
-    written_call,
+    render_call,
 )
 from offbeat.services.errors import RolloutError
 from offbeat.services.messages.types import Completion, Trajectory, VersionSpan
@@ -35,7 +35,7 @@ from tests.services.gateway.templates import HERMES, PLAIN, chat_template
 from tests.services.rollout.episodes.test_episode import Player
 
 SEARCH = ({"type": "function", "function": {"name": "search", "description": "", "parameters": {"type": "object"}}},)
-ORDER = ToolCall("search", one_form({"query": "red tea"}), "c00000000")
+ORDER = ToolCall("search", normalize_arguments({"query": "red tea"}), "c00000000")
 
 
 class Shopper:
@@ -109,7 +109,10 @@ async def test_several_calls_of_one_answer_are_made_and_answered_one_by_one(
 ) -> None:
     folder = form("mistral")
     chat = load_playing_format(folder)
-    milk, theft = ToolCall("search", one_form({"query": "milk"}), "c00000001"), ToolCall("steal", "{}", "c00000002")
+    milk, theft = (
+        ToolCall("search", normalize_arguments({"query": "milk"}), "c00000001"),
+        ToolCall("steal", "{}", "c00000002"),
+    )
     player, got = await shop(chat, corpus, called_in(folder, ORDER, milk, theft), "Right")
     told = words(folder, player.prompts[1])
     assert "<|im_start|>tool\n[1] red tea is in the first house<|im_end|>" in told
@@ -145,7 +148,7 @@ async def test_an_env_in_a_process_offers_the_same_functions(corpus: Path) -> No
 def test_a_named_parser_is_tried_out_before_it_is_used(form: Callable[[str], Path]) -> None:
     folder = form("llama4")
     template = load_function_template(folder, "pythonic")
-    assert template.message_of(written_call(template), tools=PROBE).tool_calls == (CALL,)
+    assert template.message_of(render_call(template), tools=PROBE).tool_calls == (CALL,)
     with pytest.raises(RolloutError, match=r"'hermes' does not read what the chat template writes: '\[offbeat_probe\("):
         load_function_template(folder, "hermes")
 

@@ -175,18 +175,21 @@ async def test_a_blocking_read_survives_the_demotion_of_its_redis(redis_url: str
 def test_a_client_may_retry_beyond_its_timeout_until_stopped(redis_url: str, full: Switch) -> None:
     asked: list[str] = []
 
-    def goes_on(error: Exception) -> bool:
+    def should_retry(error: Exception) -> bool:
         asked.append(str(error))
         if len(asked) == 3:
             full(False)
         return True
 
     full(True)
-    with connect(redis_url, patience_s=0.05, goes_on=goes_on) as client:
+    with connect(redis_url, patience_s=0.05, should_retry=should_retry) as client:
         assert client.set("key", "value")
         assert len(asked) >= 3
         full(True)
-        with connect(redis_url, patience_s=0.05, goes_on=lambda _: False) as other, pytest.raises(RedisReadOnlyError):
+        with (
+            connect(redis_url, patience_s=0.05, should_retry=lambda _: False) as other,
+            pytest.raises(RedisReadOnlyError),
+        ):
             other.set("key", "value")
 
 

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, calm_collector
+from offbeat.services.rollout.actor import LEAST_YOUNG_OBJECTS, tune_garbage_collector
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ class Cycle:
 
 @pytest.mark.parametrize("episodes", [16, 1024])
 def test_garbage_is_found_before_it_is_more_than_the_episodes_hold(episodes: int) -> None:
-    calm_collector(episodes)
+    tune_garbage_collector(episodes)
     most = max(LEAST_YOUNG_OBJECTS, 100 * episodes)
     seen = 0
     for _ in range(2 * most):
@@ -40,6 +40,6 @@ def test_garbage_is_found_before_it_is_more_than_the_episodes_hold(episodes: int
 
 def test_what_exists_when_it_is_calmed_is_walked_no_more() -> None:
     here = [[] for _ in range(100)]
-    calm_collector(16)
+    tune_garbage_collector(16)
     walked = {id(each) for each in gc.get_objects()}
     assert not any(id(each) in walked for each in here)

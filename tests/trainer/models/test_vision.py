@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from offbeat.services.chat.vision import PictureReader, encode_png, stacked
+from offbeat.services.chat.vision import PictureReader, encode_png, stack_images
 from offbeat.services.messages.types import Picture
 from offbeat.trainer.config.learner import ModelArgs, TinyPolicyConfig, TinyVisionConfig
 from offbeat.trainer.models.loading import load_policy
@@ -79,7 +79,7 @@ class Sequences:
         tokens = torch.tensor([self.sequences[number]])
         if not self.pngs[number]:
             return {"input_ids": tokens}
-        patches, grids = stacked([self.reader.pixels(png) for png in self.pngs[number]])
+        patches, grids = stack_images([self.reader.pixels(png) for png in self.pngs[number]])
         pixels = {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.from_numpy(grids)}
         return {"input_ids": tokens, "mm_token_type_ids": kinds, **pixels}
 

@@ -33,7 +33,7 @@ class Crowd:
         await settle()
 
     async def _call(self, number: int) -> None:
-        async with self._pool.turnstile(TAG):
+        async with self._pool.step_limiter(TAG):
             self.inside.append(number)
             try:
                 await self._leave[number].wait()

@@ -2,7 +2,7 @@ import pytest
 
 from offbeat.services.errors import EpisodeError, GenerationError, RetryableError
 from offbeat.services.messages.types import Completion, GenerateRequest, Sampling
-from offbeat.services.rollout.episodes.sampler import EpisodeSampler, samplings
+from offbeat.services.rollout.episodes.sampler import EpisodeSampler, build_samplings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 from tests.fakes_rollout import FakeGeneration, worker_settings
 from tests.waiting import wait_until
@@ -75,7 +75,7 @@ def test_evaluation_is_sampled_at_temperature_one_or_greedy(tmp_path):
     from offbeat.services.generation.config import GeneratingArgs
 
     settings = worker_settings(tmp_path, generating_args=GeneratingArgs(temperature=0.7, top_p=0.9, max_new_tokens=9))
-    by_name = samplings(settings, (3,))
+    by_name = build_samplings(settings, (3,))
     assert by_name["train"] == Sampling(0.7, 0.9, -1, 9, (3,))
     assert by_name["sampled"] == Sampling(1.0, 1.0, -1, 9, (3,))
     assert by_name["greedy"].temperature == 0.0

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from offbeat.services.errors import WeightsError
 from offbeat.services.messages.types import Manifest
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.transports.base import WHOLE, Transport, _written, belongs_to, file_name
+from offbeat.services.weights.transports.base import WHOLE, Transport, _write_atomically, belongs_to, file_name
 from offbeat.services.weights.transports.factory import cleanup, make_transport, remove_all
 from offbeat.services.weights.transports.filesystem import FilesystemTransport
 from offbeat.services.weights.transports.shm import SharedMemoryTransport
@@ -163,5 +163,5 @@ def test_a_version_that_can_not_be_written_is_told_and_leaves_nothing(tmp_path: 
 
     transport = SharedMemoryTransport("run", tmp_path)
     with pytest.raises(WeightsError, match=r"cannot write weights to .*no space"):
-        transport.store(1, 1, WHOLE, lambda path: _written(path, write))
+        transport.store(1, 1, WHOLE, lambda path: _write_atomically(path, write))
     assert list(tmp_path.iterdir()) == []

@@ -23,8 +23,8 @@ from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import Stored, belongs_to, owner_of
 from offbeat.services.weights.transports.delta import (
     DeltaTransport,
-    applied,
-    difference,
+    apply_difference,
+    compute_difference,
     pack,
     unpack,
 )
@@ -73,9 +73,9 @@ def transport(config: WeightsConfig) -> DeltaTransport:
 def test_a_difference_leads_from_the_old_bytes_to_the_new_ones(width: int, old: list[int], data: st.DataObject) -> None:
     new = [data.draw(st.sampled_from([byte, 255 - byte])) for byte in old]
     before, after = (np.array(x, dtype=np.uint8) for x in (old, new))
-    change, digest = unpack(pack(difference(before, after, width), "blake2b:00"))
+    change, digest = unpack(pack(compute_difference(before, after, width), "blake2b:00"))
     assert digest == "blake2b:00"
-    assert applied(before, change).tolist() == new
+    assert apply_difference(before, change).tolist() == new
     assert before.tolist() == old
 
 
@@ -125,13 +125,13 @@ def test_another_layout_starts_from_a_whole_version(config: WeightsConfig) -> No
     assert learner.stage(1, 1, {"other": torch.zeros(3, dtype=torch.bfloat16)}).anchor is None
 
 
-@pytest.mark.parametrize("victim", ["difference", "anchor"])
+@pytest.mark.parametrize("victim", ["compute_difference", "anchor"])
 def test_damage_to_either_file_is_noticed(config: WeightsConfig, victim: str) -> None:
     learner = transport(config)
     learner.stage(0, 1, weights())
     stored = learner.stage(1, 1, stepped(weights(), 0))
     assert stored.anchor is not None
-    path = Path(stored.location if victim == "difference" else stored.anchor.location)
+    path = Path(stored.location if victim == "compute_difference" else stored.anchor.location)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)

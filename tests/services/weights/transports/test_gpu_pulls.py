@@ -167,7 +167,7 @@ def test_a_replica_whose_redis_refuses_writes_may_ask_again(redis_url: str) -> N
         try:
             with (
                 pytest.raises(RetryableError, match=r"^Redis refuses writes: OOM"),
-                gpu_pulls.pulled(client, RUN, 3, workers=1, timeout_s=1.0),
+                gpu_pulls.open_pull(client, RUN, 3, workers=1, timeout_s=1.0),
             ):
                 pass
         finally:
