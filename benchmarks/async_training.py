@@ -31,7 +31,7 @@ from offbeat.services.telemetry import MetricRecord
 
 UNBOUNDED = 1e6
 """Staleness bound that never delays a rollout."""
-FIRST_STEPS = 1
+WARM_UP_STEPS = 1
 """Warm-up steps, not measured."""
 
 
@@ -108,7 +108,7 @@ class AsyncBench:
         trainers: Callable[[RunConfig], Any],
     ) -> None:
         self._options = options
-        self._ground = base
+        self._bench_env = base
         self._rollouts = rollouts
         self._trainers = trainers
         self._slots = options.env_groups * options.group_size
@@ -119,26 +119,26 @@ class AsyncBench:
         learner = self._learner(config, lambda step: say(f"{distribution}: training alone, step {step}"), 1e3)
         with closing(learner):
             learner.publish_start()
-            self._rollouts.play(self._ground.worker_settings(config))
+            self._rollouts.start_run(self._bench_env.worker_settings(config))
             say(f"{distribution}: rollouts alone")
             rollout = self._watch_rollouts(config)
             self._rollouts.stop()
             records = learner.run()
-        return UnboundedRates(rollout, self._options.batch * (len(records) - FIRST_STEPS) / _busy_s(records))
+        return UnboundedRates(rollout, self._options.batch * (len(records) - WARM_UP_STEPS) / _busy_s(records))
 
     def setting(self, distribution: str, max_staleness: float, say: Callable[[str], None]) -> RunResult:
         name = f"{distribution}-{max_staleness:g}"
         config = self._config(name, distribution, max_staleness)
         label = f"{distribution}: max_staleness {max_staleness:g}"
         learner = self._learner(config, lambda step: say(f"{label}, step {step}/{config.max_steps}"), max_staleness + 1)
-        self._rollouts.play(self._ground.worker_settings(config))
+        self._rollouts.start_run(self._bench_env.worker_settings(config))
         records = learner.run()
         return self._summed_up(distribution, max_staleness, records, self._rollouts.stop())
 
     def _config(self, name: str, distribution: str, max_staleness: float) -> RunConfig:
         o = self._options
         latency = {"distribution": distribution, "mean_s": o.mean_s, "std_s": o.std_s}
-        return self._ground.run_config(
+        return self._bench_env.run_config(
             f"bench-{name}",
             custom_envs={TAG: slow_lake(latency)},
             train_env_manager=manager(o.env_groups, o.group_size),
@@ -149,26 +149,28 @@ class AsyncBench:
         )
 
     def _learner(self, config: RunConfig, on_step: Callable[[int], None], spare_steps: float) -> BenchLearner:
-        epoch = self._ground.prepare(config, spare_steps=spare_steps)
-        return BenchLearner(self._ground, config, epoch, self._trainers(config), on_step, check=self._rollouts.check)
+        epoch = self._bench_env.prepare(config, spare_steps=spare_steps)
+        return BenchLearner(self._bench_env, config, epoch, self._trainers(config), on_step, check=self._rollouts.check)
 
     def _watch_rollouts(self, config: RunConfig) -> float:
         """Return trajectories/s of unbounded rollouts, counted once every slot has been used once."""
-        wanted = self._options.env_groups + config.max_steps * config.rollout_batch_size // self._options.group_size
+        num_groups = self._options.env_groups + config.max_steps * config.rollout_batch_size // self._options.group_size
         stream = BufferKeys(config.exp_name).stream
         position = "0-0"
-        seen: list[int] = []
-        while len(seen) < wanted:
+        acked_ms: list[int] = []
+        while len(acked_ms) < num_groups:
             self._rollouts.check()
-            for _, entries in cast(Any, self._ground.redis.xread({stream: position}, block=1000)) or []:
+            for _, entries in cast(Any, self._bench_env.redis.xread({stream: position}, block=1000)) or []:
                 position = entries[-1][0].decode()
-                seen += [int(entry_id.partition(b"-")[0]) for entry_id, _ in entries]
+                acked_ms += [int(entry_id.partition(b"-")[0]) for entry_id, _ in entries]
         first = self._options.env_groups
-        return (wanted - first) * self._options.group_size / ((seen[wanted - 1] - seen[first - 1]) / 1000)
+        return (
+            (num_groups - first) * self._options.group_size / ((acked_ms[num_groups - 1] - acked_ms[first - 1]) / 1000)
+        )
 
     def _summed_up(self, distribution: str, bound: float, records: Sequence[MetricRecord], usage: Usage) -> RunResult:
-        measured, batch = records[FIRST_STEPS:], self._options.batch
-        span_s = records[-1].time - records[FIRST_STEPS - 1].time
+        measured, batch = records[WARM_UP_STEPS:], self._options.batch
+        span_s = records[-1].time - records[WARM_UP_STEPS - 1].time
         total = _sum(measured, "time/step_s")
         began = records[0].time - records[0].values["time/step_s"].value
         curve = [ProgressPoint(batch * r.step, r.time - began, r.values["reward"].value) for r in records if r.step]
@@ -192,17 +194,17 @@ def _sum(records: Sequence[MetricRecord], name: str) -> float:
 
 def _busy_s(records: Sequence[MetricRecord]) -> float:
     """Return the time that a learner spends in its steps without waiting for trajectories."""
-    measured = records[FIRST_STEPS:]
+    measured = records[WARM_UP_STEPS:]
     return _sum(measured, "time/step_s") - _sum(measured, "time/wait_s")
 
 
 def run(options: AsyncOptions) -> dict[str, Any]:
     """Measure, print and return the JSON."""
     with console().status("starting") as status, _bench(options, status) as bench:
-        found = [_distribution(bench, options, name, status) for name in options.distributions]
-    for each in found:
-        _show(each)
-    return {"distributions": found}
+        results = [_distribution(bench, options, name, status) for name in options.distributions]
+    for result in results:
+        _show(result)
+    return {"distributions": results}
 
 
 @contextmanager
@@ -270,13 +272,13 @@ def reward_until(curve: Sequence[ProgressPoint], within: Callable[[ProgressPoint
     return sum(last) / len(last) if last else None
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(result: dict[str, Any]) -> None:
     title = (
-        f"{found['distribution']}: rollouts alone {found['rollout_alone']:.1f} trajectories/s, training alone "
-        f"{found['training_alone']:.1f}; ideal {found['ideal']:.1f}"
+        f"{result['distribution']}: rollouts alone {result['rollout_alone']:.1f} trajectories/s, training alone "
+        f"{result['training_alone']:.1f}; ideal {result['ideal']:.1f}"
     )
     columns = ("max_staleness", "trajectories/s", "ratio", "of ideal", "learner idle", "slots idle", "lag")
-    columns += ("dropped", f"reward at {found['equal_trajectories']}", f"reward at {found['equal_time_s']:.0f} s")
+    columns += ("dropped", f"reward at {result['equal_trajectories']}", f"reward at {result['equal_time_s']:.0f} s")
     names = ("max_staleness", "trajectories_per_s", "ratio", "share_of_ideal", "learner_idle", "rollout_idle")
     names += ("staleness", "dropped", "reward_at_equal_trajectories", "reward_at_equal_time")
-    show(title, columns, [[row[name] for name in names] for row in found["settings"]])
+    show(title, columns, [[row[name] for name in names] for row in result["settings"]])

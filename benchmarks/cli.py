@@ -73,7 +73,7 @@ def bench_async(
 
     options = async_training.AsyncOptions(
         work=work.value,
-        distributions=tuple(each.value for each in distribution or Distribution),
+        distributions=tuple(member.value for member in distribution or Distribution),
         mean_s=mean,
         std_s=std,
         staleness=tuple(staleness or (0.5, 1.0, 2.0, 4.0)),
@@ -107,7 +107,7 @@ def bench_redundancy(
     from offbeat.benchmarks import redundancy
 
     options = redundancy.RedundancyOptions(
-        distributions=tuple(each.value for each in distribution or Distribution),
+        distributions=tuple(member.value for member in distribution or Distribution),
         mean_s=mean,
         normal_std_s=normal_std,
         lognormal_std_s=lognormal_std,
@@ -261,7 +261,7 @@ def bench_weights(
     from offbeat.benchmarks.weight_deltas import DeltaOptions
 
     options = weights.WeightOptions(
-        sizes=tuple(each.value for each in size or Size),
+        sizes=tuple(member.value for member in size or Size),
         replicas=tuple(replicas or (1, 2)),
         rounds=rounds,
         running=running,

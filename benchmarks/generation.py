@@ -33,7 +33,7 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.messages.types import GenerateRequest
 
 SEQUENCE_LENGTH = 512
-SATURATED = 0.9
+SATURATION_SHARE = 0.9
 """Share of the bare engine's best rate above which a concurrency counts as saturating."""
 
 RoundMeasure = Callable[[int, int], Awaitable[RoundLoad]]
@@ -198,7 +198,7 @@ async def _remotely(side: ProcessActor, concurrency: int, count: int) -> RoundLo
 async def _levels(
     options: GenerationOptions, sides: dict[str, RoundMeasure], status: Status
 ) -> dict[int, dict[str, list[RoundLoad]]]:
-    seen: dict[int, dict[str, list[RoundLoad]]] = {}
+    results: dict[int, dict[str, list[RoundLoad]]] = {}
     for concurrency in options.concurrency:
         count = concurrency * options.per_client if concurrency > 1 else 2 * options.per_client
         rounds: dict[str, list[RoundLoad]] = {name: [] for name in sides}
@@ -208,8 +208,8 @@ async def _levels(
                 load = await measure(concurrency, count)
                 if number >= 0:
                     rounds[name].append(load)
-        seen[concurrency] = rounds
-    return seen
+        results[concurrency] = rounds
+    return results
 
 
 def summary(levels: dict[int, dict[str, list[RoundLoad]]]) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def summary(levels: dict[int, dict[str, list[RoundLoad]]]) -> dict[str, Any]:
         for concurrency, sides in levels.items()
     ]
     best = _best(rows, "bare")
-    saturated = [row for row in rows if row["bare_tokens_per_s"].median >= SATURATED * best]
+    saturated = [row for row in rows if row["bare_tokens_per_s"].median >= SATURATION_SHARE * best]
     return {
         "levels": rows,
         "saturated_from": saturated[0]["concurrency"],
@@ -250,7 +250,7 @@ def _show(result: dict[str, Any]) -> None:
         f"The service against bare AsyncLLM; best rate over best rate {result['saturated_ratio']:.2f} over a handle",
         (
             "at a time",
-            *(f"{side} {what}" for side in sides for what in ("tokens/s", "p50 s", "p99 s")),
+            *(f"{side} {unit}" for side in sides for unit in ("tokens/s", "p50 s", "p99 s")),
             "handle / bare",
             "http",
         ),

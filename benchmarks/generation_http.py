@@ -63,9 +63,9 @@ class GatewayHost:
             self._episodes.enter_context(self._gateway.opened(session))
         return self._gateway.origin, [session.key for session in sessions]
 
-    async def _sample(self, prompt: tuple[int, ...], most: int) -> Completion:
+    async def _sample(self, prompt: tuple[int, ...], num_tokens: int) -> Completion:
         """Sample exactly `most` tokens, without stop tokens."""
-        request = GenerateRequest(f"http-{next(self._numbers)}", prompt, Sampling(max_new_tokens=most))
+        request = GenerateRequest(f"http-{next(self._numbers)}", prompt, Sampling(max_new_tokens=num_tokens))
         return await self._batcher.sample(request)
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class Agents:
             ]
 
             async def call(request: GenerateRequest) -> int:
-                asked = {"model": "policy", "prompt": list(request.prompt), "max_tokens": self._tokens}
+                body = {"model": "policy", "prompt": list(request.prompt), "max_tokens": self._tokens}
                 client = idle.pop()
-                answer = await client.post("/v1/completions", json=asked)
+                answer = await client.post("/v1/completions", json=body)
                 idle.append(client)
                 answer.raise_for_status()
                 return answer.json()["usage"]["completion_tokens"]

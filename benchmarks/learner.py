@@ -28,7 +28,7 @@ from offbeat.benchmarks.learner_backends import (
 
 PROMPT = 16
 SHORTEST = 32
-LONG = 8
+LENGTH_PER_ANSWER = 8
 """Ratio of a long sequence's length to its answer's."""
 MIB = 1 << 20
 
@@ -61,7 +61,7 @@ def run(options: LearnerOptions) -> dict[str, Any]:
         model = str(options.model) if options.model else _make_model(Path(folder) / "model", options)
         batches: dict[str, Any] = {}
         equal = [options.longest] * options.sequences
-        long_prompt = options.longest * (LONG - 1) // LONG
+        long_prompt = options.longest * (LENGTH_PER_ANSWER - 1) // LENGTH_PER_ANSWER
         for name, lengths, prompt in (
             ("equal", equal, PROMPT),
             ("ragged", _ragged(options), PROMPT),
@@ -121,7 +121,7 @@ def _measure(sides: list[str], task: Path, num_tokens: int, steps: int) -> dict[
         "tokens": num_tokens,
         "sides": {
             side: {
-                "tokens_per_s": Spread.of(num_tokens / each for each in seconds[side]),
+                "tokens_per_s": Spread.of(num_tokens / step_s for step_s in seconds[side]),
                 "peak_mib": peak[side] / MIB,
                 "ratio": statistics.median(seconds[side]) / ours,
             }
@@ -167,16 +167,16 @@ def _read(process: "subprocess.Popen[str]", word: str, log: Path | None = None) 
     for line in process.stdout:
         if line.startswith(word):
             return line.removeprefix(word)
-    said = log.read_text().strip().splitlines()[-3:] if log else []
-    raise LearnerSideError(f"{cast(list[str], process.args)[3]} ended early: {' '.join(said) or process.wait()}")
+    tail = log.read_text().strip().splitlines()[-3:] if log else []
+    raise LearnerSideError(f"{cast(list[str], process.args)[3]} ended early: {' '.join(tail) or process.wait()}")
 
 
 def _show(result: dict[str, Any]) -> None:
     rows = [
-        (name, side, found["tokens_per_s"].median, found["tokens_per_s"].low, found["tokens_per_s"].high,
-         found["ratio"], found["peak_mib"])
+        (name, side, measured["tokens_per_s"].median, measured["tokens_per_s"].low, measured["tokens_per_s"].high,
+         measured["ratio"], measured["peak_mib"])
         for name, batch in result["batches"].items()
-        for side, found in batch["sides"].items()
+        for side, measured in batch["sides"].items()
     ]  # fmt: skip
     columns = ("lengths", "side", "tokens/s", "lowest", "highest", "offbeat is x faster", "peak MiB")
     show("An optimizer step", columns, rows)

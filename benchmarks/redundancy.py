@@ -25,7 +25,7 @@ from offbeat.benchmarks.harness.result import Spread, console, show
 from offbeat.benchmarks.harness.rollout_process import PolicySpec, RolloutProcess
 from offbeat.services.telemetry import MetricRecord, RedisMetrics
 
-FIRST_BATCHES = 1
+WARM_UP_BATCHES = 1
 """Warm-up batches, not measured: threads and envs are created."""
 ROLL_MEAN_S = 10.0
 """Mean latency of ROLL Flash's experiment (arXiv:2510.11345), to which times are scaled."""
@@ -57,11 +57,11 @@ def run(options: RedundancyOptions) -> dict[str, Any]:
         base.prepare(first)
         policy = PolicySpec("engine", delay_s=options.answer_s)
         with RolloutProcess(policy, first.output_dir / "policy", sequence_length=first.sequence_length) as rollouts:
-            found = {
+            results = {
                 name: [_setting(options, base, rollouts, name, *cell, status) for cell in grid]
                 for name in options.distributions
             }
-    tables = {name: with_ratios(rows) for name, rows in found.items()}
+    tables = {name: with_ratios(rows) for name, rows in results.items()}
     for name, rows in tables.items():
         _show(name, options, rows)
     return {"distributions": tables}
@@ -91,7 +91,7 @@ def _setting(
         train_env_manager=manager(groups, o.group_size, redundancy=members - o.group_size),
         rollout=worker(groups * members, spare_threads=groups * members),
         rollout_batch_size=o.num_groups * o.group_size,
-        max_steps=o.rounds + FIRST_BATCHES,
+        max_steps=o.rounds + WARM_UP_BATCHES,
         # As many groups as are started beyond the batch: those that lose are too old for the next one, and dropped.
         max_staleness=groups / o.num_groups - 1,
     )
@@ -101,7 +101,7 @@ def _setting(
         status.update(f"{distribution}: {groups} x {members}, batch {step}/{config.max_steps}")
 
     learner = BenchLearner(base, config, epoch, TimedTrainer(0.0), say, check=rollouts.check)
-    rollouts.play(base.worker_settings(config))
+    rollouts.start_run(base.worker_settings(config))
     records = learner.run()
     usage = rollouts.stop()
     return {
@@ -115,7 +115,7 @@ def _setting(
 
 
 def _batch_s(records: Sequence[MetricRecord]) -> list[float]:
-    return [record.values["time/wait_s"].value for record in records[FIRST_BATCHES:]]
+    return [record.values["time/wait_s"].value for record in records[WARM_UP_BATCHES:]]
 
 
 def _total(base: BenchEnvironment, run_id: str, name: str) -> float:

@@ -35,11 +35,11 @@ from offbeat.services.rollout.config import CustomEnv, RolloutConfig
 GROUP_SIZE = 8
 WARM_UP = 64
 """Concurrency of the warm-up setting, which is not reported."""
-EARLY = 3
+WARM_UP_EPISODES = 3
 """Unmeasured episodes per slot."""
-ENDLESS = 10**6
+UNREACHED_STEPS = 10**6
 """Step limit that no measured run reaches."""
-FLAT = 0.2
+MAX_COST_SPREAD = 0.2
 """Allowed excess of the most expensive setting over the cheapest."""
 
 _NUMBERS = itertools.count()
@@ -103,10 +103,10 @@ def run(options: ScaleOptions) -> dict[str, Any]:
                 for count in options.concurrency:
                     status.update(f"round {number + 1} of {options.rounds}: {count} episodes at a time")
                     windows[count].append(_ConcurrencyRun(options, base, rollouts, count).measure())
-    rows = [_row(count, seen) for count, seen in windows.items()]
-    spread = cost_spread([[each.cpu_ms for each in seen] for seen in windows.values()])
+    rows = [_row(count, measured) for count, measured in windows.items()]
+    spread = cost_spread([[window.cpu_ms for window in measured] for measured in windows.values()])
     _show(rows, spread)
-    return {"settings": rows, "cost_spread": spread, "flat": spread <= FLAT}
+    return {"settings": rows, "cost_spread": spread, "flat": spread <= MAX_COST_SPREAD}
 
 
 def cost_spread(costs: Sequence[Sequence[float]]) -> float:
@@ -125,26 +125,26 @@ class _ConcurrencyRun:
 
     def __init__(self, options: ScaleOptions, base: BenchEnvironment, rollouts: RolloutProcess, count: int) -> None:
         self._options = options
-        self._ground = base
+        self._bench_env = base
         self._rollouts = rollouts
         self._count = count
         self._redis = psutil.Process(base.server_pid)
-        self._taken = 0
+        self._num_taken = 0
 
     def measure(self) -> Window:
         config = self._config()
-        epoch = self._ground.prepare(config)
+        epoch = self._bench_env.prepare(config)
         self._publish(config)
-        self._buffer = RedisLearnerBuffer(self._ground.redis, config.exp_name, epoch)
+        self._buffer = RedisLearnerBuffer(self._bench_env.redis, config.exp_name, epoch)
         idle_bytes = psutil.Process(self._rollouts.pid).memory_info().rss
-        self._rollouts.play(self._ground.worker_settings(config))
-        self._take_until(lambda: self._taken >= EARLY * self._count)
-        before = self._look()
-        end, count = before.at + self._options.window_s, self._taken + self._options.generations * self._count
-        self._take_until(lambda: time.monotonic() >= end and self._taken >= count)
-        after = self._look()
+        self._rollouts.start_run(self._bench_env.worker_settings(config))
+        self._take_until(lambda: self._num_taken >= WARM_UP_EPISODES * self._count)
+        before = self._measure_totals()
+        end, count = before.at + self._options.window_s, self._num_taken + self._options.generations * self._count
+        self._take_until(lambda: time.monotonic() >= end and self._num_taken >= count)
+        after = self._measure_totals()
         grown = self._rollouts.stop().rss_bytes - idle_bytes
-        self._ground.redis.flushdb()
+        self._bench_env.redis.flushdb()
         done = after.trajectories - before.trajectories
         return Window(
             trajectories_per_s=done / (after.at - before.at),
@@ -155,20 +155,20 @@ class _ConcurrencyRun:
 
     def _config(self) -> RunConfig:
         lake = CustomEnv(env_type="frozen_lake", max_steps=12, max_tokens_per_step=4, execution="inline")
-        return self._ground.run_config(
+        return self._bench_env.run_config(
             f"bench-{next(_NUMBERS)}-{self._count}",
             custom_envs={TAG: lake},
             train_env_manager=manager(self._count // GROUP_SIZE, GROUP_SIZE),
             rollout=RolloutConfig(max_env_num_per_worker=self._count, coalesce_s=self._options.coalesce_s),
             max_staleness=1e6,
-            max_steps=ENDLESS,
+            max_steps=UNREACHED_STEPS,
         )
 
     def _publish(self, config: RunConfig) -> None:
         """Publish version 0 for the admission rule."""
         keys = RunKeys(config.exp_name)
-        self._ground.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
-        self._ground.redis.xadd(keys.doorbell, {"e": "publish"})
+        self._bench_env.redis.hset(keys.progress, mapping={"version": 0, "step": 0})
+        self._bench_env.redis.xadd(keys.doorbell, {"e": "publish"})
 
     def _take_until(self, done: Any) -> None:
         while not done():
@@ -176,22 +176,22 @@ class _ConcurrencyRun:
             group = self._buffer.take(0.1)
             if group is not None:
                 self._buffer.ack([group.entry_id], 1)
-                self._taken += len(group.trajectories)
+                self._num_taken += len(group.trajectories)
 
-    def _look(self) -> Look:
+    def _measure_totals(self) -> Look:
         usage = self._rollouts.usage()
         redis_cpu_s = sum(self._redis.cpu_times()[:2])
-        return Look(time.monotonic(), self._taken, usage.cpu_s, redis_cpu_s)
+        return Look(time.monotonic(), self._num_taken, usage.cpu_s, redis_cpu_s)
 
 
 def _row(count: int, windows: Sequence[Window]) -> dict[str, Any]:
     return {
         "concurrency": count,
-        "trajectories_per_s": Spread.of(each.trajectories_per_s for each in windows),
-        "cpu_ms": Spread.of(each.cpu_ms for each in windows),
-        "worker_cpu_ms": Spread.of(each.worker_cpu_ms for each in windows),
-        "redis_cpu_ms": Spread.of(each.redis_cpu_ms for each in windows),
-        "kib_per_episode": max(each.bytes_per_episode for each in windows) / 1024,
+        "trajectories_per_s": Spread.of(window.trajectories_per_s for window in windows),
+        "cpu_ms": Spread.of(window.cpu_ms for window in windows),
+        "worker_cpu_ms": Spread.of(window.worker_cpu_ms for window in windows),
+        "redis_cpu_ms": Spread.of(window.redis_cpu_ms for window in windows),
+        "kib_per_episode": max(window.bytes_per_episode for window in windows) / 1024,
     }
 
 

@@ -64,10 +64,13 @@ def measure(base: BenchEnvironment, options: DeltaOptions, say: Callable[[str], 
     say("playing episodes")
     batches = _batches(base, config)
     with real_trainers(base, config, say) as trainers:
-        return [_row(base, options, trainers(_at(config, rate)), rate, batches, say) for rate in options.learning_rates]
+        return [
+            _row(base, options, trainers(_with_learning_rate(config, rate)), rate, batches, say)
+            for rate in options.learning_rates
+        ]
 
 
-def _at(config: RunConfig, rate: float) -> RunConfig:
+def _with_learning_rate(config: RunConfig, rate: float) -> RunConfig:
     args = config.actor_train.training_args.model_copy(
         update={"learning_rate": rate, "warmup_steps": 0, "lr_scheduler_type": "constant"}
     )
@@ -83,13 +86,13 @@ def _batches(base: BenchEnvironment, config: RunConfig) -> list[list[Group]]:
     with RolloutProcess(
         PolicySpec("client"), config.output_dir / "policy", sequence_length=config.sequence_length
     ) as rollouts:
-        rollouts.play(base.worker_settings(config))
-        groups = [_taken(buffer) for _ in range(config.max_steps * GROUPS)]
+        rollouts.start_run(base.worker_settings(config))
+        groups = [_take_group(buffer) for _ in range(config.max_steps * GROUPS)]
         rollouts.stop()
     return [groups[i : i + GROUPS] for i in range(0, len(groups), GROUPS)]
 
 
-def _taken(buffer: RedisLearnerBuffer) -> Group:
+def _take_group(buffer: RedisLearnerBuffer) -> Group:
     group = buffer.take(TAKE_S)
     if group is None:
         raise TimeoutError(f"no group was played within {TAKE_S:g} s")
@@ -104,24 +107,24 @@ def _row(
     batches: Sequence[Sequence[Group]],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    whole, delta = (_way(base, rate, every) for every in (1, o.anchor_every))
+    full, delta = (_way(base, rate, every) for every in (1, o.anchor_every))
     for step, groups in enumerate(batches):
         say(f"learning rate {rate:g}, step {step + 1}/{len(batches)}")
         trainer.train(StepBatch(step, tuple(groups), tuple(groups)))
-        contents = [_passed_on(way, step, dict(trainer.tensors())) for way in (whole, delta)]
+        contents = [_transfer(way, step, dict(trainer.tensors())) for way in (full, delta)]
         if contents[0] != contents[1]:
             raise RuntimeError(f"version {step} is not the same both ways")
     by_difference = [i for i, stored in enumerate(delta.stored) if stored.anchor is not None]
     sizes = [delta.stored[i].num_bytes for i in by_difference]
     return {
         "learning_rate": rate,
-        "whole_bytes": whole.stored[0].num_bytes,
+        "whole_bytes": full.stored[0].num_bytes,
         "difference_bytes": Spread.of(sizes) if sizes else None,
         "differences": len(sizes),
         "versions": len(delta.stored),
-        "bytes_of_whole": sum(s.num_bytes for s in delta.stored) / sum(s.num_bytes for s in whole.stored),
-        "whole_stage_s": Spread.of(whole.stage_s[1:]),
-        "whole_fetch_s": Spread.of(whole.fetch_s[1:]),
+        "bytes_of_whole": sum(s.num_bytes for s in delta.stored) / sum(s.num_bytes for s in full.stored),
+        "whole_stage_s": Spread.of(full.stage_s[1:]),
+        "whole_fetch_s": Spread.of(full.fetch_s[1:]),
         "difference_stage_s": Spread.of(delta.stage_s[i] for i in by_difference) if sizes else None,
         "difference_fetch_s": Spread.of(delta.fetch_s[i] for i in by_difference) if sizes else None,
     }
@@ -134,7 +137,7 @@ def _way(base: BenchEnvironment, rate: float, anchor_every: int) -> _Way:
     return _Way(*ends, stored=[], stage_s=[], fetch_s=[])
 
 
-def _passed_on(way: _Way, version: int, tensors: dict[str, Any]) -> bytes:
+def _transfer(way: _Way, version: int, tensors: dict[str, Any]) -> bytes:
     """Store and fetch one version; return the file that a replica would load."""
     began = time.monotonic()
     stored = way.learner.stage(version, 1, way.learner.copies(tensors.items()))

@@ -108,7 +108,7 @@ class LoadedReplica:
 
         return RedisWeightSubscriber(Redis.from_url(self._redis_url), self._run_id, WeightsConfig(), self._folder)
 
-    async def seen(self) -> ReplicaSeen:
+    async def take_measurements(self) -> ReplicaSeen:
         """Return measurements since the last call."""
         for task in self._tasks:
             if task.done():
@@ -258,7 +258,7 @@ class _ReplicaRun:
         return int(newest[0][0].partition(b"-")[0]) / 1000
 
     def _seen(self, hosts: Sequence[ProcessActor]) -> list[ReplicaSeen]:
-        return [host.call("seen") for host in hosts]
+        return [host.call("take_measurements") for host in hosts]
 
     def _row(
         self,

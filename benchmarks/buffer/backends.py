@@ -33,11 +33,11 @@ from offbeat.services.redis.connection import connect_async
 WORKER = "worker"
 STREAM = "bench-raw"
 READER = "reader"
-HANDS = 2
+NUM_SUBMITTERS = 2
 """Concurrent halves of our side: one claims while the other submits."""
 
 
-def with_cpu(side: Side, redis: Redis) -> Side:
+def measure_cpu(side: Side, redis: Redis) -> Side:
     """Measure the CPU time of a round in this process and in Redis."""
 
     def server_cpu_s() -> float:
@@ -82,12 +82,12 @@ def raw_side(redis: Redis, url: str, *, pipelined: bool, codec: bool = False) ->
         redis.flushdb()
         redis.xgroup_create(STREAM, READER, id="0", mkstream=True)
         into = event_loop.run(_append(load, url, pipelined=pipelined, codec=codec))
-        wanted = load.batch * load.group_size
+        batch_size = load.batch * load.group_size
         start = time.perf_counter()
         for _ in range(load.num_groups // load.batch):
             ids: list[bytes] = []
-            while len(ids) < wanted:
-                count = wanted if pipelined else load.group_size
+            while len(ids) < batch_size:
+                count = batch_size if pipelined else load.group_size
                 streams = cast(list[Any], redis.xreadgroup(READER, READER, {STREAM: ">"}, count=count))
                 ids += [entry for entry, _ in streams[0][1]]
                 for _, fields in streams[0][1] if codec else ():
@@ -122,17 +122,17 @@ async def _claim_and_submit(load: GroupLoad, url: str) -> float:
     buffer = AsyncRolloutBuffer(redis, RUN)
 
     async def play() -> None:
-        while tasks := await buffer.claim(WORKER, load.in_hand // HANDS):
+        while tasks := await buffer.claim(WORKER, load.in_hand // NUM_SUBMITTERS):
             await asyncio.gather(
                 *(buffer.submit(WORKER, task, load.trajectories[task.number][task.index]) for task in tasks)
             )
 
-    return await _timed(redis, HANDS, play)
+    return await _measure_s(redis, NUM_SUBMITTERS, play)
 
 
 async def _append(load: GroupLoad, url: str, *, pipelined: bool, codec: bool) -> float:
     redis = connect_async(url)
-    rows = _parcels(load, load.group_size if pipelined else 1)
+    rows = _payloads(load, load.group_size if pipelined else 1)
 
     async def play() -> None:
         for parcel in rows:
@@ -147,10 +147,10 @@ async def _append(load: GroupLoad, url: str, *, pipelined: bool, codec: bool) ->
                     pipe.xadd(STREAM, fields)
                 await pipe.execute()
 
-    return await _timed(redis, max(1, load.in_hand // (load.group_size if pipelined else 1)), play)
+    return await _measure_s(redis, max(1, load.in_hand // (load.group_size if pipelined else 1)), play)
 
 
-def _parcels(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
+def _payloads(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
     """Return the payloads of one round trip each."""
     for number, blobs in enumerate(load.blobs):
         fields = [{"n": number, "i": index, "b": blob} for index, blob in enumerate(blobs)]
@@ -158,7 +158,7 @@ def _parcels(load: GroupLoad, size: int) -> Iterator[list[dict[Any, Any]]]:
             yield fields[first : first + size]
 
 
-async def _timed(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
+async def _measure_s(redis: AsyncRedis, players: int, play: Callable[[], Awaitable[None]]) -> float:
     """Return the seconds that the callers take, connections included."""
     try:
         start = time.perf_counter()

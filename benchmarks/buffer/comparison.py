@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.benchmarks.buffer.backends import offbeat_side, raw_side, with_cpu
+from offbeat.benchmarks.buffer.backends import measure_cpu, offbeat_side, raw_side
 from offbeat.benchmarks.buffer.load import (
     GroupLoad,
     Rates,
@@ -59,7 +59,7 @@ def run(options: BufferOptions) -> dict[str, Any]:
             "raw_codec": raw_side(base.redis, base.redis_url, pipelined=False, codec=True),
             "raw_pipelined": raw_side(base.redis, base.redis_url, pipelined=True),
         }
-        sides = {name: with_cpu(side, base.redis) for name, side in on_redis.items()}
+        sides = {name: measure_cpu(side, base.redis) for name, side in on_redis.items()}
         refusal = "not asked for"
         if options.reverb:
             status.update("starting Reverb (the first time, its venv is made: minutes)")
@@ -94,29 +94,29 @@ def _measure(options: BufferOptions, tokens: int, sides: dict[str, Side], say: C
     gc.freeze()  # the load is the benchmark's own: no side pays for the collector's walking it
     for side in sides.values():
         side(load.first(options.batch))  # imports, connections, scripts
-    found: dict[str, list[Rates]] = {name: [] for name in sides}
+    rates: dict[str, list[Rates]] = {name: [] for name in sides}
     for number in range(options.rounds):
         names = list(sides)
         random.Random(number).shuffle(names)  # nobody always comes after the same one
         for name in names:
             say(f"{tokens} tokens, round {number + 1} of {options.rounds}: {name}")
-            found[name].append(sides[name](load))
-    return {"tokens": tokens, "bytes_per_group": _bytes_per_group(load), **summary(found)}
+            rates[name].append(sides[name](load))
+    return {"tokens": tokens, "bytes_per_group": _bytes_per_group(load), **summary(rates)}
 
 
 def _bytes_per_group(load: GroupLoad) -> float:
     return sum(len(blob) for row in load.blobs for blob in row) / load.num_groups
 
 
-def summary(found: dict[str, list[Rates]]) -> dict[str, Any]:
+def summary(rates: dict[str, list[Rates]]) -> dict[str, Any]:
     """Return the spread of each side's rates, and of ours over each other's in the same round."""
-    sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in found.items()}
-    for name, rounds in found.items():
+    sides = {name: {part: _spread(rounds, part) for part in PARTS} for name, rounds in rates.items()}
+    for name, rounds in rates.items():
         spent = [rates.cpu_us for rates in rounds if rates.cpu_us is not None]
         sides[name] |= {"cpu_us": Spread.of(spent)} if spent else {}
     ratios = {
-        name: {part: _ratio(found[OURS], rounds, part) for part in PARTS}
-        for name, rounds in found.items()
+        name: {part: _ratio(rates[OURS], rounds, part) for part in PARTS}
+        for name, rounds in rates.items()
         if name != OURS
     }
     return {"sides": sides, "ratios": ratios}

@@ -70,13 +70,13 @@ class LostError(Exception):
 def make_load(*, groups: int, group_size: int, tokens: int, in_hand: int, batch: int) -> GroupLoad:
     """Return trajectories as an env worker submits them; groups is a multiple of batch."""
     rows = [[_trajectory(number, index, tokens) for index in range(group_size)] for number in range(groups)]
-    return GroupLoad(rows, [[encode_trajectory(each) for each in row] for row in rows], in_hand, batch)
+    return GroupLoad(rows, [[encode_trajectory(trajectory) for trajectory in row] for row in rows], in_hand, batch)
 
 
-def expect(found: int, wanted: int, what: str) -> None:
+def expect(count: int, expected: int, unit: str) -> None:
     """Raise `LostError` unless both are equal."""
-    if found != wanted:
-        raise LostError(f"{found} {what} came out of {wanted}")
+    if count != expected:
+        raise LostError(f"{count} {unit} came out of {expected}")
 
 
 def _trajectory(number: int, index: int, tokens: int) -> Trajectory:

@@ -55,9 +55,9 @@ class Reverb:
             for row in load.blobs:
                 self._process.stdin.writelines(row)
             self._process.stdin.flush()
-        found = self._answer()
-        expect(int(found["trajectories"]), sum(map(len, lengths)), "trajectories")
-        return Rates(load.num_groups / found["into_s"], load.num_groups / found["out_s"])
+        reply = self._answer()
+        expect(int(reply["trajectories"]), sum(map(len, lengths)), "trajectories")
+        return Rates(load.num_groups / reply["into_s"], load.num_groups / reply["out_s"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process is not None, "use `with`"

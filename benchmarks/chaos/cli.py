@@ -79,6 +79,6 @@ def _show(report: "ChaosReport", folder: Path) -> None:
         )
         for finding in audit["findings"]:
             console.print(f"  - {finding}")
-    for what in (*report.notes, *report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
-        console.print(f"  - {what}")
+    for line in (*report.notes, *report.complaints, *(f"left behind: {leftover}" for leftover in report.leftovers)):
+        console.print(f"  - {line}")
     console.print(f"{'PASSED' if report.passed else 'FAILED'}: {folder}")

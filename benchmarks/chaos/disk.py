@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SIZE_BYTES = 48 * 2**20
-LEFT_BYTES = 64 * 1024
+SPARE_BYTES = 64 * 1024
 """Bytes left free on a full disk: enough to begin a file, too few to finish it."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
@@ -46,8 +46,8 @@ class SmallDisk:
             (self._output_dir / CHECKPOINTS).symlink_to(self._place / CHECKPOINTS)
 
     def fill(self) -> int:
-        """Fill the disk up to `LEFT_BYTES`; return the number of bytes written."""
-        size = max(shutil.disk_usage(self._place).free - LEFT_BYTES, 0)
+        """Fill the disk up to `SPARE_BYTES`; return the number of bytes written."""
+        size = max(shutil.disk_usage(self._place).free - SPARE_BYTES, 0)
         with (self._place / BALLAST).open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
         return size
@@ -83,14 +83,14 @@ def _own_namespace() -> None:
 
 
 def _mount(source: str, target: Path, kind: str | None, flags: int, data: str | None) -> None:
-    told = (
+    arguments = (
         source.encode(),
         str(target).encode(),
         kind.encode() if kind else None,
         flags,
         data.encode() if data else None,
     )
-    if _libc().mount(*told):
+    if _libc().mount(*arguments):
         raise OSError(ctypes.get_errno(), f"mount {target}: {os.strerror(ctypes.get_errno())}")
 
 

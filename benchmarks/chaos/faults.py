@@ -37,7 +37,7 @@ class FaultKind(StrEnum):
 class Fault:
     name: str
     act: FaultKind = FaultKind.KILL
-    what: str = ""
+    target: str = ""
     """KILL, STOP, HANG: part of the victim's command line; otherwise the variant of the fault."""
     comes_back: bool = False
     """True if a replacement process must start."""
@@ -65,14 +65,17 @@ PROCESSES = {
     "raylet of the second node": RAYLET,
 }
 """Kind -> part of its command line."""
-SPARE = ("single env",)
+REPLACED_IF_SHORT = ("single env",)
 """Kinds that are replaced only below their required number."""
-HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
+REPLACED_IF_HUNG = ("env worker", "single env", "engine core", "learner", "redis-server")
 """Kinds that are replaced when they hang."""
 FAULTS = (
-    *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in SPARE) for kind, mark in PROCESSES.items()),
+    *(Fault(f"{kind} killed", FaultKind.KILL, mark, kind not in REPLACED_IF_SHORT) for kind, mark in PROCESSES.items()),
     *(Fault(f"{kind} stopped", FaultKind.STOP, mark) for kind, mark in PROCESSES.items()),
-    *(Fault(f"{kind} hangs", FaultKind.HANG, PROCESSES[kind], kind not in SPARE) for kind in HUNG),
+    *(
+        Fault(f"{kind} hangs", FaultKind.HANG, PROCESSES[kind], kind not in REPLACED_IF_SHORT)
+        for kind in REPLACED_IF_HUNG
+    ),
     *(
         Fault(f"learner {act} in a {stage}", act, PROCESSES["learner"], act is FaultKind.KILL, during=stage)
         for act in (FaultKind.KILL, FaultKind.STOP)
@@ -102,7 +105,7 @@ def plan(kills: int, seed: int) -> list[Fault]:
 
 def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
     """Return living descendants of commands whose command line contains `mark`, oldest first."""
-    found: list[tuple[float, psutil.Process]] = []
+    processes: list[tuple[float, psutil.Process]] = []
     for root in roots:
         try:
             family = root.children(recursive=True)
@@ -112,10 +115,10 @@ def processes_of(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Proc
             try:
                 line = " ".join(process.cmdline())
                 if mark in line and SHARED_TRACKER not in line and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((process.create_time(), process))
+                    processes.append((process.create_time(), process))
             except psutil.NoSuchProcess:
                 continue
-    return [process for _, process in sorted(found, key=lambda row: row[0])]
+    return [process for _, process in sorted(processes, key=lambda row: row[0])]
 
 
 def strike(

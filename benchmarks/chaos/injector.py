@@ -24,15 +24,15 @@ from offbeat.benchmarks.chaos.second_node import SecondNode
 
 DELAY_S = (0.02, 0.2)
 """Delay of each chunk in each direction while connections are slow."""
-WEATHER_S = (2.0, 8.0)
+CONNECTION_FAULT_S = (2.0, 8.0)
 """Duration of slow, silent or torn connections."""
-REFUSED_S = (4.0, 40.0)
+WRITES_REFUSED_S = (4.0, 40.0)
 """Duration for which Redis refuses writes; exceeds the timeout of a call."""
-CLAIM_S = 20.0
+ORDER_TIMEOUT_S = 20.0
 """Timeout for an env to execute an order."""
-FULL_S = (1.0, 4.0)
+DISK_FULL_S = (1.0, 4.0)
 """Duration of a full disk after the learner noticed it."""
-TROUBLE_S = 60.0
+FAILURE_TIMEOUT_S = 60.0
 LEARNER = PROCESSES["learner"]
 
 Wait = Callable[[Callable[[], bool], float], bool]
@@ -67,13 +67,15 @@ class FaultInjector:
 
     def victims(self, fault: Fault) -> list[psutil.Process]:
         """Return processes that a fault may hit."""
-        if fault.what == RAYLET:
+        if fault.target == RAYLET:
             return processes_of([self._node.root] if self._node.root else [], RAYLET)
-        found = processes_of([psutil.Process()], fault.what)
-        if fault.during or (fault.act is FaultKind.HANG and fault.what == LEARNER):  # of learners, the one that trains
+        candidates = processes_of([psutil.Process()], fault.target)
+        if fault.during or (
+            fault.act is FaultKind.HANG and fault.target == LEARNER
+        ):  # of learners, the one that trains
             leader = self._run.leader()
-            return [process for process in found if leader in (process.pid, process.ppid())]
-        return found
+            return [process for process in candidates if leader in (process.pid, process.ppid())]
+        return candidates
 
     def strike(self, fault: Fault) -> float:
         """Inject a fault; return its duration, s. Raises MissedError."""
@@ -81,9 +83,9 @@ class FaultInjector:
             case FaultKind.KILL | FaultKind.STOP | FaultKind.HANG:
                 return self._process(fault)
             case FaultKind.MISBEHAVE:
-                return self._misbehave(fault.what)
+                return self._misbehave(fault.target)
             case FaultKind.CONNECTIONS:
-                return self._connections(fault.what)
+                return self._connections(fault.target)
             case FaultKind.MEMORY:
                 return self._refuse_writes()
             case FaultKind.DISK:
@@ -98,52 +100,52 @@ class FaultInjector:
         except psutil.NoSuchProcess as error:
             raise MissedError(f"it had ended: {error}") from error
 
-    def _misbehave(self, what: str) -> float:
-        order = self._orders / what
+    def _misbehave(self, misbehavior: str) -> float:
+        order = self._orders / misbehavior
         order.touch()
-        if not self._wait(lambda: not order.exists(), CLAIM_S):
+        if not self._wait(lambda: not order.exists(), ORDER_TIMEOUT_S):
             order.unlink(missing_ok=True)
             raise MissedError("no env was stepped")
         return 0.0
 
-    def _connections(self, what: str) -> float:
-        duration_s = self._rng.uniform(*WEATHER_S)
-        if what != DELAYED:
-            self._order(what, duration_s)
+    def _connections(self, condition: str) -> float:
+        duration_s = self._rng.uniform(*CONNECTION_FAULT_S)
+        if condition != DELAYED:
+            self._order(condition, duration_s)
             self._pause(duration_s)
             return duration_s
-        self._order(what, self._rng.uniform(*DELAY_S))
+        self._order(condition, self._rng.uniform(*DELAY_S))
         try:
             self._pause(duration_s)
         finally:
-            (self._orders / f"redis-{what}").unlink(missing_ok=True)
+            (self._orders / f"redis-{condition}").unlink(missing_ok=True)
         return duration_s
 
-    def _order(self, what: str, seconds: float) -> None:
-        aside = self._orders / f".{what}"
-        aside.write_text(str(seconds))
-        aside.rename(self._orders / f"redis-{what}")
+    def _order(self, condition: str, seconds: float) -> None:
+        unfinished = self._orders / f".{condition}"
+        unfinished.write_text(str(seconds))
+        unfinished.rename(self._orders / f"redis-{condition}")
 
     def _refuse_writes(self) -> float:
-        duration_s = self._rng.uniform(*REFUSED_S)
+        duration_s = self._rng.uniform(*WRITES_REFUSED_S)
         try:
             if not self._run.limit_memory(1):  # it may have heard of it all the same
                 raise MissedError("Redis did not answer at that moment")
             self._pause(duration_s)
         finally:
-            self._wait(lambda: self._run.limit_memory(0), TROUBLE_S)
+            self._wait(lambda: self._run.limit_memory(0), FAILURE_TIMEOUT_S)
         return duration_s
 
     def _fill_disk(self) -> float:
         if not self._disk.is_there:
             raise MissedError(self._disk.refusal)
-        full_s = self._rng.uniform(*FULL_S)
+        full_s = self._rng.uniform(*DISK_FULL_S)
         self._disk.fill()
         try:
-            noticed = self._wait(lambda: bool(self._run.trouble()), TROUBLE_S)
+            noticed = self._wait(lambda: bool(self._run.trouble()), FAILURE_TIMEOUT_S)
             self._pause(full_s)
         finally:
             self._disk.free()
         if not noticed:
-            raise MissedError(f"no checkpoint was begun, or its failure was not told, in {TROUBLE_S:.0f} s")
+            raise MissedError(f"no checkpoint began or failed within {FAILURE_TIMEOUT_S:.0f} s")
         return full_s

@@ -16,7 +16,7 @@ import psutil
 from offbeat.benchmarks.chaos.faults import PROCESSES
 
 MIB = 2**20
-SETTLING = 1 / 3
+SETTLING_SHARE = 1 / 3
 """Share of the time that is left out at the start, while caches and pools fill."""
 OTHERS = {
     "train command": "offbeat.deploy.cli.app",
@@ -31,11 +31,11 @@ OTHERS = {
 EVERYTHING = "all together"
 
 
-PIECES = 12
+NUM_PIECES = 12
 """Number of pieces of equal length whose medians are compared."""
-SURELY = 2.201
-"""Standard errors: the 97.5th percentile of Student's t with `PIECES - 1` degrees of freedom."""
-SWING = 0.1
+T_QUANTILE = 2.201
+"""Standard errors: the 97.5th percentile of Student's t with `NUM_PIECES - 1` degrees of freedom."""
+MIN_RISE_SHARE = 0.1
 """Share of the distance between minimum and maximum by which both must rise to count as growth."""
 
 
@@ -50,12 +50,12 @@ class Growth:
     late: float
     """Growth per hour in the second half, where a filling cache has slowed down."""
     lifted: float
-    """Growth per hour by which minimum and maximum of the second half both exceed those of the first, less `SWING` of their
-    distance: oscillation cancels out, a leak does not."""
+    """Growth per hour by which minimum and maximum of the second half both exceed those of the first, less
+    `MIN_RISE_SHARE` of their distance: oscillation cancels out, a leak does not."""
 
     def exceeds(self, limit: float) -> bool:
         """True if it still exceeds `limit` per hour: significantly, or in minimum and maximum alike."""
-        return self.late > limit and (self.per_hour - SURELY * self.error > limit or self.lifted > limit)
+        return self.late > limit and (self.per_hour - T_QUANTILE * self.error > limit or self.lifted > limit)
 
 
 @dataclass
@@ -69,30 +69,30 @@ class Series:
     files: list[int] = field(default_factory=list[int])
     """Open file descriptors."""
 
-    def settled(self, duration_h: float) -> tuple[Sequence[float], Sequence[float]]:
+    def after_settling(self, duration_h: float) -> tuple[Sequence[float], Sequence[float]]:
         """Return hours and memory without the settling time of a run of `duration_h`."""
-        first = next((i for i, hours in enumerate(self.hours) if hours >= SETTLING * duration_h), len(self.hours))
+        first = next((i for i, hours in enumerate(self.hours) if hours >= SETTLING_SHARE * duration_h), len(self.hours))
         return self.hours[first:], self.mib[first:]
 
 
 def growth(hours: Sequence[float], values: Sequence[float]) -> Growth | None:
     """Return the growth of `values`; None with fewer than three per piece."""
     t, y = np.asarray(hours, dtype=np.float64), np.asarray(values, dtype=np.float64)
-    edges = np.linspace(t[0], t[-1], PIECES + 1)
+    edges = np.linspace(t[0], t[-1], NUM_PIECES + 1)
     pieces = [y[piece] for piece in np.split(np.arange(len(t)), np.searchsorted(t, edges[1:-1]))]
     if min(map(len, pieces)) < 3:
         return None
     width, medians = edges[1] - edges[0], np.array([np.median(piece) for piece in pieces])
     steps = np.diff(medians) / width
-    middle = PIECES // 2
+    middle = NUM_PIECES // 2
     first, second = np.concatenate(pieces[:middle]), np.concatenate(pieces[middle:])
     levels = np.polynomial.Polynomial.fit(t, y, 1)(t)
     rise = min(np.quantile(second, q) - np.quantile(first, q) for q in (0.02, 0.98))
     return Growth(
         per_hour=float(steps.mean()),
         error=float(steps.std(ddof=1)) / math.sqrt(len(steps)),
-        late=float((medians[-1] - medians[middle]) / (width * (PIECES - 1 - middle))),
-        lifted=float((rise - SWING * np.ptp(y - levels)) / (width * middle)),
+        late=float((medians[-1] - medians[middle]) / (width * (NUM_PIECES - 1 - middle))),
+        lifted=float((rise - MIN_RISE_SHARE * np.ptp(y - levels)) / (width * middle)),
     )
 
 
@@ -126,11 +126,13 @@ class MemoryLog:
         self._total.mib.append(total)
         self._total.files.append(files)
 
-    def lasting(self) -> list[Series]:
+    def lasting_series(self) -> list[Series]:
         """Return the sum, and the processes alive from the end of settling to the end."""
-        first, last = SETTLING * self.duration_h, 0.97 * self.duration_h
-        lasting = [each for each in self._series.values() if each.hours[0] <= first and each.hours[-1] >= last]
-        return [self._total, *sorted(lasting, key=lambda each: -each.mib[-1])]
+        first, last = SETTLING_SHARE * self.duration_h, 0.97 * self.duration_h
+        lasting = [
+            process for process in self._series.values() if process.hours[0] <= first and process.hours[-1] >= last
+        ]
+        return [self._total, *sorted(lasting, key=lambda process: -process.mib[-1])]
 
 
 def kind_of(cmdline: Sequence[str]) -> str:
@@ -148,11 +150,14 @@ def draw_memory(path: Path, title: str, series: Sequence[Series], duration_h: fl
 
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
     axis = figure.subplots()
-    for each in series:
+    for process in series:
         axis.plot(
-            [60 * hours for hours in each.hours], each.mib, linewidth=1, label=f"{each.kind} ({each.mib[-1]:.0f})"
+            [60 * hours for hours in process.hours],
+            process.mib,
+            linewidth=1,
+            label=f"{process.kind} ({process.mib[-1]:.0f})",
         )
-    axis.axvspan(0, 60 * SETTLING * duration_h, color="gray", alpha=0.1, label="settling: not in the slopes")
+    axis.axvspan(0, 60 * SETTLING_SHARE * duration_h, color="gray", alpha=0.1, label="settling: not in the slopes")
     axis.set_yscale("log")
     axis.set_xlabel("minutes")
     axis.set_ylabel("unique set size, MiB (log)")

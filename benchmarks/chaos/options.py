@@ -15,9 +15,9 @@ JsonFile = Annotated[
 
 
 def _not_ours(overrides: list[str] | None) -> list[str] | None:
-    for each in overrides or ():
-        if each.partition("=")[0].strip("+~") in ("output_dir", "exp_name"):
-            raise typer.BadParameter(f"{each}: where the run lies is said with --out, and its name is this command's")
+    for override in overrides or ():
+        if override.partition("=")[0].strip("+~") in ("output_dir", "exp_name"):
+            raise typer.BadParameter(f"{override}: set the folder with --out; the name is fixed")
     return overrides
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from offbeat.services.process import die_with_parent, free_port
 
 CUT, TORN, DELAYED, SILENT = "cut", "torn", "delayed", "silent"
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 BIND_S = 5.0
 CHUNK = 1 << 16
 
 
-def script(path: Path, server: Path, orders: Path) -> Path:
+def write_server_script(path: Path, server: Path, orders: Path) -> Path:
     """Write the program to `path`. server: the real redis-server; orders: folder of the requests to the proxy."""
     lines = [
         f"#!{sys.executable}",
@@ -42,13 +42,13 @@ def become_server(server: str, orders: str) -> None:
     lines = sys.stdin.read().splitlines()
     public = next(line.split()[1] for line in lines if line.startswith("port "))
     private = str(free_port())
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.Popen(
         [sys.executable, "-m", "offbeat.benchmarks.chaos.proxy", public, private, orders, str(os.getpid())],
         env=environment,
     )
     moved = os.memfd_create("configuration")
-    os.write(moved, "\n".join(f"port {private}" if each.startswith("port ") else each for each in lines).encode())
+    os.write(moved, "\n".join(f"port {private}" if line.startswith("port ") else line for line in lines).encode())
     os.lseek(moved, 0, os.SEEK_SET)
     os.dup2(moved, 0)
     os.execv(server, [server, "-"])
@@ -77,8 +77,8 @@ class Proxy:
     async def run(self, public: int) -> None:
         async with await self._listen(public):
             while True:
-                self._look()
-                await asyncio.sleep(LOOK_S)
+                self._execute_orders()
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _listen(self, public: int) -> asyncio.Server:
         deadline = time.monotonic() + BIND_S
@@ -88,9 +88,9 @@ class Proxy:
             except OSError:  # the proxy of the server before this one is just ending
                 if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
-    def _look(self) -> None:
+    def _execute_orders(self) -> None:
         """Execute the orders: files named `NAME-SECONDS`, the delay as text."""
         self._weather.delay_s = 0.0
         for order in self._orders.glob("redis-*"):
@@ -102,18 +102,18 @@ class Proxy:
             with suppress(OSError, ValueError):
                 seconds = float(order.read_text() or 0)
                 order.unlink()
-                self._obey(kind, seconds)
+                self._execute(kind, seconds)
 
-    def _obey(self, kind: str, seconds: float) -> None:
+    def _execute(self, kind: str, seconds: float) -> None:
         if kind == SILENT:
             self._weather.silent_until = time.monotonic() + seconds
         elif kind == TORN:
             self._weather.torn = True
-            asyncio.get_running_loop().call_later(seconds, self._mend)
+            asyncio.get_running_loop().call_later(seconds, self._restore)
         elif kind == CUT:
             self._cut_all()
 
-    def _mend(self) -> None:
+    def _restore(self) -> None:
         self._weather.torn = False
         self._cut_all()
 
@@ -130,15 +130,15 @@ class Proxy:
         mine = {writer, down}
         self._open |= mine
         try:
-            await asyncio.gather(self._carry(reader, down, answers=False), self._carry(up, writer, answers=True))
+            await asyncio.gather(self._forward(reader, down, answers=False), self._forward(up, writer, answers=True))
         except OSError:
             pass
         finally:
             self._open -= mine
-            for each in mine:
-                each.transport.abort()
+            for connection in mine:
+                connection.transport.abort()
 
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool) -> None:
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool) -> None:
         while chunk := await source.read(CHUNK):
             if self._weather.delay_s:
                 await asyncio.sleep(self._weather.delay_s)

@@ -42,17 +42,17 @@ class ChaosReport:
     @property
     def done(self) -> list[InjectedFault]:
         """Injected faults."""
-        return [each for each in self.struck if not each.missed]
+        return [fault for fault in self.struck if not fault.missed]
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
         """Return count and recovery times by kind: median and longest, s."""
         out: dict[str, dict[str, Any]] = {}
-        for name in dict.fromkeys(each.fault for each in self.done):
-            here = [each for each in self.done if each.fault == name]
+        for name in dict.fromkeys(fault.fault for fault in self.done):
+            of_kind = [fault for fault in self.done if fault.fault == name]
             out[name] = {
-                "count": len(here),
-                "back_s": _spread([each.back_s for each in here]),
-                "two_steps_s": _spread([each.next_step_s for each in here]),
+                "count": len(of_kind),
+                "back_s": _spread([fault.back_s for fault in of_kind]),
+                "two_steps_s": _spread([fault.next_step_s for fault in of_kind]),
             }
         return out
 

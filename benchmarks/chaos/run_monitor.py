@@ -40,7 +40,7 @@ class RunUnderChaos:
         self._run_id = run_id
         self.log = output_dir.with_name(f"{output_dir.name}.log")
         self._shm_before = {path.name for path in SHARED_MEMORY.iterdir()}
-        self.seen: dict[int, float] = {}
+        self.processes: dict[int, float] = {}
         """Every process of the run observed so far: pid -> start time."""
         self.complaints: list[str] = []
         """Violations observed, e.g. a version that decreased."""
@@ -67,11 +67,11 @@ class RunUnderChaos:
         path = self.output_dir / run_folder.CONFIG
         return path.exists() and path.stat().st_mtime >= self.root.create_time()
 
-    def look(self) -> None:
+    def record_processes(self) -> None:
         """Record the current processes, to recognize orphans later."""
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                self.seen.setdefault(process.pid, process.create_time())
+                self.processes.setdefault(process.pid, process.create_time())
 
     def redis(self) -> Redis | None:
         """Return a client without retries, or None before there is a Redis."""
@@ -144,11 +144,13 @@ class RunUnderChaos:
 
     def leftovers(self) -> list[str]:
         """Return leftovers outside the run's folder; close second nodes first."""
-        left = [f"process {pid}: {_line(pid)}" for pid, started in self.seen.items() if _lives(pid, started)]
+        leftovers = [
+            f"process {pid}: {_line(pid)}" for pid, started in self.processes.items() if _is_alive(pid, started)
+        ]
         files = {
             path for path in SHARED_MEMORY.iterdir() if f"-{self._run_id}-" in path.name
         } | find_orphaned_shared_memory()
-        return left + [str(path) for path in sorted(files) if path.name not in self._shm_before]
+        return leftovers + [str(path) for path in sorted(files) if path.name not in self._shm_before]
 
     def close(self) -> None:
         """Kill the run in any state."""
@@ -161,11 +163,11 @@ class RunUnderChaos:
         if self._redis is not None:
             self._redis.close()
         deadline = time.monotonic() + 5.0
-        while any(_lives(pid, started) for pid, started in self.seen.items()) and time.monotonic() < deadline:
+        while any(_is_alive(pid, started) for pid, started in self.processes.items()) and time.monotonic() < deadline:
             time.sleep(0.1)
 
 
-def _lives(pid: int, started: float) -> bool:
+def _is_alive(pid: int, started: float) -> bool:
     try:
         process = psutil.Process(pid)
         return process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE

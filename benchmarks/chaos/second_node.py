@@ -37,7 +37,7 @@ class SecondNode:
         self._log = log
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
-        self.seen: set[psutil.Process] = set()
+        self.processes: set[psutil.Process] = set()
         """Every process of the node observed so far; children of a killed raylet lose their parent."""
 
     @property
@@ -47,11 +47,11 @@ class SecondNode:
             return psutil.Process(self._process.pid) if self._process is not None else None
         return None
 
-    def keep_up(self, command: psutil.Process) -> None:
+    def ensure_running(self, command: psutil.Process) -> None:
         """Start the node if there is none and the Ray of `command` is up."""
         if self._process is not None and self._process.poll() is None:
             with suppress(psutil.NoSuchProcess):
-                self.seen.update(psutil.Process(self._process.pid).children(recursive=True))
+                self.processes.update(psutil.Process(self._process.pid).children(recursive=True))
             return
         address = _address(command)
         if address is None:
@@ -73,7 +73,7 @@ class SecondNode:
             return
         if self._process.poll() is None:
             terminate(self._process, END_S)
-        for process in self.seen:
+        for process in self.processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()  # psutil knows a process that has got the number of another
 

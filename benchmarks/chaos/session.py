@@ -21,14 +21,14 @@ from offbeat.deploy.cli.audit import AuditError, as_tree, examine
 from offbeat.deploy.local.processes import adopt_orphans
 from offbeat.services.redis.server import server_binary
 
-QUIET_S = (0.5, 3.0)
+FAULT_INTERVAL_S = (0.5, 3.0)
 """Pause between a recovery and the next fault."""
 STAGE_S = 20.0
 POLL_S = 0.05
 START_S = 900.0
 END_S = 360.0
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "quickstart.yaml"
-SMALL = (
+CHAOS_OVERRIDES = (
     "custom_envs.FrozenLake.env_type=offbeat.benchmarks.chaos.faulty_env:FaultyLakeEnv",
     "custom_envs.FrozenLake.execution=process",
     "custom_envs.FrozenLake.step_timeout_s=5",
@@ -61,11 +61,11 @@ class Chaos:
         self._patience_s = patience_s
         self._run = run
         self._rng = random.Random(seed)
-        self._say = say
+        self._log = say
         self._report = ChaosReport(seed)
         self._began = 0.0
 
-    def go(
+    def run(
         self,
         faults: Sequence[Fault],
         minutes: float,
@@ -124,9 +124,9 @@ class Chaos:
         self._began = time.monotonic()
         for number, fault in enumerate(faults, start=1):
             if time.monotonic() - self._began > 60 * minutes or not self._run.running:
-                self._say(f"{number - 1} of {len(faults)} faults in the time there was")
+                self._log(f"{number - 1} of {len(faults)} faults in the time there was")
                 return
-            self._pause(self._rng.uniform(*QUIET_S))
+            self._pause(self._rng.uniform(*FAULT_INTERVAL_S))
             self._strike(number, fault)
 
     def _strike(self, number: int, fault: Fault) -> None:
@@ -136,7 +136,7 @@ class Chaos:
         before = pids(self._hand.victims(fault)) if fault.has_victim else set[int]()
         try:
             if fault.during and self._wait(lambda: self._run.stage() == fault.during, STAGE_S, poll_s=0.001) is None:
-                raise MissedError(f"the learner was never seen in its {fault.during}")
+                raise MissedError(f"the learner never reached its stage {fault.during}")
             if not self._run.running:
                 raise MissedError("the run had ended")
             step = self._run.step() or struck.step
@@ -144,18 +144,18 @@ class Chaos:
             struck.lasted_s = round(self._hand.strike(fault), 2)
         except MissedError as error:
             struck.missed = str(error)
-            self._say(f"{number:3d} {fault.name}: {error}")
+            self._log(f"{number:3d} {fault.name}: {error}")
             return
         if self._rng.random() < self._overlap:
-            self._say(f"{number:3d} {fault.name} at step {step}, and on at once")
+            self._log(f"{number:3d} {fault.name} at step {step}, and on at once")
             return
-        self._see_it_back(fault, struck, before, hit)
-        self._see_progress(struck, step, hit)
+        self._wait_for_recovery(fault, struck, before, hit)
+        self._wait_for_progress(struck, step, hit)
         back = "" if struck.back_s is None else f"back after {struck.back_s:.1f} s, "
         steps = "no step since" if struck.next_step_s is None else f"two steps after {struck.next_step_s:.1f} s"
-        self._say(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
+        self._log(f"{number:3d} {fault.name} at step {step}: {back}{steps}")
 
-    def _see_it_back(self, fault: Fault, struck: InjectedFault, before: set[int], hit: float) -> None:
+    def _wait_for_recovery(self, fault: Fault, struck: InjectedFault, before: set[int], hit: float) -> None:
         if fault.act is FaultKind.DISK:
             struck.back_s = self._wait(lambda: self._run.trouble() == "", self._patience_s, since=hit)
         elif fault.act in (FaultKind.KILL, FaultKind.HANG) and fault.comes_back:
@@ -165,10 +165,10 @@ class Chaos:
         else:
             return
         if struck.back_s is None and self._run.running:
-            what = "no checkpoint was written" if fault.act is FaultKind.DISK else "no process of its kind came back"
-            self._complain(f"{fault.name}: {what} within {self._patience_s:.0f} s")
+            failure = "no checkpoint was written" if fault.act is FaultKind.DISK else "no process of its kind came back"
+            self._complain(f"{fault.name}: {failure} within {self._patience_s:.0f} s")
 
-    def _see_progress(self, struck: InjectedFault, step: int, hit: float) -> None:
+    def _wait_for_progress(self, struck: InjectedFault, step: int, hit: float) -> None:
         struck.next_step_s = self._wait(lambda: (self._run.step() or -1) >= step + 2, self._patience_s, since=hit)
         if struck.next_step_s is None and self._run.running:
             self._complain(
@@ -188,28 +188,28 @@ class Chaos:
 
     def _pause(self, seconds: float) -> None:
         if seconds >= POLL_S:
-            self._run.look()
-            self._node.keep_up(self._run.root)
+            self._run.record_processes()
+            self._node.ensure_running(self._run.root)
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 1.0:
             time.sleep(1.0)
-            self._run.look()
+            self._run.record_processes()
         time.sleep(max(left_s, 0.0))
 
-    def _complain(self, what: str) -> None:
-        self._say(f"    {what}")
-        self._report.complaints.append(what)
+    def _complain(self, complaint: str) -> None:
+        self._log(f"    {complaint}")
+        self._report.complaints.append(complaint)
 
     def _audit(self) -> None:
         try:
-            found, evidence = examine(self._run.output_dir)
+            result, evidence = examine(self._run.output_dir)
         except AuditError as error:
             self._complain(f"no audit: {error}")
             return
-        tree = as_tree(found, evidence)
+        tree = as_tree(result, evidence)
         del tree["groups"]
         self._report.audit = tree
-        self._report.steps = found.lineage.last
+        self._report.steps = result.lineage.last
 
 
 def run_chaos(
@@ -230,11 +230,11 @@ def run_chaos(
     adopt_orphans()
     orders = folder.with_name(f"{folder.name}.orders")
     orders.mkdir(parents=True, exist_ok=True)
-    server = proxy.script(orders / "server", server_binary(None), orders)
-    told = (f"+custom_envs.FrozenLake.env_config.orders={orders}", f"redis.server={server}")
-    all_overrides = [*SMALL, *told, f"seed={seed}", f"max_steps={steps}", *overrides]
+    server = proxy.write_server_script(orders / "server", server_binary(None), orders)
+    fault_overrides = (f"+custom_envs.FrozenLake.env_config.orders={orders}", f"redis.server={server}")
+    all_overrides = [*CHAOS_OVERRIDES, *fault_overrides, f"seed={seed}", f"max_steps={steps}", *overrides]
     environment = cluster_environment()
     run = RunUnderChaos(CONFIG, folder, f"chaos-{seed}", all_overrides, environment)
     say(f"the run's log: {run.log}")
     node = SecondNode(folder.with_name(f"{folder.name}.node.log"), environment)
-    return Chaos(run, seed, overlap, patience_s, say).go(plan(kills, seed), minutes, END_S, node, disk, orders)
+    return Chaos(run, seed, overlap, patience_s, say).run(plan(kills, seed), minutes, END_S, node, disk, orders)

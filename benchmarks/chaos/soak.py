@@ -28,11 +28,11 @@ END_S = 60.0
 INTERRUPTED = 130
 LEAK_SHARE = 0.02
 """Hourly growth, as a share of a process's memory, that fails the soak."""
-LEAST_MIB = 1.0
+MIN_GROWTH_MIB = 1.0
 """Hourly growth of any process that counts: less is allocator fragmentation."""
 METRICS, EVENTS = 1000, 5000
 """Shorter retention of records and ledger events, so that they reach their bound within the hour."""
-LONG = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
+SOAK_OVERRIDES = ("max_steps=1000000000", "warm_start.steps=40", "final_val_batch_size=8")
 
 
 @dataclass
@@ -86,7 +86,7 @@ def _run_soak(
 
     adopt_orphans()
     report, log = SoakReport(minutes), MemoryLog()
-    run = RunUnderChaos(CONFIG, folder, "soak", [*LONG, *overrides], {})
+    run = RunUnderChaos(CONFIG, folder, "soak", [*SOAK_OVERRIDES, *overrides], {})
     say(f"the run's log: {run.log}")
     try:
         started = time.monotonic()
@@ -94,7 +94,7 @@ def _run_soak(
             time.sleep(SAMPLE_S)
         log, began = MemoryLog(), time.monotonic()
         while run.running and time.monotonic() < began + 60 * minutes:
-            run.look()
+            run.record_processes()
             run.trim(METRICS, EVENTS)
             log.sample([psutil.Process(run.process.pid)])
             time.sleep(SAMPLE_S)
@@ -108,55 +108,55 @@ def _run_soak(
         run.close()
     report.leftovers = run.leftovers()
     try:
-        found, _ = examine(folder)
-        report.steps = found.lineage.last
-        report.complaints += found.findings
+        result, _ = examine(folder)
+        report.steps = result.lineage.last
+        report.complaints += result.findings
     except AuditError as error:
         report.complaints.append(f"no audit: {error}")
     if log.duration_h == 0:
         report.complaints.append(f"no step in {START_S:.0f} s, see {run.log}")
         return report
-    series = log.lasting()
-    _judge(report, series, log.duration_h)
+    series = log.lasting_series()
+    _check_growth(report, series, log.duration_h)
     if picture is not None:
         title = f"{report.steps} steps in {60 * log.duration_h:.0f} minutes"
         draw_memory(picture, title, series, log.duration_h)
     return report
 
 
-def _judge(report: SoakReport, series: "Sequence[Series]", duration_h: float) -> None:
+def _check_growth(report: SoakReport, series: "Sequence[Series]", duration_h: float) -> None:
     from offbeat.benchmarks.chaos.memory import growth
 
-    for each in series:
-        hours, mib = each.settled(duration_h)
-        found = growth(hours, mib) if hours else None
-        if found is None:
+    for process in series:
+        hours, mib = process.after_settling(duration_h)
+        trend = growth(hours, mib) if hours else None
+        if trend is None:
             report.complaints.append(
-                f"{each.kind} (process {each.pid}): {len(mib)} samples tell nothing, soak for longer"
+                f"{process.kind} (process {process.pid}): {len(mib)} samples are too few, soak for longer"
             )
             continue
-        grows = found.exceeds(max(LEAK_SHARE * statistics.median(mib), LEAST_MIB))
-        report.rows.append(_row(each, found, mib, grows=grows))
+        grows = trend.exceeds(max(LEAK_SHARE * statistics.median(mib), MIN_GROWTH_MIB))
+        report.rows.append(_row(process, trend, mib, grows=grows))
         if grows:
             report.complaints.append(
-                f"{each.kind} (process {each.pid}) grows by {found.per_hour:.1f} ± {found.error:.1f} MiB an hour, "
-                f"by {found.late:.1f} in the second half of the time"
+                f"{process.kind} (process {process.pid}) grows by {trend.per_hour:.1f} ± {trend.error:.1f} MiB an hour, "
+                f"by {trend.late:.1f} in the second half of the time"
             )
 
 
-def _row(each: "Series", found: "Growth", mib: "Sequence[float]", *, grows: bool) -> dict[str, Any]:
+def _row(process: "Series", trend: "Growth", mib: "Sequence[float]", *, grows: bool) -> dict[str, Any]:
     return {
-        "kind": each.kind,
-        "pid": each.pid,
+        "kind": process.kind,
+        "pid": process.pid,
         "first_mib": round(mib[0], 1),
         "last_mib": round(mib[-1], 1),
-        "mib_per_hour": round(found.per_hour, 2),
-        "error": round(found.error, 2),
-        "late_mib_per_hour": round(found.late, 2),
+        "mib_per_hour": round(trend.per_hour, 2),
+        "error": round(trend.error, 2),
+        "late_mib_per_hour": round(trend.late, 2),
         "lowest_mib": round(min(mib), 1),
         "highest_mib": round(max(mib), 1),
         "grows": grows,
-        "files": [each.files[0], each.files[-1]],
+        "files": [process.files[0], process.files[-1]],
         "samples": len(mib),
     }
 
@@ -182,6 +182,6 @@ def _show(report: SoakReport, folder: Path) -> None:
     console.print(
         f"Redis was made to keep {METRICS:,} records of metrics and {EVENTS:,} events: its own bounds take hours to reach"
     )
-    for what in (*report.complaints, *(f"left behind: {each}" for each in report.leftovers)):
-        console.print(f"  - {what}")
+    for line in (*report.complaints, *(f"left behind: {leftover}" for leftover in report.leftovers)):
+        console.print(f"  - {line}")
     console.print(f"{'PASSED' if report.passed else 'FAILED'}: {folder}")

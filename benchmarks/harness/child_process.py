@@ -16,7 +16,7 @@ from offbeat.benchmarks.harness import event_loop
 from offbeat.services.process import die_with_parent
 
 END_S = 20.0
-TAIL = 3
+NUM_LOG_LINES = 3
 """Lines of the log in a crash's message."""
 Serve = Callable[..., Coroutine[Any, Any, None]]
 """(child's end of the pipe, arguments): main function of the child; a module's function, for pickling."""
@@ -47,13 +47,13 @@ class Child:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._tell(self._goodbye)
+                self._send(self._goodbye)
             else:
                 self._process.terminate()
             self._process.join(END_S)
             # It may have been told in the moment in which it died.
             if kind is None and self._process.exitcode:
-                raise RuntimeError(self._last_words())
+                raise RuntimeError(self._crash_message())
         finally:
             if self._process.is_alive():
                 self._process.kill()
@@ -71,10 +71,10 @@ class Child:
 
     def _ask(self, message: Any) -> Any:
         """Send a message and wait for the reply; raises the child's failure."""
-        self._tell(message)
+        self._send(message)
         return self._answer()
 
-    def _tell(self, message: Any) -> None:
+    def _send(self, message: Any) -> None:
         try:
             self._pipe.send(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -86,22 +86,22 @@ class Child:
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(self._last_words()) from None
+            raise RuntimeError(self._crash_message()) from None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _last_words(self) -> str:
+    def _crash_message(self) -> str:
         self._process.join(END_S)
         lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
-        said = "".join(f"\n{line}" for line in lines[-TAIL:])
-        return f"a process of the benchmark ended with code {self._process.exitcode}{said}"
+        output = "".join(f"\n{line}" for line in lines[-NUM_LOG_LINES:])
+        return f"a process of the benchmark ended with code {self._process.exitcode}{output}"
 
 
 def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...]) -> None:
     parent = multiprocessing.parent_process()
     die_with_parent(parent.pid if parent is not None else None)
-    _quiet(log)
+    _redirect_output(log)
     try:
         event_loop.run(serve(pipe, *arguments))
     except EOFError:
@@ -111,7 +111,7 @@ def _main(pipe: Connection, log: Path, serve: Serve, arguments: tuple[Any, ...])
         raise
 
 
-def _quiet(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     """Redirect the output of this process and its children to a file."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for standard in (1, 2):

@@ -12,7 +12,7 @@ from typing import Any
 
 from redis import Redis
 
-from offbeat.benchmarks.harness.leftovers import cleaned_up_after
+from offbeat.benchmarks.harness.leftovers import clean_up_on_exit
 from offbeat.deploy.config.loader import load_run
 from offbeat.deploy.config.run import RunConfig
 from offbeat.deploy.run_setup import buffer_limits, prepare_folder, worker_settings
@@ -66,7 +66,7 @@ def bench_environment() -> Iterator[BenchEnvironment]:
     """Yield a folder and a Redis with its append-only file synced every second, as in a run."""
     with (
         tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name,
-        cleaned_up_after(Path(name)) as folder,
+        clean_up_on_exit(Path(name)) as folder,
         EmbeddedRedis(folder / "redis", RedisConfig()) as server,
         connect(server.url) as redis,
     ):

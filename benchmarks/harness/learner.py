@@ -88,7 +88,7 @@ class BenchLearner:
 
     def __init__(
         self,
-        ground: BenchEnvironment,
+        bench_env: BenchEnvironment,
         config: RunConfig,
         epoch: int,
         trainer: Any,
@@ -105,7 +105,7 @@ class BenchLearner:
         run = LearnerRun(config.exp_name, config.exp_name, config.output_dir, read)
         self._trainer: Trainer = trainer
         self._publisher = RedisWeightPublisher(
-            ground.redis, config.exp_name, config.weights, epoch, config.output_dir, read.adapter_settings
+            bench_env.redis, config.exp_name, config.weights, epoch, config.output_dir, read.adapter_settings
         )
         self.records = Records(on_step)
 
@@ -113,7 +113,7 @@ class BenchLearner:
             check()
             return time.monotonic() > ends_at
 
-        buffer = RedisLearnerBuffer(ground.redis, config.exp_name, epoch, order=order)
+        buffer = RedisLearnerBuffer(bench_env.redis, config.exp_name, epoch, order=order)
         components = build_components(
             run,
             trainer=trainer,
@@ -122,7 +122,7 @@ class BenchLearner:
             buffer=buffer,
             checkpoints=CheckpointStore(run.checkpoints, 1),
             sink=self.records,
-            log=RedisEvaluationLog(ground.redis, config.exp_name),
+            log=RedisEvaluationLog(bench_env.redis, config.exp_name),
             reporter=LearnerReporter(self.records, self.records),
             should_stop=should_stop,
         )
@@ -152,14 +152,14 @@ def learner_config(config: RunConfig, *, evaluates: bool = False) -> LearnerRunC
 
 @contextmanager
 def real_trainers(
-    ground: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
+    bench_env: BenchEnvironment, config: RunConfig, show: Callable[[str], None]
 ) -> Iterator[Callable[[RunConfig], Any]]:
     """Warm-start the tiny policy once; yield a factory of real trainers with those weights."""
     torch.set_num_threads(config.actor_train.num_threads)
     torch.manual_seed(config.seed)
     ranks = ranks_of_environment("cpu")
     with process_group(ranks):
-        folder = ground.folder / START
+        folder = bench_env.folder / START
         _warm_start(config, ranks, folder, show)
         yield lambda of: _trainer(of.model_copy(update={"pretrain": str(folder), "warm_start": None}), ranks)
 

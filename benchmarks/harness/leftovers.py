@@ -17,7 +17,7 @@ CLEAN = b"clean"
 
 
 @contextmanager
-def cleaned_up_after(folder: Path) -> Iterator[Path]:
+def clean_up_on_exit(folder: Path) -> Iterator[Path]:
     """Yield `folder`, which has a subfolder per run; remove it, the runs' shared memory and all shared memory whose
     name begins with the folder's when the context or the process ends."""
     with subprocess.Popen(

@@ -27,33 +27,33 @@ def draw(result: Path, picture: Path) -> None:
     Raises:
         ValueError: there is no plot of this benchmark.
     """
-    found = json.loads(result.read_text(encoding="utf-8"))
-    painter = PAINTERS.get(found.get("bench", ""))
+    result_json = json.loads(result.read_text(encoding="utf-8"))
+    painter = PAINTERS.get(result_json.get("bench", ""))
     if painter is None:
         raise ValueError(
-            f"{result}: there are pictures of {', '.join(sorted(PAINTERS))}, not of {found.get('bench')!r}"
+            f"{result}: there are pictures of {', '.join(sorted(PAINTERS))}, not of {result_json.get('bench')!r}"
         )
-    figure = painter(found)
+    figure = painter(result_json)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=120, bbox_inches="tight")
 
 
-def _async(found: dict[str, Any]) -> Figure:
-    parts = found["distributions"]
+def _async(result: dict[str, Any]) -> Figure:
+    parts = result["distributions"]
     figure, axes = _panels(len(parts))
-    for each, ax in zip(parts, axes, strict=True):
-        rows = each["settings"]
+    for part, ax in zip(parts, axes, strict=True):
+        rows = part["settings"]
         names = [f"{row['max_staleness']:g}" for row in rows]
         bars = ax.bar(names, [row["trajectories_per_s"] for row in rows], color=[THEIRS] + [OURS] * (len(rows) - 1))
         ax.bar_label(bars, [f"{row['ratio']:.2f}x" for row in rows])
         ax.margins(y=0.25)
-        ax.axhline(each["ideal"], color=LIMIT, linestyle="--", label="the slower side alone")
-        _label(ax, f"{each['distribution']} latency", "max_staleness", "trajectories/s")
+        ax.axhline(part["ideal"], color=LIMIT, linestyle="--", label="the slower side alone")
+        _label(ax, f"{part['distribution']} latency", "max_staleness", "trajectories/s")
     return figure
 
 
-def _redundancy(found: dict[str, Any]) -> Figure:
-    parts = found["distributions"]
+def _redundancy(result: dict[str, Any]) -> Figure:
+    parts = result["distributions"]
     figure, axes = _panels(len(parts))
     for (name, rows), ax in zip(parts.items(), axes, strict=True):
         labels = [f"{row['groups']}x{row['members']}" for row in rows]
@@ -64,23 +64,23 @@ def _redundancy(found: dict[str, Any]) -> Figure:
     return figure
 
 
-def _scale(found: dict[str, Any]) -> Figure:
+def _scale(result: dict[str, Any]) -> Figure:
     figure, axes = _panels(2)
-    counts = [row["concurrency"] for row in found["settings"]]
+    counts = [row["concurrency"] for row in result["settings"]]
     panels = (("cpu_ms", "CPU ms per trajectory"), ("trajectories_per_s", "trajectories/s"))
     for ax, (name, label) in zip(axes, panels, strict=True):
-        ax.semilogx(counts, [row[name]["median"] for row in found["settings"]], "o-", color=OURS)
+        ax.semilogx(counts, [row[name]["median"] for row in result["settings"]], "o-", color=OURS)
         ax.set_ylim(bottom=0)
         _label(ax, "", "episodes at a time", label)
     return figure
 
 
-def _generation(found: dict[str, Any]) -> Figure:
+def _generation(result: dict[str, Any]) -> Figure:
     figure, (ax,) = _panels(1)
-    counts = [row["concurrency"] for row in found["levels"]]
+    counts = [row["concurrency"] for row in result["levels"]]
     for name, label, color in SIDES:
-        if f"{name}_tokens_per_s" in found["levels"][0]:
-            rates = [row[f"{name}_tokens_per_s"]["median"] for row in found["levels"]]
+        if f"{name}_tokens_per_s" in result["levels"][0]:
+            rates = [row[f"{name}_tokens_per_s"]["median"] for row in result["levels"]]
             ax.loglog(counts, rates, "o-", color=color, label=label)
     _label(ax, "", "requests at a time", "tokens/s")
     return figure

@@ -29,8 +29,8 @@ class Spread:
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
         """Return the spread of at least one value."""
-        seen = sorted(values)
-        return cls(statistics.median(seen), seen[0], seen[-1], len(seen))
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1], len(ordered))
 
 
 def write_json(path: Path, bench: str, options: Mapping[str, Any], result: Mapping[str, Any]) -> None:

@@ -20,12 +20,12 @@ from offbeat.services.generation.config import GenerationConfig
 from offbeat.services.keys import RunKeys
 from offbeat.services.rollout.config import WorkerSettings
 
-LOAD_S = 20.0
+LOAD_TIMEOUT_S = 20.0
 """Timeout for loading a version."""
 LOG = "rollouts.log"
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 """Interval between checks of a replica's version."""
-WATCH_S = 0.1
+SAMPLE_INTERVAL_S = 0.1
 """Interval between samples of running episodes; their cost counts as the worker's."""
 
 
@@ -62,7 +62,7 @@ class RolloutProcess(Child):
     def __init__(self, policy: PolicySpec, model: Path, *, sequence_length: int) -> None:
         super().__init__(_serve, (policy, model, sequence_length), log=model.parent / LOG, goodbye=("end",))
 
-    def play(self, settings: WorkerSettings) -> None:
+    def start_run(self, settings: WorkerSettings) -> None:
         """Start the rollouts of a run."""
         self._ask(("play", settings))
 
@@ -134,26 +134,26 @@ class _Host:
             )
             meter = _Meter(worker)
             tune_garbage_collector(settings.rollout.max_env_num_per_worker)
-            working = self._watched("env worker", worker.run())
-            chores = [self._watched("meter", meter.watch())]
+            working = self._start_task("env worker", worker.run())
+            chores = [self._start_task("meter", meter.watch())]
             if replica is not None:
-                chores.append(self._watched("replica", replica.follow()))
+                chores.append(self._start_task("replica", replica.follow()))
             try:
                 yield meter
             finally:
                 worker.stop()
                 await working
-                await _caught_up(replica, redis, settings.run_id)
+                await _wait_for_newest_version(replica, redis, settings.run_id)
                 for chore in chores:
                     chore.cancel()
                 await asyncio.gather(*chores, return_exceptions=True)
 
-    def _watched(self, what: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    def _start_task(self, name: str, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         """Return a task whose failure is sent to the parent."""
 
         def report(task: "asyncio.Task[Any]") -> None:
             if not task.cancelled() and (error := task.exception()):
-                self._pipe.send(RuntimeError(f"the {what} ended: {type(error).__name__}: {error}"))
+                self._pipe.send(RuntimeError(f"the {name} ended: {type(error).__name__}: {error}"))
 
         task = asyncio.create_task(work)
         task.add_done_callback(report)
@@ -174,15 +174,15 @@ class _Host:
         return ReplicaGeneration(replica), replica
 
 
-async def _caught_up(replica: Any, redis: Any, run_id: str) -> None:
+async def _wait_for_newest_version(replica: Any, redis: Any, run_id: str) -> None:
     """Wait until the replica serves the newest version, so that the next run gets a settled engine."""
     newest = int(await redis.hget(RunKeys(run_id).progress, "version") or 0)
     try:
-        async with asyncio.timeout(LOAD_S):
+        async with asyncio.timeout(LOAD_TIMEOUT_S):
             while replica is not None and replica.status()["version"] < newest:  # noqa: ASYNC110 -- it rings for nobody
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
     except TimeoutError:
-        raise TimeoutError(f"the replica does not serve version {newest} after {LOAD_S:g} s") from None
+        raise TimeoutError(f"the replica does not serve version {newest} after {LOAD_TIMEOUT_S:g} s") from None
 
 
 class _Meter:
@@ -200,7 +200,7 @@ class _Meter:
     async def watch(self) -> None:
         before = time.monotonic()
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
             now = time.monotonic()
             self._episode_s += self._worker.num_playing * (now - before)
             before = now

@@ -35,8 +35,8 @@ class GuestVenv:
     def python_of(self, folder: Path) -> Path | None:
         """Return the interpreter of a venv with these pins, or None."""
         marker, python = folder / self.marker, folder / "bin" / "python"
-        whole = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
-        return python if whole and python.exists() else None
+        complete = marker.is_file() and marker.read_text(encoding="utf-8").split() == list(self.pins)
+        return python if complete and python.exists() else None
 
     def ensure(self, folder: Path) -> Path:
         """Create the venv if absent, which takes minutes; return its interpreter.
@@ -59,17 +59,17 @@ class GuestVenv:
         return folder / "bin" / "python"
 
     def _uv(self) -> str:
-        beside = Path(sys.executable).with_name("uv")
-        found = str(beside) if beside.exists() else shutil.which("uv")
-        if found is None:
+        sibling = Path(sys.executable).with_name("uv")
+        uv = str(sibling) if sibling.exists() else shutil.which("uv")
+        if uv is None:
             raise VenvError(f"{self.title}'s venv is made with uv, which is not there: pip install uv")
-        return found
+        return uv
 
     def _run(self, command: list[str], environment: dict[str, str]) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            what = " ".join(command[:4])
-            raise VenvError(f"{self.title}'s venv can't be made: {what} ...\n{done.stderr.strip()[-2000:]}")
+            summary = " ".join(command[:4])
+            raise VenvError(f"{self.title}'s venv can't be made: {summary} ...\n{done.stderr.strip()[-2000:]}")
 
 
 def _environment() -> dict[str, str]:

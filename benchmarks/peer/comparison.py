@@ -29,11 +29,11 @@ from offbeat.benchmarks.peer.records import SideRun, read_offbeat, read_trl
 from offbeat.benchmarks.peer.settings import (
     SETTINGS,
     PeerSetting,
-    adjusted,
     evaluate_job,
     offbeat_config,
     train_job,
     warm_config,
+    with_overrides,
 )
 from offbeat.benchmarks.peer.venv import TRL_VENV
 from offbeat.deploy.config.run import RunConfig
@@ -49,7 +49,7 @@ class PeerBench:
 
     def __init__(self, options: PeerOptions, say: Callable[[str], None]) -> None:
         self._options = options
-        self._say = say
+        self._log = say
         self._guest = TRL_VENV.python_of(options.venv)
 
     def measure(self, setting: PeerSetting, seed: int, side: str) -> SideRun:
@@ -71,7 +71,7 @@ class PeerBench:
         return offbeat_config(setting, seed, steps, self._policy(setting, seed), output)
 
     def _run(self, setting: PeerSetting, seed: int, side: str, config: RunConfig, folder: Path) -> None:
-        self._say(f"setting {setting.name}, seed {seed}: {side} trains")
+        self._log(f"setting {setting.name}, seed {seed}: {side} trains")
         o = self._options
         if side == OFFBEAT:
             run_offbeat(config, folder, 4 * o.max_seconds)
@@ -91,7 +91,7 @@ class PeerBench:
             return self._options.smollm2.resolve()
         out = (self._options.folder / "policies" / f"seed-{seed}").resolve()
         if not (out / "model.safetensors").exists():
-            self._say(f"seed {seed}: warm start of the policy that both sides begin with")
+            self._log(f"seed {seed}: warm start of the policy that both sides begin with")
             shutil.rmtree(out, ignore_errors=True)
             make_policy(warm_config(setting, seed, out.with_name(f"warm-{seed}")), out, self._options.max_seconds)
         return out
@@ -99,32 +99,32 @@ class PeerBench:
     def _rated(self, setting: PeerSetting, config: RunConfig, run: SideRun, folder: Path, who: str) -> SideRun:
         if not setting.eval_tasks or not run.snapshots:
             return run
-        kept = folder / SUCCESSES
-        if not kept.exists():
-            self._say(f"{who}: evaluating {len(run.snapshots)} snapshots")
-            folders = [each.folder for each in run.snapshots]
+        successes_file = folder / SUCCESSES
+        if not successes_file.exists():
+            self._log(f"{who}: evaluating {len(run.snapshots)} snapshots")
+            folders = [snapshot.folder for snapshot in run.snapshots]
             job = evaluate_job(setting, config, folders, folder / "evaluated.json", threads=self._options.threads)
-            kept.write_text(json.dumps(evaluate(self._python(), job, folder, self._options.max_seconds)))
-        return run.rated(json.loads(kept.read_text(encoding="utf-8")))
+            successes_file.write_text(json.dumps(evaluate(self._python(), job, folder, self._options.max_seconds)))
+        return run.with_successes(json.loads(successes_file.read_text(encoding="utf-8")))
 
     def _python(self) -> Path:
         if self._guest is None:
-            self._say(f"making TRL's venv in {self._options.venv} (minutes, once)")
+            self._log(f"making TRL's venv in {self._options.venv} (minutes, once)")
             self._guest = TRL_VENV.ensure(self._options.venv)
         return self._guest
 
 
 def run(options: PeerOptions) -> dict[str, Any]:
     """Measure, print, plot and return the JSON."""
-    settings = [adjusted(SETTINGS[name], options.overrides) for name in options.settings]
+    settings = [with_overrides(SETTINGS[name], options.overrides) for name in options.settings]
     with console().status("starting") as status:
         bench = PeerBench(options, status.update)
-        found = [_setting(bench, options, setting) for setting in settings]
-    for each in found:
-        _show(each)
+        results = [_setting(bench, options, setting) for setting in settings]
+    for result in results:
+        _show(result)
     if options.plot is not None:
-        draw(options.plot, found)
-    return {"settings": found}
+        draw(options.plot, results)
+    return {"settings": results}
 
 
 def _setting(bench: PeerBench, options: PeerOptions, setting: PeerSetting) -> dict[str, Any]:
@@ -156,29 +156,29 @@ def compare(runs: dict[str, dict[int, SideRun]], batch: int) -> dict[str, Any]:
 
 def common_target(runs: Sequence[SideRun]) -> float | None:
     """Return the highest of `TARGETS` that every run reaches."""
-    return next((t for t in TARGETS if runs and all(each.seconds_to(t) is not None for each in runs)), None)
+    return next((t for t in TARGETS if runs and all(run.seconds_to(t) is not None for run in runs)), None)
 
 
 def _side(by_seed: dict[int, SideRun], batch: int, targets: dict[int, float | None]) -> dict[str, Any]:
     return {
-        "trajectories_per_s": statistics.median(each.rate(batch) for each in by_seed.values()),
-        "step_s": statistics.median(each.step_s() for each in by_seed.values()),
-        "step_cpu_s": _median(each.step_cpu_s() for each in by_seed.values()),
-        "startup_s": statistics.median(each.startup_s for each in by_seed.values()),
+        "trajectories_per_s": statistics.median(run.rate(batch) for run in by_seed.values()),
+        "step_s": statistics.median(run.step_s() for run in by_seed.values()),
+        "step_cpu_s": _median(run.step_cpu_s() for run in by_seed.values()),
+        "startup_s": statistics.median(run.startup_s for run in by_seed.values()),
         "runs": [
             {
                 "seed": seed,
-                "trajectories_per_s": each.rate(batch),
-                "step_s": each.step_s(),
-                "step_cpu_s": each.step_cpu_s(),
-                "step_cpu_s_by_kind": each.step_cpu_s_by_kind(),
-                "startup_s": each.startup_s,
+                "trajectories_per_s": run.rate(batch),
+                "step_s": run.step_s(),
+                "step_cpu_s": run.step_cpu_s(),
+                "step_cpu_s_by_kind": run.step_cpu_s_by_kind(),
+                "startup_s": run.startup_s,
                 "target_success": targets[seed],
-                "seconds_to_target": _seconds_to(each, targets[seed]),
-                "steps": [asdict(step) for step in each.steps],
-                "curve": [{"step": s.step, "seconds": s.seconds, "success": s.success} for s in each.snapshots],
+                "seconds_to_target": _seconds_to(run, targets[seed]),
+                "steps": [asdict(step) for step in run.steps],
+                "curve": [{"step": s.step, "seconds": s.seconds, "success": s.success} for s in run.snapshots],
             }
-            for seed, each in by_seed.items()
+            for seed, run in by_seed.items()
         ],
     }
 
@@ -192,7 +192,7 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(result: dict[str, Any]) -> None:
     rows = [
         [
             side,
@@ -203,15 +203,15 @@ def _show(found: dict[str, Any]) -> None:
             _reached(run),
             _final(run),
         ]
-        for side, of in found["sides"].items()
-        for run in of["runs"]
+        for side, summary in result["sides"].items()
+        for run in summary["runs"]
     ]
     rows += [
-        [side, "median", of["trajectories_per_s"], of["step_s"], of["step_cpu_s"], None, None]
-        for side, of in found["sides"].items()
+        [side, "median", summary["trajectories_per_s"], summary["step_s"], summary["step_cpu_s"], None, None]
+        for side, summary in result["sides"].items()
     ]
-    if "rate_ratio" in found:
-        rows.append(["offbeat / trl", "", found["rate_ratio"], None, None, found.get("speedup_to_target"), None])
+    if "rate_ratio" in result:
+        rows.append(["offbeat / trl", "", result["rate_ratio"], None, None, result.get("speedup_to_target"), None])
     columns = (
         "side",
         "seed",
@@ -221,9 +221,9 @@ def _show(found: dict[str, Any]) -> None:
         "s to the same success",
         "success at the end",
     )
-    show(f"({found['setting']}) {found['title']}", columns, rows)
-    for side, of in found["sides"].items():
-        for run in of["runs"]:
+    show(f"({result['setting']}) {result['title']}", columns, rows)
+    for side, summary in result["sides"].items():
+        for run in summary["runs"]:
             spent = ", ".join(
                 f"{kind} {seconds:.2f}" for kind, seconds in run["step_cpu_s_by_kind"].items() if seconds >= 0.01
             )

@@ -12,7 +12,11 @@ def draw(path: Path, settings: Sequence[dict[str, Any]]) -> None:
     """Write a PNG; settings: results of `compare` with `setting` and `title`. Settings without evaluations are skipped."""
     from matplotlib.figure import Figure
 
-    shown = [each for each in settings if any(run["curve"] for of in each["sides"].values() for run in of["runs"])]
+    shown = [
+        setting
+        for setting in settings
+        if any(run["curve"] for side in setting["sides"].values() for run in side["runs"])
+    ]
     if not shown:
         return
     figure = Figure(figsize=(5.5 * len(shown), 4.2), dpi=120, layout="constrained")

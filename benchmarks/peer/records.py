@@ -12,7 +12,7 @@ import numpy as np
 
 from offbeat.benchmarks.peer.cpu_meter import CPU
 
-FIRST_STEPS = 5
+WARM_UP_STEPS = 5
 """Warm-up steps, left out of the rates."""
 REPORT_S = 1.0
 """Largest delay with which a replica reports its first weights."""
@@ -55,20 +55,20 @@ class SideRun:
     cpu_by_kind: dict[str, tuple[float, ...]] = field(default_factory=dict[str, tuple[float, ...]])
     """By kind of process, at the times of `cpu`."""
 
-    def rated(self, successes: Sequence[float]) -> "SideRun":
+    def with_successes(self, successes: Sequence[float]) -> "SideRun":
         """Return the run with its snapshots' successes, in their order."""
         pairs = zip(self.snapshots, successes, strict=True)
-        return replace(self, snapshots=tuple(replace(each, success=success) for each, success in pairs))
+        return replace(self, snapshots=tuple(replace(snapshot, success=success) for snapshot, success in pairs))
 
     def rate(self, batch: int) -> float:
         """Trained trajectories/s, without the warm-up."""
-        first = self.steps[min(FIRST_STEPS, len(self.steps) - 2)]
+        first = self.steps[min(WARM_UP_STEPS, len(self.steps) - 2)]
         last = self.steps[-1]
         return batch * (last.step - first.step) / (last.seconds - first.seconds)
 
     def step_s(self) -> float:
         """Median seconds of a step."""
-        later = self.steps[min(FIRST_STEPS, len(self.steps) - 2) :]
+        later = self.steps[min(WARM_UP_STEPS, len(self.steps) - 2) :]
         return statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(later))
 
     def step_cpu_s(self) -> float | None:
@@ -77,11 +77,11 @@ class SideRun:
 
     def step_cpu_s_by_kind(self) -> dict[str, float]:
         """Return the same by kind of process, the largest first; kinds below a millisecond are left out."""
-        found = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
-        return {kind: spent for kind, spent in sorted(found.items(), key=lambda each: -each[1]) if spent >= 0.001}
+        used_s = {kind: self._per_step(used) or 0.0 for kind, used in self.cpu_by_kind.items()}
+        return {kind: spent for kind, spent in sorted(used_s.items(), key=lambda item: -item[1]) if spent >= 0.001}
 
     def _per_step(self, used: Sequence[float]) -> float | None:
-        first, last = self.steps[min(FIRST_STEPS, len(self.steps) - 2)], self.steps[-1]
+        first, last = self.steps[min(WARM_UP_STEPS, len(self.steps) - 2)], self.steps[-1]
         if len(used) < 2:
             return None
         began, ended = np.interp([first.time, last.time], [time for time, _ in self.cpu], used)
@@ -89,16 +89,16 @@ class SideRun:
 
     def seconds_to(self, target: float) -> float | None:
         """Return the time at which held-out success reached `target`, interpolated between snapshots; None: never."""
-        rated = [each for each in self.snapshots if each.success is not None]
+        rated = [snapshot for snapshot in self.snapshots if snapshot.success is not None]
         before: PolicySnapshot | None = None
-        for each in rated:
-            assert each.success is not None
-            if each.success >= target:
+        for snapshot in rated:
+            assert snapshot.success is not None
+            if snapshot.success >= target:
                 if before is None or before.success is None:
-                    return each.seconds
-                share = (target - before.success) / (each.success - before.success)
-                return before.seconds + share * (each.seconds - before.seconds)
-            before = each
+                    return snapshot.seconds
+                share = (target - before.success) / (snapshot.success - before.success)
+                return before.seconds + share * (snapshot.seconds - before.seconds)
+            before = snapshot
         return None
 
 
@@ -106,7 +106,7 @@ def read_trl(folder: Path) -> SideRun:
     """Read the files of `trl_worker.train`."""
     records = _lines(folder / "steps.jsonl")
     steps = tuple(PeerStep(r["step"], r["seconds"], r["success"], r["time"]) for r in records if "step" in r)
-    seconds = {0: 0.0} | {each.step: each.seconds for each in steps}
+    seconds = {0: 0.0} | {step.step: step.seconds for step in steps}
     return SideRun(records[0]["startup_s"], steps, _snapshots(folder / "snapshots", seconds), *_cpu(folder))
 
 
@@ -118,15 +118,15 @@ def read_offbeat(folder: Path, start: Path) -> SideRun:
     zero = served - REPORT_S
     learner = [r for r in records if r["source"] == "learner" and r["step"] is not None]
     steps = tuple(PeerStep(r["step"], r["time"] - zero, r["values"]["success"], r["time"]) for r in learner)
-    seconds = {each.step: each.seconds for each in steps}
+    seconds = {step.step: step.seconds for step in steps}
     snapshots = (PolicySnapshot(0, 0.0, start), *_snapshots(folder / "checkpoints", seconds))
     return SideRun(zero - began, steps, snapshots, *_cpu(folder.parent))
 
 
 def _snapshots(folder: Path, seconds: dict[int, float]) -> tuple[PolicySnapshot, ...]:
     """Return the `step-*` folders of steps with a known time."""
-    found = [(int(each.name.removeprefix("step-")), each) for each in sorted(folder.glob("step-*"))]
-    return tuple(PolicySnapshot(step, seconds[step], each) for step, each in found if step in seconds)
+    folders = [(int(path.name.removeprefix("step-")), path) for path in sorted(folder.glob("step-*"))]
+    return tuple(PolicySnapshot(step, seconds[step], path) for step, path in folders if step in seconds)
 
 
 def _cpu(folder: Path) -> tuple[tuple[tuple[float, float], ...], dict[str, tuple[float, ...]]]:

@@ -66,7 +66,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def adjusted(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
+def with_overrides(setting: PeerSetting, overrides: Sequence[str]) -> PeerSetting:
     """Return the setting with `key=value` overrides; keys without a counterpart in TRL apply to Offbeat alone."""
     return replace(setting, overrides=(*setting.overrides, *overrides))
 

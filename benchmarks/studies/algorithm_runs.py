@@ -28,16 +28,16 @@ from offbeat.trainer.learner.evaluations import RECORDED, Evaluation, RedisEvalu
 from offbeat.trainer.run import LearnerRun
 from offbeat.trainer.training.policy_trainer import PolicyTrainer
 
-BEFORE = "before.json"
+BEFORE_FILE = "before.json"
 """Success of the initial weights, measured by the first run."""
 SAMPLINGS = ("sampled", "greedy")
 
 
-class Field:
+class SharedEngine:
     """One engine, one Redis and one env worker's process."""
 
     def __init__(self, base: BenchEnvironment, rollouts: RolloutProcess, ranks: Ranks, policy: Path) -> None:
-        self._ground = base
+        self._bench_env = base
         self._rollouts = rollouts
         self._ranks = ranks
         self._policy = policy
@@ -47,9 +47,9 @@ class Field:
         config = load_run(file, overrides).model_copy(update={"output_dir": folder})
         began, load = time.monotonic(), _load()
         torch.manual_seed(config.seed)
-        epoch = self._ground.prepare(config)
+        epoch = self._bench_env.prepare(config)
         learner = self._learner(config, epoch, began + timeout_s)
-        self._rollouts.play(self._ground.worker_settings(config))
+        self._rollouts.start_run(self._bench_env.worker_settings(config))
         try:
             steps = learner.run()
         finally:
@@ -60,43 +60,43 @@ class Field:
         (folder / "steps.jsonl").write_text("".join(json.dumps(_plain(record)) + "\n" for record in steps))
         if not any(record.labels.get("when") == "after" for record in learner.records.evaluations):
             raise TimeoutError(f"not over after {timeout_s:g} s: {len(steps)} of {config.max_steps} steps")
-        found = {
+        result = {
             "steps": len(steps),
             "eval_episodes": config.final_val_batch_size,
-            **summed_up([_plain(record) for record in steps]),
+            **summarize_steps([_plain(record) for record in steps]),
         }
-        found |= self._before() | _successes(learner.records.evaluations, "after")
-        return found | {"wall_s": time.monotonic() - began, "load": [load, _load()]}
+        result |= self._before() | _successes(learner.records.evaluations, "after")
+        return result | {"wall_s": time.monotonic() - began, "load": [load, _load()]}
 
     def _learner(self, config: RunConfig, epoch: int, ends_at: float) -> BenchLearner:
         read = learner_config(config, evaluates=True)
         trainer = PolicyTrainer(LearnerRun(config.exp_name, config.exp_name, config.output_dir, read), self._ranks)
         trainer.begin(lambda *_: None, lambda: False)
-        if (self._policy / BEFORE).exists():
-            log = RedisEvaluationLog(self._ground.redis, config.exp_name)
+        if (self._policy / BEFORE_FILE).exists():
+            log = RedisEvaluationLog(self._bench_env.redis, config.exp_name)
             for sampling in SAMPLINGS:
                 log.put(Evaluation("before", sampling, 0, 0).eval_id, RECORDED)
 
         learner = BenchLearner(
-            self._ground, config, epoch, trainer, lambda _: None, check=self._rollouts.check, evaluates=True,
+            self._bench_env, config, epoch, trainer, lambda _: None, check=self._rollouts.check, evaluates=True,
             order=config.buffer.order, ends_at=ends_at,
         )  # fmt: skip
         self._evaluations = learner.records.evaluations
         return learner
 
     def _before(self) -> dict[str, float]:
-        kept = self._policy / BEFORE
-        if not kept.exists():
-            kept.write_text(json.dumps(_successes(self._evaluations, "before")))
-        return json.loads(kept.read_text())
+        path = self._policy / BEFORE_FILE
+        if not path.exists():
+            path.write_text(json.dumps(_successes(self._evaluations, "before")))
+        return json.loads(path.read_text())
 
 
-def summed_up(values: list[dict[str, float]]) -> dict[str, float]:
+def summarize_steps(values: list[dict[str, float]]) -> dict[str, float]:
     """Return means over the steps that trained the policy."""
     trained = [step for step in values if "actor/mismatch_kl" in step]
     names = {"lag": "staleness", "mismatch_kl": "actor/mismatch_kl", "ess": "actor/ess"}
-    found = {key: mean(step[name] for step in trained if name in step) for key, name in names.items()}
-    return found | {"lag_max": max(step["staleness_max"] for step in values)}
+    means = {key: mean(step[name] for step in trained if name in step) for key, name in names.items()}
+    return means | {"lag_max": max(step["staleness_max"] for step in values)}
 
 
 def _plain(record: MetricRecord) -> dict[str, float]:
@@ -104,10 +104,10 @@ def _plain(record: MetricRecord) -> dict[str, float]:
 
 
 def _successes(records: list[MetricRecord], when: str) -> dict[str, float]:
-    found = {
+    successes = {
         record.labels["sampling"]: record.values["success"].value for record in records if record.labels["when"] == when
     }
-    return {f"success_{when}": found["sampled"], f"greedy_{when}": found["greedy"]}
+    return {f"success_{when}": successes["sampled"], f"greedy_{when}": successes["greedy"]}
 
 
 def _load() -> float:
@@ -115,7 +115,7 @@ def _load() -> float:
 
 
 @contextmanager
-def field(file: Path, overrides: list[str], policy: Path) -> Iterator[Field]:
+def shared_engine(file: Path, overrides: list[str], policy: Path) -> Iterator[SharedEngine]:
     """Yield an engine of `file` with `overrides` that serves `policy`."""
     config = load_run(file, overrides)
     torch.set_num_threads(config.actor_train.num_threads)
@@ -126,4 +126,4 @@ def field(file: Path, overrides: list[str], policy: Path) -> Iterator[Field]:
         RolloutProcess(spec, policy, sequence_length=config.sequence_length) as rollouts,
         process_group(ranks),
     ):
-        yield Field(base, rollouts, ranks, policy)
+        yield SharedEngine(base, rollouts, ranks, policy)

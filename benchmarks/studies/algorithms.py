@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.benchmarks.peer.processes import make_policy
-from offbeat.benchmarks.studies.algorithm_runs import field, summed_up
+from offbeat.benchmarks.studies.algorithm_runs import shared_engine, summarize_steps
 from offbeat.deploy.config.loader import load_run
 from offbeat.services.errors import MeshError
 
@@ -90,10 +90,11 @@ class StudyRun:
         """Overrides of `config`."""
         return [
             f"output_dir={folder}", f"exp_name={self.label.replace('_', '-')}", f"pretrain={policy}", "warm_start=null",
-            f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0", *self._own(),
+            f"seed={self.seed}", f"max_steps={self.steps}", "final_val_batch_size=128", "eval_steps=0",
+            *self._own_overrides(),
         ]  # fmt: skip
 
-    def _own(self) -> list[str]:
+    def _own_overrides(self) -> list[str]:
         """A bound of 16 needs enough running groups; ten steps of the critic alone would leave five to the policy."""
         if self.staleness is None:
             return ["critic_warmup=4"] if self.name in ("ppo", "ppo_value_head") else []
@@ -118,8 +119,8 @@ def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict
     """Run `offbeat train` and return its result."""
     command = [str(Path(sys.executable).with_name("offbeat")), "train", str(run.config), *run.overrides(folder, policy)]
     folder.mkdir(parents=True, exist_ok=True)
-    load, said = os.getloadavg()[0], folder / "said.log"
-    with said.open("w") as log:
+    load, log_path = os.getloadavg()[0], folder / "said.log"
+    with log_path.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             process.wait(timeout_s)
@@ -129,36 +130,36 @@ def on_mesh(run: StudyRun, folder: Path, policy: Path, timeout_s: float) -> dict
             raise TimeoutError(f"not over after {timeout_s:g} s") from None
     report = folder / "report.json"
     if not report.is_file():
-        raise RuntimeError((said.read_text().strip().splitlines() or ["silent"])[-1])
-    found = json.loads(report.read_text())
-    kept = ("steps", "success_before", "success_after", "greedy_before", "greedy_after", "eval_episodes", "wall_s")
+        raise RuntimeError((log_path.read_text().strip().splitlines() or ["silent"])[-1])
+    report_json = json.loads(report.read_text())
+    fields = ("steps", "success_before", "success_after", "greedy_before", "greedy_after", "eval_episodes", "wall_s")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record["values"] for record in records if record["source"] == "learner" and "reward" in record["values"]]
-    return {key: found[key] for key in kept} | summed_up(steps) | {"load": [load, os.getloadavg()[0]]}
+    return {key: report_json[key] for key in fields} | summarize_steps(steps) | {"load": [load, os.getloadavg()[0]]}
 
 
 def measure(run: StudyRun, folder: Path, play: Play) -> dict[str, Any]:
     """Return a run's row: its result or its error."""
     row = {"name": run.name, "seed": run.seed, "staleness": run.staleness}
-    kept = folder / RESULT
-    if kept.is_file():
-        return row | json.loads(kept.read_text())
+    result_path = folder / RESULT
+    if result_path.is_file():
+        return row | json.loads(result_path.read_text())
     try:
-        found = play(run, folder)
+        result = play(run, folder)
     except (MeshError, RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    kept.write_text(json.dumps(found) + "\n")
-    return row | found
+    result_path.write_text(json.dumps(result) + "\n")
+    return row | result
 
 
 @contextmanager
-def player(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
+def study_runner(out: Path, seed: int, *, mesh: bool, needed: bool, timeout_s: float) -> Iterator[Play]:
     """Yield the function that runs a seed's studies; needed: True if any is left."""
     policy = start(out, seed, timeout_s)
     if mesh or not needed:
         yield lambda run, folder: on_mesh(run, folder, policy, timeout_s)
         return
-    with field(QUICKSTART, [f"seed={seed}", f"pretrain={policy}", "warm_start=null"], policy) as ready:
+    with shared_engine(QUICKSTART, [f"seed={seed}", f"pretrain={policy}", "warm_start=null"], policy) as ready:
         yield lambda run, folder: ready.run(run.config, run.overrides(folder, policy), folder, timeout_s)
 
 
@@ -212,7 +213,7 @@ def main() -> None:
         runs = [StudyRun(name, seed, bound, args.steps) for name in names for bound in bounds]
         folders = {run: out / f"{run.label}{suffix}" for run in runs}
         needed = not all((folder / RESULT).is_file() for folder in folders.values())
-        with player(out, seed, mesh=args.mesh, needed=needed, timeout_s=args.timeout) as play:
+        with study_runner(out, seed, mesh=args.mesh, needed=needed, timeout_s=args.timeout) as play:
             for run, folder in folders.items():
                 rows.append(measure(run, folder, play))
                 print(f"{len(rows)}/{len(runs) * len(seeds)} {run.label}: {rows[-1]}", flush=True)  # noqa: T201

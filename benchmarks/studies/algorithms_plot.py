@@ -66,8 +66,8 @@ def staleness(axes: Axes, rows: list[Row]) -> None:
 
 def draw(folder: Path, picture: Path) -> None:
     """Plot the panels that have data."""
-    found = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
-    panels = [(paint, rows) for paint, rows in found if rows]
+    plots = [(algorithms, load(folder, "algorithms")), (staleness, load(folder, "staleness"))]
+    panels = [(paint, rows) for paint, rows in plots if rows]
     if not panels:
         raise SystemExit(f"{folder}: no results-algorithms.json or results-staleness.json with a run that ended")
     figure = Figure(figsize=(6 * len(panels), 5.5), layout="constrained")

@@ -15,7 +15,7 @@ from rich.table import Table
 from offbeat.benchmarks.harness.slow_lake import Latency
 
 UNBOUNDED = 1e6
-FIRST_STEPS = 5
+WARM_UP_STEPS = 5
 """Warm-up steps."""
 
 
@@ -31,7 +31,12 @@ def rate(bound: float, options: argparse.Namespace, distribution: str, seed: int
         return sum(latency.draw(rng) + options.answer for _ in range(turns))
 
     ends = published_at(bound, options, lambda: max(episode_s() for _ in range(options.group_size)))
-    return options.groups_per_step * options.group_size * (len(ends) - FIRST_STEPS) / (ends[-1] - ends[FIRST_STEPS - 1])
+    return (
+        options.groups_per_step
+        * options.group_size
+        * (len(ends) - WARM_UP_STEPS)
+        / (ends[-1] - ends[WARM_UP_STEPS - 1])
+    )
 
 
 def published_at(bound: float, options: argparse.Namespace, group_s: Callable[[], float]) -> list[float]:
@@ -72,9 +77,9 @@ def main() -> None:
         bounds = (0.0, 0.5, 1.0, 2.0, 4.0, UNBOUNDED)
         rates = [float(np.mean([rate(bound, options, distribution, seed) for seed in range(5)])) for bound in bounds]
         table = Table("max_staleness", "trajectories/s", "ratio", "of unbounded", title=distribution)
-        for bound, found in zip(bounds, rates, strict=True):
+        for bound, throughput in zip(bounds, rates, strict=True):
             name = "none" if bound == UNBOUNDED else f"{bound:g}"
-            table.add_row(name, f"{found:.1f}", f"{found / rates[0]:.2f}x", f"{found / rates[-1]:.2f}")
+            table.add_row(name, f"{throughput:.1f}", f"{throughput / rates[0]:.2f}x", f"{throughput / rates[-1]:.2f}")
         Console().print(table)
 
 

@@ -83,9 +83,14 @@ def show(options: argparse.Namespace, step_s: float, times: dict[str, list[LoadT
     table = Table(
         "loading", "pause, ms (median)", "longest", "loading, ms", "engine step, ms", "pause in steps", title=title
     )
-    for kind, found in times.items():
-        pauses = [each.pause_s for each in found]
-        cells = (1e3 * median(pauses), 1e3 * max(pauses), 1e3 * median([each.load_s for each in found]), 1e3 * step_s)
+    for kind, updates in times.items():
+        pauses = [update.pause_s for update in updates]
+        cells = (
+            1e3 * median(pauses),
+            1e3 * max(pauses),
+            1e3 * median([update.load_s for update in updates]),
+            1e3 * step_s,
+        )
         table.add_row(kind, *(f"{cell:.1f}" for cell in cells), f"{median(pauses) / step_s:.1f}")
     Console().print(table)
 

@@ -12,7 +12,7 @@ from offbeat.benchmarks.harness.learner import TimedTrainer
 class Ended:
     """Rollouts whose process has ended once they were to play."""
 
-    def play(self, settings: Any) -> None:
+    def start_run(self, settings: Any) -> None:
         self.settings = settings
 
     def check(self) -> None:

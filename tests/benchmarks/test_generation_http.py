@@ -20,10 +20,10 @@ class Answering:
     """A `GenerationClient` that says one word until the end."""
 
     def __init__(self) -> None:
-        self.seen: list[GenerateRequest] = []
+        self.requests: list[GenerateRequest] = []
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
-        self.seen += requests
+        self.requests += requests
         for request in requests:
             most = request.sampling.max_new_tokens
             spans = (VersionSpan(0, most, 0),)
@@ -53,9 +53,9 @@ async def test_agents_get_every_token_that_they_ask_for_over_http(tmp_path: Path
     write_tiny_policy(tmp_path, TinyPolicyConfig(), WORDS)
     host.serve(client)
     load = await Agents(cast(Any, Beside(host)), 16, tokens=7).measure(3, 12)
-    assert len(client.seen) == 12
-    assert {request.sampling.max_new_tokens for request in client.seen} == {7}
-    assert len({request.prompt for request in client.seen}) == 12, "no prompt is sent twice"
+    assert len(client.requests) == 12
+    assert {request.sampling.max_new_tokens for request in client.requests} == {7}
+    assert len({request.prompt for request in client.requests}) == 12, "no prompt is sent twice"
     assert load.tokens_per_s > 0
     assert 0 < load.p50_s <= load.p99_s
     host.end()

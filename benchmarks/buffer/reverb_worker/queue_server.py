@@ -1,7 +1,7 @@
 """`python queue_server.py`, in Reverb's venv: a server as in Reverb's examples, with a queue that yields each item once.
 
-A load is a line of JSON (lengths of blobs) and the blobs, padded to one length because a column of Reverb has one shape. The
-reply is a line of JSON.
+A load is a line of JSON (lengths of blobs) and the blobs, padded to one length because a column of Reverb has one shape.
+The reply is a line of JSON.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -24,12 +24,12 @@ def main() -> None:
     while line := sys.stdin.buffer.readline():
         lengths = json.loads(line)
         width = max(map(max, lengths))
-        groups = [[padded(sys.stdin.buffer.read(n), width) for n in row] for row in lengths]
+        groups = [[pad_blob(sys.stdin.buffer.read(n), width) for n in row] for row in lengths]
         answer(round_of(client, groups))
     server.stop()
 
 
-def padded(blob: bytes, width: int) -> np.ndarray:
+def pad_blob(blob: bytes, width: int) -> np.ndarray:
     return np.frombuffer(blob.ljust(width, b"\0"), np.uint8)
 
 
@@ -45,13 +45,13 @@ def round_of(client: reverb.Client, groups: list[list[np.ndarray]]) -> dict[str,
             writer.flush()
     into = time.perf_counter() - start
     start = time.perf_counter()
-    found = sum(1 for sample in client.sample(TABLE, num_samples=count) if sample[0].data[0].nbytes)
+    num_trajectories = sum(1 for sample in client.sample(TABLE, num_samples=count) if sample[0].data[0].nbytes)
     out = time.perf_counter() - start
-    return {"into_s": into, "out_s": out, "trajectories": found}
+    return {"into_s": into, "out_s": out, "trajectories": num_trajectories}
 
 
-def answer(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
+def answer(reply: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
 
 

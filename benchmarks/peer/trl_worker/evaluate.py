@@ -20,7 +20,7 @@ def success(job: EvaluateJob, tokenizer: Any, folder: str) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job.dtype)).eval()
     player = EpisodeRunner(model, Chat(tokenizer, job.play.system_prompt), job.play, job.batch)
     parts = [job.task_seeds[i : i + job.batch] for i in range(0, len(job.task_seeds), job.batch)]
-    successes = [episode.success for part in parts for episode in player.play(part)]
+    successes = [episode.success for part in parts for episode in player.run_episodes(part)]
     return sum(successes) / len(successes)
 
 
@@ -29,8 +29,8 @@ def main() -> None:
     assert isinstance(job, EvaluateJob)
     torch.set_num_threads(job.threads)
     tokenizer = AutoTokenizer.from_pretrained(job.policy)
-    found = [success(job, tokenizer, folder) for folder in job.folders]
-    Path(job.output).write_text(json.dumps(found), encoding="utf-8")
+    successes = [success(job, tokenizer, folder) for folder in job.folders]
+    Path(job.output).write_text(json.dumps(successes), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ class _Fed:
         first, n = slots[0], len(slots)
         self.start = starts[0]
         together = list(slots) == list(range(first, first + n))
-        self.whole = slice(first, first + n) if together and len(set(starts)) == len(set(counts)) == 1 else None
+        self.contiguous = slice(first, first + n) if together and len(set(starts)) == len(set(counts)) == 1 else None
         self.slots = torch.tensor(slots)
         offset = torch.arange(self.width) - (self.width - torch.tensor(counts)).unsqueeze(1)
         # [n, width]; chunks are padded on the left, so that the last column is real everywhere
         self.positions = (torch.tensor(starts).unsqueeze(1) + offset).clamp(min=0)
-        if self.whole is None:
+        if self.contiguous is None:
             self.row, self.column = torch.nonzero(offset >= 0, as_tuple=True)
             self.to_slot, self.to_position = self.slots[self.row], self.positions[self.row, self.column]
 
@@ -56,13 +56,13 @@ class _StoreLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        return self._put(self.keys, key_states), self._put(self.values, value_states)
+        return self._append(self.keys, key_states), self._append(self.values, value_states)
 
-    def _put(self, store: Tensor, new: Tensor) -> Tensor:
+    def _append(self, store: Tensor, new: Tensor) -> Tensor:
         fed = self.fed
-        if fed.whole is not None:
-            store[fed.whole, :, fed.start : fed.total] = new
-            return store[fed.whole, :, : fed.total]
+        if fed.contiguous is not None:
+            store[fed.contiguous, :, fed.start : fed.total] = new
+            return store[fed.contiguous, :, : fed.total]
         store[fed.to_slot, :, fed.to_position] = new[fed.row, :, fed.column]
         return store[:, :, : fed.total].index_select(0, fed.slots)
 
@@ -92,7 +92,7 @@ class Store:
         for layer in self._layers:
             layer.fed = fed
         ids = torch.tensor([[0] * (fed.width - len(chunk)) + list(chunk) for chunk in chunks])
-        said = self.model(
+        output = self.model(
             input_ids=ids,
             attention_mask=fed.mask,
             position_ids=fed.positions,
@@ -102,15 +102,15 @@ class Store:
         )
         for slot, chunk in zip(slots, chunks, strict=True):
             self.lengths[slot] += len(chunk)
-        return said.logits[:, -1].float()
+        return output.logits[:, -1].float()
 
     def copy(self, source: int, targets: Sequence[int]) -> None:
         """Copy the cache of `source` to `targets`."""
         length = self.lengths[source]
         for layer in self._layers:
-            for kept in (layer.keys, layer.values):
-                assert kept is not None
-                kept[list(targets), :, :length] = kept[source, :, :length].clone()
+            for cache in (layer.keys, layer.values):
+                assert cache is not None
+                cache[list(targets), :, :length] = cache[source, :, :length].clone()
         for target in targets:
             self.lengths[target] = length
 

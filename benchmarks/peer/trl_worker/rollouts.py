@@ -39,13 +39,13 @@ class SlotEpisode:
     reward: float = 0.0
     success: bool = False
 
-    def hear(self, ids: Sequence[int]) -> None:
+    def append_env_tokens(self, ids: Sequence[int]) -> None:
         """Append tokens of the env."""
         self.completion += ids
         self.sampled += [0] * len(ids)
         self.unread += ids
 
-    def say(self, token: int) -> None:
+    def append_sampled(self, token: int) -> None:
         """Append a sampled token."""
         self.completion.append(token)
         self.sampled.append(1)
@@ -71,11 +71,11 @@ class EpisodeRunner:
         return self._message(self._envs[0].reset(seed=task_seed)[0], 0)
 
     def _message(self, observation: str, turns: int) -> str:
-        left = self._play.max_turns - turns
-        return fill_template(self._play.agent_template, observation=observation, step=turns + 1, actions_left=left)
+        remaining = self._play.max_turns - turns
+        return fill_template(self._play.agent_template, observation=observation, step=turns + 1, actions_left=remaining)
 
     @torch.inference_mode()
-    def play(self, task_seeds: Sequence[int], group_size: int = 1) -> list[SlotEpisode]:
+    def run_episodes(self, task_seeds: Sequence[int], group_size: int = 1) -> list[SlotEpisode]:
         """Run `group_size` episodes of each task to their ends; siblings are adjacent, in the order of the tasks."""
         episodes = [SlotEpisode(slot, self._envs[slot]) for slot in range(len(task_seeds) * group_size)]
         self._live = list(episodes)
@@ -93,17 +93,17 @@ class EpisodeRunner:
         for number, episode in enumerate(episodes):
             observation, _ = episode.env.reset(seed=task_seeds[number // group_size])
             episode.prompt = self._chat.first_prompt(self._message(observation, 0))
-        logits = self._store.feed([each.slot for each in leaders], [each.prompt for each in leaders])
+        logits = self._store.feed([episode.slot for episode in leaders], [episode.prompt for episode in leaders])
         if group_size > 1:
             for leader in leaders:
                 self._store.copy(leader.slot, range(leader.slot + 1, leader.slot + group_size))
         return logits.repeat_interleave(group_size, 0)
 
     def _read(self, ready: Sequence[SlotEpisode]) -> Tensor:
-        chunks = [each.unread for each in ready]
-        logits = self._store.feed([each.slot for each in ready], chunks)
-        for each in ready:
-            each.unread = []
+        chunks = [episode.unread for episode in ready]
+        logits = self._store.feed([episode.slot for episode in ready], chunks)
+        for episode in ready:
+            episode.unread = []
         return logits
 
     def _answer(self, ready: list[SlotEpisode], logits: Tensor) -> None:
@@ -113,8 +113,8 @@ class EpisodeRunner:
             if place:
                 logits = self._read(speaking)
             for episode, token in zip(speaking, _sample(logits), strict=True):
-                episode.say(token)
-            speaking = [each for each in speaking if each.answer[-1] not in self._chat.stop_ids]
+                episode.append_sampled(token)
+            speaking = [episode for episode in speaking if episode.answer[-1] not in self._chat.stop_ids]
             if not speaking:
                 break
         for episode in ready:
@@ -136,10 +136,10 @@ class EpisodeRunner:
         replies = [self._replies.get() for _ in range(least)]
         while not self._replies.empty():
             replies.append(self._replies.get())
-        goes_on = [episode for episode, reply in replies if self._hear(episode, reply)]
-        return sorted(goes_on, key=lambda each: each.slot)
+        continuing = [episode for episode, reply in replies if self._continue_episode(episode, reply)]
+        return sorted(continuing, key=lambda episode: episode.slot)
 
-    def _hear(self, episode: SlotEpisode, reply: Any) -> bool:
+    def _continue_episode(self, episode: SlotEpisode, reply: Any) -> bool:
         if isinstance(reply, Exception):
             raise reply
         observation, reward, terminated, truncated, info = reply
@@ -153,7 +153,7 @@ class EpisodeRunner:
             self._leave(episode)
             return False
         episode.answer = []
-        episode.hear(chunk if ended else (self._chat.end_id, *chunk))
+        episode.append_env_tokens(chunk if ended else (self._chat.end_id, *chunk))
         return True
 
     def _leave(self, episode: SlotEpisode) -> None:

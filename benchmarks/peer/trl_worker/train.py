@@ -38,16 +38,16 @@ class RolloutFunction:
         began = time.perf_counter()
         trainer.model.eval()
         seeds = [self._seed_of[prompt[-1]["content"]] for prompt in prompts[:: self._group_size]]
-        episodes = self._player.play(seeds, self._group_size)
+        episodes = self._player.run_episodes(seeds, self._group_size)
         trainer.model.train()
-        self.rewards = [each.reward for each in episodes]
-        self.successes = [each.success for each in episodes]
+        self.rewards = [episode.reward for episode in episodes]
+        self.successes = [episode.success for episode in episodes]
         self.seconds = time.perf_counter() - began
         return {
-            "prompt_ids": [list(each.prompt) for each in episodes],
-            "completion_ids": [each.completion for each in episodes],
+            "prompt_ids": [list(episode.prompt) for episode in episodes],
+            "completion_ids": [episode.completion for episode in episodes],
             "logprobs": None,  # TRL takes the trainer's own
-            "env_mask": [each.sampled for each in episodes],
+            "env_mask": [episode.sampled for episode in episodes],
             "episode_reward": self.rewards,
         }
 
@@ -162,7 +162,7 @@ def main() -> None:
         model=model,
         reward_funcs=episode_reward,
         args=grpo_config(job),
-        train_dataset=Dataset.from_list([{"prompt": chat.messages(each)} for each in observations]),
+        train_dataset=Dataset.from_list([{"prompt": chat.messages(observation)} for observation in observations]),
         processing_class=tokenizer,
         rollout_func=rollouts,
         callbacks=[watch],

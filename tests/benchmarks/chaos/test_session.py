@@ -47,7 +47,7 @@ def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
 
 def test_every_kind_of_process_is_killed_and_stopped():
     for act in (FaultKind.KILL, FaultKind.STOP):
-        assert {fault.what for fault in FAULTS if fault.act is act} == set(PROCESSES.values())
+        assert {fault.target for fault in FAULTS if fault.act is act} == set(PROCESSES.values())
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
@@ -102,7 +102,7 @@ def order(orders: Path, what: str, seconds: float) -> Path:
 def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
     orders = tmp_path / "orders"
     orders.mkdir()
-    program = proxy.script(orders / "server", server_binary(None), orders)
+    program = proxy.write_server_script(orders / "server", server_binary(None), orders)
     with (
         EmbeddedRedis(tmp_path / "redis", RedisConfig(server=program)) as server,
         Redis.from_url(server.url, socket_timeout=0.5, retry=Retry(NoBackoff(), 0)) as client,

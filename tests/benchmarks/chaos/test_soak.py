@@ -37,7 +37,7 @@ def lasting(rng: np.random.Generator, minutes: float, size: float) -> Memory:
     return noise
 
 
-FLAT: dict[str, Callable[[np.random.Generator], Memory]] = {
+MAX_COST_SPREAD: dict[str, Callable[[np.random.Generator], Memory]] = {
     "measured": lambda rng: rng.normal(0.0, 2.0, len(HOURS)),
     "restless": lambda rng: lasting(rng, 0.5, 5.0),
     "swings for minutes": lambda rng: lasting(rng, 2.0, 10.0),
@@ -76,20 +76,20 @@ def test_a_short_time_tells_nothing():
     assert not report.passed
 
 
-@pytest.mark.parametrize("noise", FLAT)
+@pytest.mark.parametrize("noise", MAX_COST_SPREAD)
 def test_memory_that_swings_or_fills_up_is_not_said_to_grow(noise: str):
-    assert how_often(FLAT[noise]) <= 0.05
+    assert how_often(MAX_COST_SPREAD[noise]) <= 0.05
 
 
 @pytest.mark.parametrize("leak", GROWING)
 @pytest.mark.parametrize("noise", ["measured", "restless", "fills up"])
 def test_growth_is_seen_whatever_its_shape(noise: str, leak: str):
-    assert how_often(lambda rng: FLAT[noise](rng) + GROWING[leak](rng)) >= 0.6
+    assert how_often(lambda rng: MAX_COST_SPREAD[noise](rng) + GROWING[leak](rng)) >= 0.6
 
 
 @pytest.mark.parametrize("noise", ["swings for minutes", "there and back", "collected now and then"])
 def test_growth_that_outdoes_the_swings_is_seen_through_them(noise: str):
-    assert how_often(lambda rng: FLAT[noise](rng) + 80 * HOURS) >= 0.8
+    assert how_often(lambda rng: MAX_COST_SPREAD[noise](rng) + 80 * HOURS) >= 0.8
 
 
 def test_a_child_that_grows_is_measured_by_itself():
@@ -111,7 +111,7 @@ def test_a_child_that_grows_is_measured_by_itself():
     finally:
         child.kill()
         child.wait()
-    everything, alone = log.lasting()
+    everything, alone = log.lasting_series()
     assert (everything.kind, alone.pid) == (EVERYTHING, child.pid)
     assert 30 < alone.mib[1] - alone.mib[0] < 40
     assert everything.mib == alone.mib

@@ -21,10 +21,10 @@ from offbeat.benchmarks.peer.records import (
 )
 from offbeat.benchmarks.peer.settings import (
     SETTINGS,
-    adjusted,
     offbeat_config,
     play_rules,
     train_job,
+    with_overrides,
 )
 from offbeat.benchmarks.peer.trl_worker import job as jobs
 from offbeat.benchmarks.peer.venv import TRL_VENV
@@ -41,7 +41,7 @@ def side(step_s: float, successes: list[float]) -> SideRun:
     """A run of 20 steps with a snapshot each 5."""
     steps = tuple(PeerStep(n, n * step_s, 0.5) for n in range(1, 21))
     snapshots = tuple(PolicySnapshot(5 * i, 5 * i * step_s, Path(f"{i}")) for i in range(5))
-    return SideRun(3.0, steps, snapshots).rated(successes)
+    return SideRun(3.0, steps, snapshots).with_successes(successes)
 
 
 def test_a_success_between_two_snapshots_is_reached_in_between() -> None:
@@ -136,11 +136,11 @@ def test_neither_side_evaluates_or_warms_up_within_its_time(folder: Path, tmp_pa
 
 
 def test_what_is_set_on_the_command_line_holds_over_the_setting(folder: Path, tmp_path: Path) -> None:
-    setting = adjusted(SETTINGS["b"], ["max_staleness=1", "rollout.coalesce_s=0.02"])
+    setting = with_overrides(SETTINGS["b"], ["max_staleness=1", "rollout.coalesce_s=0.02"])
     config = offbeat_config(setting, 1, 10, folder, tmp_path / "run")
     assert (config.max_staleness, config.rollout.coalesce_s, config.rollout.num_threads) == (1, 0.02, 256)
     with pytest.raises(ConfigError, match="max_staleness"):
-        offbeat_config(adjusted(SETTINGS["b"], ["max_stalenes=1"]), 1, 10, folder, tmp_path / "run")
+        offbeat_config(with_overrides(SETTINGS["b"], ["max_stalenes=1"]), 1, 10, folder, tmp_path / "run")
 
 
 def test_options_name_what_is_wrong() -> None:

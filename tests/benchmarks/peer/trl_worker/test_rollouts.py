@@ -106,7 +106,7 @@ def test_an_env_that_hears_the_recorded_answers_gives_the_recorded_reward(
     model: torch.nn.Module, chat: Chat, changes: dict[str, object]
 ) -> None:
     torch.manual_seed(1)
-    episodes = EpisodeRunner(model, chat, rules(**changes), 12).play([11, 12, 13], group_size=4)
+    episodes = EpisodeRunner(model, chat, rules(**changes), 12).run_episodes([11, 12, 13], group_size=4)
     assert len(episodes) == 12
     for number, episode in enumerate(episodes):
         env = registry.make("frozen_lake", LAKE)
@@ -132,7 +132,7 @@ def answers_of(completion: list[int], sampled: list[int]) -> list[tuple[int, ...
 
 def test_siblings_start_alike_and_go_their_own_ways(model: torch.nn.Module, chat: Chat) -> None:
     torch.manual_seed(2)
-    episodes = EpisodeRunner(model, chat, rules(), 8).play([21], group_size=8)
+    episodes = EpisodeRunner(model, chat, rules(), 8).run_episodes([21], group_size=8)
     assert len({each.prompt for each in episodes}) == 1
     assert len({tuple(each.completion) for each in episodes}) > 1
 
@@ -146,4 +146,4 @@ def test_what_an_env_raises_ends_the_rollout(model: torch.nn.Module, chat: Chat)
     for env in player._envs:
         env.step = broken  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(RuntimeError, match="the ice broke"):
-        player.play([1, 2])
+        player.run_episodes([1, 2])
