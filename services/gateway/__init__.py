@@ -1,1 +1,1 @@
-"""Endpoints for agents that others wrote: they speak OpenAI's or Anthropic's API, and their calls are captured as tokens."""
+"""OpenAI- and Anthropic-compatible endpoints for external agents; calls are captured as tokens."""

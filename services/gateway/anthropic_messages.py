@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages`, to and from `ModelRequest` and `ModelReply`."""
+"""Anthropic's `/v1/messages`, converted to `ModelRequest` and from `ModelReply`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,6 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 
 def read_messages(body: Body) -> ModelRequest:
-    """Return a request. Raises InvalidCallError."""
     system = words(body.get("system"), "system")
     messages = [ChatMessage("system", system)] if system else []
     for place, message in enumerate(read_list(body, "messages")):
@@ -58,7 +57,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def _read(message: Any, where: str) -> list[ChatMessage]:
-    """Return one of Anthropic's messages: results of tools in it are messages of their own, before its words."""
+    """Convert a message; tool results in it become messages of their own, before its text."""
     require(isinstance(message, Mapping), f"{where} is no message")
     role, content = str(message.get("role")), message.get("content")
     require(role in ("user", "assistant", "system"), f"{where}: role {role!r} is not known")
@@ -87,7 +86,6 @@ def _call(part: Body, where: str) -> ToolCall:
 
 
 def write_message(reply: ModelReply, answer_id: str, model: str) -> dict[str, Any]:
-    """Return a message."""
     content: list[dict[str, Any]] = []
     if reply.message.content or not reply.message.tool_calls:
         content.append({"type": "text", "text": reply.message.content, "citations": None})
@@ -108,7 +106,6 @@ def write_message(reply: ModelReply, answer_id: str, model: str) -> dict[str, An
 
 
 def stream_message(reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
-    """Yield the same as server-sent events."""
     whole = write_message(reply, answer_id, model)
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     begun["usage"] = {**whole["usage"], "output_tokens": 0}

@@ -1,7 +1,7 @@
-"""The HTTP surface: every API's routes over the sessions that are open.
+"""HTTP routes of all APIs over the open sessions.
 
-Invariants: a key opens its own episode and no other; an answer counts as delivered only when its caller was still there to
-take it; a caller that leaves while its answer is sampled takes the sampling with it.
+Invariants: a key opens only its own episode; an answer counts as delivered only if the client received it; a client
+that disconnects cancels its sampling.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Sessions = dict[str, EpisodeSession]
 Handler = Callable[[Request, EpisodeSession, dict[str, Any]], Awaitable[Response]]
 CLIENT_LEFT = 499
 MAX_BODY_BYTES = 64 << 20
-"""More than the longest conversation takes that a policy reads."""
+"""More than the longest conversation of a policy."""
 
 
 class CallerLeftError(Exception):
@@ -56,7 +56,7 @@ def build(sessions: Sessions) -> FastAPI:
 
 
 def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Look up the caller's session; errors are answered in the form of the caller's API."""
+    """Look up the client's session and render errors in the form of its API."""
 
     async def call(request: Request) -> Response:
         session = sessions.get(_key(request))
@@ -100,7 +100,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 
 def _error_response(request: Request, status: int, message: str, kind: str) -> Response:
-    """Return an error response; `x-should-retry` keeps OpenAI's and Anthropic's clients from retrying a failed episode."""
+    """Return an error; `x-should-retry` keeps OpenAI's and Anthropic's clients from retrying a failed episode."""
     if request.url.path == "/v1/messages":
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}
     else:
@@ -109,7 +109,11 @@ def _error_response(request: Request, status: int, message: str, kind: str) -> R
 
 
 async def _run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` while the client is connected. Raises CallerLeftError."""
+    """Run `work` while the client is connected.
+
+    Raises:
+        CallerLeftError: the client disconnected.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -138,7 +142,7 @@ def _send(
     whole: Callable[[], Any],
     stream: Iterator[str],
 ) -> Response:
-    """Return the answer whole, or in events; delivered when the last of it is taken."""
+    """Return the answer as JSON or as events; it is delivered once the last part is consumed."""
     if not body.get("stream"):
         session.deliver(replies)
         return JSONResponse(whole())

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions` and `/v1/completions`, to and from `ModelRequest` and `ModelReply`."""
+"""OpenAI's `/v1/chat/completions` and `/v1/completions`, converted to `ModelRequest` and from `ModelReply`."""
 
 import json
 import time
@@ -27,11 +27,10 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 SYSTEM_ROLES = ("system", "developer")
 TOKEN_IDS = range(1 << 31)
-"""Valid token ids; others would fail the generation call, which carries turns of other episodes, too."""
+"""Valid token ids; others would fail the generation call, which carries other episodes' turns."""
 
 
 def read_chat(body: Body) -> ModelRequest:
-    """Return a chat completion request. Raises InvalidCallError."""
     messages = tuple(_message(message, i) for i, message in enumerate(read_list(body, "messages")))
     choice = body.get("tool_choice")
     forced = ("tool_choice",) if choice not in (None, "auto", "none") else ()
@@ -57,7 +56,6 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def read_completion(body: Body) -> ModelRequest:
-    """Return a bare-text request. Raises InvalidCallError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -100,7 +98,6 @@ def _call(call: Any, where: str) -> ToolCall:
 
 
 def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> dict[str, Any]:
-    """Return a chat completion."""
     choices = [
         {
             "index": i,
@@ -118,7 +115,7 @@ def write_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model:
 
 
 def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
-    """Render the completion as server-sent events, with the text in one chunk."""
+    """Yield server-sent events, with the text in one chunk."""
     head = _head("chat.completion.chunk", answer_id, model)
 
     def chunk(place: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
@@ -139,7 +136,6 @@ def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model
 
 
 def write_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> dict[str, Any]:
-    """Return a bare-text completion."""
     choices = [
         {
             "index": i,
@@ -153,7 +149,6 @@ def write_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, 
 
 
 def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
-    """Yield the same as server-sent events."""
     whole = write_completion(body, replies, answer_id, model)
     counts = whole.pop("usage")
     for choice in whole["choices"]:
@@ -164,12 +159,12 @@ def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str,
 
 
 def event(data: Mapping[str, Any]) -> str:
-    """Return one server-sent event without a name."""
+    """Return one unnamed server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
 
 
 def usage(replies: Sequence[ModelReply]) -> dict[str, int]:
-    """Return tokens of one call; the prompt counts once."""
+    """Return token counts of one call; the prompt counts once."""
     prompt, sampled = replies[0].prompt_tokens, sum(len(reply.token_ids) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

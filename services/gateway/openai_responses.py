@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`, to and from `ModelRequest` and `ModelReply`."""
+"""OpenAI's `/v1/responses`, converted to `ModelRequest` and from `ModelReply`."""
 
 import json
 import time
@@ -26,7 +26,7 @@ from offbeat.services.gateway.session import InvalidCallError, ModelReply, Model
 
 
 def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
-    """Return a request; `earlier` is the conversation that `previous_response_id` names. Raises InvalidCallError."""
+    """Convert a request; `earlier` is the conversation of `previous_response_id`."""
     items = body.get("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     require(isinstance(items, list), "input: a text or a list of items is needed")
@@ -46,7 +46,7 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
 
 
 def without_instructions(body: Body, ask: ModelRequest) -> tuple[ChatMessage, ...]:
-    """Return the messages that a later call with `previous_response_id` continues: without instructions."""
+    """Return the messages that a later `previous_response_id` continues."""
     return ask.messages[1:] if body.get("instructions") else ask.messages
 
 
@@ -61,7 +61,7 @@ def _tools(value: list[Any]) -> Tools:
 
 
 def _messages(items: Sequence[Any]) -> list[ChatMessage]:
-    """Convert items to messages: an assistant's text and the calls after it are one message."""
+    """Convert items to messages; an assistant's text and the calls after it become one message."""
     messages: list[ChatMessage] = []
     for place, item in enumerate(items):
         where = f"input[{place}]"
@@ -100,7 +100,6 @@ def _add_call(messages: list[ChatMessage], item: Body, where: str) -> None:
 
 
 def write_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> dict[str, Any]:
-    """Return a response."""
     cut = reply.finish_reason == "length"
     sampled = len(reply.token_ids)
     return {
@@ -131,7 +130,6 @@ def write_response(body: Body, reply: ModelReply, answer_id: str, model: str) ->
 
 
 def stream_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
-    """Yield the same as server-sent events."""
     whole = write_response(body, reply, answer_id, model)
     number_of = iter(range(1_000_000))
 

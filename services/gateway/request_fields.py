@@ -1,4 +1,4 @@
-"""Fields that the requests of all APIs share, parsed strictly, and unsupported parameters."""
+"""Request fields that all APIs share, parsed strictly, and unsupported parameters. All functions raise InvalidCallError."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,18 +9,17 @@ from offbeat.services.gateway.session import InvalidCallError
 Body = Mapping[str, Any]
 
 OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Parameters that the run's configuration sets instead: a token's logprob must be of the distribution that is trained."""
+"""Parameters set by the run's configuration: logprobs must be of the distribution that is trained."""
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise InvalidCallError unless the condition holds."""
     if not holds:
         raise InvalidCallError(message)
 
 
 def read_list(body: Body, key: str) -> list[Any]:
-    """Return a list that must be there."""
+    """Return a required list."""
     value = body.get(key)
     if not isinstance(value, list):
         raise InvalidCallError(f"{key} is {value!r}: a list is needed")
@@ -28,7 +27,7 @@ def read_list(body: Body, key: str) -> list[Any]:
 
 
 def read_object(body: Body, key: str) -> Body:
-    """Return an object that may be left out."""
+    """Return an optional object."""
     value = body.get(key)
     if value is None:
         return {}
@@ -38,12 +37,12 @@ def read_object(body: Body, key: str) -> Body:
 
 
 def read_items(body: Body, key: str) -> list[Any]:
-    """Return a list that may be left out."""
+    """Return an optional list."""
     return [] if body.get(key) is None else read_list(body, key)
 
 
 def number(body: Body, *keys: str) -> int | None:
-    """Return the first of these that is set."""
+    """Return the first value that is set."""
     for key in keys:
         value = body.get(key)
         if value is not None:
@@ -53,11 +52,7 @@ def number(body: Body, *keys: str) -> int | None:
 
 
 def words(value: Any, where: str) -> str:
-    """Return text of a content: a string, or parts of text, one after the other.
-
-    Raises:
-        InvalidCallError: a part is something else.
-    """
+    """Return the text of a content: a string, or text parts joined by newlines."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -81,7 +76,6 @@ def _part(part: Any, where: str) -> str:
 
 
 def stop_words(value: Any, key: str) -> tuple[str, ...]:
-    """Return a word or a list of words."""
     if value is None:
         return ()
     found = [value] if isinstance(value, str) else value
@@ -91,13 +85,7 @@ def stop_words(value: Any, key: str) -> tuple[str, ...]:
 
 
 def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the parameters that are set but ignored.
-
-    others: names found by the API's own translation.
-
-    Raises:
-        InvalidCallError: a parameter is set that an agent would rely on.
-    """
+    """Return the parameters that are set but ignored, and `others`."""
     read_object(body, "stream_options")
     for key in REFUSED_UNLESS_ZERO:
         require(not body.get(key), f"{key} can't be followed: the policy's own distribution is what is trained")
@@ -105,6 +93,5 @@ def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str
 
 
 def require_messages(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    """Return the messages. Raises InvalidCallError if there is none."""
     require(bool(messages), "messages is empty")
     return messages

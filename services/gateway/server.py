@@ -1,7 +1,7 @@
-"""Gateway of one env worker: a server on a free loopback port, and its open episodes.
+"""Gateway of one env worker: an HTTP server on a free loopback port, and its open sessions.
 
-It runs in the worker's process and event loop: an episode's conversation belongs to its worker, so a call finds its
-tree without another hop, and if the worker dies, the episode runs again elsewhere.
+It shares the worker's process and event loop: calls reach the conversation without another hop, and if the worker dies,
+the episode runs again elsewhere.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from offbeat.services.gateway.session import EpisodeSession
 
 HOST = "127.0.0.1"
 KEEP_ALIVE_S = 120
-"""Idle timeout of connections, s; longer than that of clients (5 s by default in httpx and OpenAI's), because closing a
-connection on which a client is about to send breaks the call."""
+"""Idle timeout of connections, s; longer than that of clients (5 s in httpx), because closing a connection on which a
+client is about to send breaks the call."""
 
 
 class _Server(uvicorn.Server):
@@ -36,7 +36,7 @@ class Gateway:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.origin = ""
-        """`http://host:port`; OpenAI's base URL is that and `/v1`, Anthropic's is that alone."""
+        """`http://host:port`: Anthropic's base URL; OpenAI's is that and `/v1`."""
 
     def start(self) -> None:
         """Start serving on the running event loop; idempotent.
@@ -61,7 +61,6 @@ class Gateway:
             self.origin = f"http://{HOST}:{listening.getsockname()[1]}"
 
     async def close(self) -> None:
-        """Answer no more."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await asyncio.wait({self._serving})

@@ -18,16 +18,16 @@ from offbeat.services.chat.token_tree import Prompt, TokenTree
 from offbeat.services.messages.types import Completion, FinishReason
 
 Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]
-"""(prompt, most new tokens) -> completion."""
+"""(prompt, maximum new tokens) -> completion."""
 
 NO_LIMIT = 1 << 30
 MOST_SIBLINGS = 16
 
 
 class InvalidCallError(Exception):
-    """A call that can't be answered: the agent's mistake.
+    """A call that can't be answered, by the agent's mistake.
 
-    kind: a short name for machines, OpenAI's where it has one.
+    kind: machine-readable name, OpenAI's if it has one.
     """
 
     def __init__(self, message: str, kind: str = "invalid_request_error") -> None:
@@ -40,32 +40,30 @@ class SessionLimits:
     """Length limits of completions and conversations."""
 
     sequence_length: int
-    """Prompt and answer, tokens."""
+    """Limit of prompt and answer, tokens."""
     max_new_tokens: int
-    """Maximum length of a completion."""
+    """Limit of one completion, tokens."""
     max_calls: int = 1024
-    """Answers of an episode."""
+    """Limit of answers per episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One call, translated from whichever API."""
+    """One call, independent of the API."""
 
     messages: tuple[ChatMessage, ...] = ()
     tools: Tools = ()
     prompt: str | tuple[int, ...] | None = None
-    """Bare text or token ids instead of messages."""
+    """Text or token ids instead of messages."""
     max_tokens: int | None = None
     num_answers: int = 1
     stop: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    """Parameters that ask for another way of sampling than the run's: not followed, and counted."""
+    """Sampling parameters that are ignored and counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReply:
-    """One answer."""
-
     node: int
     message: ChatMessage
     token_ids: tuple[int, ...]
@@ -78,15 +76,15 @@ class ModelReply:
 
 
 class EpisodeEnv(Protocol):
-    """The env of an episode, for agents that step it over HTTP."""
+    """Env that the agent steps over HTTP."""
 
     @property
     def task(self) -> dict[str, Any]:
-        """Task of the agent: observation, system prompt, seed, tag, ..."""
+        """Observation, system prompt, seed, tag, ..."""
         ...
 
     async def step(self, action: str) -> dict[str, Any]:
-        """Return the env's reply: observation, reward, whether it is over, metrics.
+        """Return observation, reward, `done` and metrics.
 
         Raises:
             InvalidCallError: the episode is over already.
@@ -102,7 +100,7 @@ class EpisodeSession:
     sample: Sample
     bounds: SessionLimits
     model: str = "policy"
-    """The name under which the policy is offered; any name is answered."""
+    """Offered name of the policy; requests may use any."""
     key: str = field(default_factory=lambda: f"offbeat-{secrets.token_urlsafe(24)}")
     env: EpisodeEnv | None = None
     conversations: dict[str, tuple[ChatMessage, ...]] = field(default_factory=dict[str, tuple[ChatMessage, ...]])
@@ -111,14 +109,13 @@ class EpisodeSession:
     ran_out: bool = False
     """True if a call had no room below `sequence_length`."""
     failure: Exception | None = None
-    """Error of sampling or of the env; the episode can't be captured then."""
+    """Error of sampling or of the env, after which the episode can't be captured."""
 
     def __post_init__(self) -> None:
         self.tree = TokenTree(self.template)
         self.failed = asyncio.Event()
         self.closed = False
         self.rewards: list[Reward] = []
-        """So far."""
         self._asked = 0
 
     async def answer(self, ask: ModelRequest) -> list[ModelReply]:
@@ -154,7 +151,6 @@ class EpisodeSession:
         return [self._keep(prompt, completion, ask) for completion in completions]
 
     def deliver(self, replies: list[ModelReply]) -> None:
-        """Record that the agent has received the replies."""
         if not self.closed:
             for reply in replies:
                 self.tree.nodes[reply.node].delivered = True
@@ -169,7 +165,7 @@ class EpisodeSession:
         self.rewards.append(Reward(len(self.tree.nodes), value))
 
     def close(self) -> Captured:
-        """Answer no more; what was captured."""
+        """Reject further calls and return what was captured."""
         self.closed = True
         captured = capture(self.tree, self.rewards)
         counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
@@ -211,7 +207,7 @@ class EpisodeSession:
         )
 
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
-        """Return (number of kept tokens, their text for the agent, the stop word that ended it)."""
+        """Return (retained tokens, text for the agent, stop word that ended it)."""
         ids = completion.token_ids
         text = self.template.text_of(ids)
         found = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]

@@ -4,9 +4,8 @@
 Invariant: an actor works from its creation, also after a restart by Ray; if its loop ends, the process exits, so that
 Ray starts a fresh one.
 
-Garbage collection is tuned for thousands of live episodes: imports, envs and episodes are long-lived and rarely cyclic
-garbage, and the collector would traverse all of them again and again, at a cost per trajectory that grows with the
-number of episodes.
+Garbage collection is tuned for thousands of live episodes: they are rarely cyclic garbage, and traversing all of them
+again and again costs more per trajectory the more there are.
 """
 
 import asyncio
@@ -36,16 +35,12 @@ from offbeat.services.telemetry import AsyncRedisMetrics, MetricRecord, configur
 LEAST_YOUNG_OBJECTS = 20_000
 """New objects until the youngest generation is collected; Python's own 700 is a few turns of a busy worker."""
 OBJECTS_PER_EPISODE = 100
-"""Approximate number of objects per episode. Concurrent episodes create and release that many together, so only beyond
-this number some are likely to be garbage."""
+"""Objects that concurrent episodes create and release together, per episode; only more are likely to be garbage."""
 YOUNG_PER_MIDDLE, MIDDLE_PER_OLD = 20, 20
 
 
 def tune_garbage_collector(episodes: int) -> None:
-    """Freeze existing objects and raise the GC thresholds.
-
-    episodes: maximum number of concurrent episodes.
-    """
+    """Freeze existing objects and raise the GC thresholds for `episodes` concurrent episodes."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(LEAST_YOUNG_OBJECTS, OBJECTS_PER_EPISODE * episodes), YOUNG_PER_MIDDLE, MIDDLE_PER_OLD)
@@ -54,19 +49,17 @@ def tune_garbage_collector(episodes: int) -> None:
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""Between two looks for the generation service, which may start later than the workers."""
+"""Polling interval for the generation service, which may start later than the workers."""
 RESTARTS = -1
-"""Maximum restarts: Ray replaces a dead worker while the run needs it; its episodes are reassigned meanwhile."""
+"""Unlimited: Ray replaces dead workers; their episodes are reassigned meanwhile."""
 
 
 def worker_name(run_id: str, index: int) -> str:
-    """Return the name of the actor, which is also its id in the buffer."""
+    """Return the actor's name, which is also its id in the buffer."""
     return f"env-worker-{run_id}-{index}"
 
 
 class EnvWorkerActor:
-    """One env worker in a process of its own."""
-
     def __init__(self, index: int, settings: dict[str, Any]) -> None:
         self._settings = WorkerSettings.model_validate(settings, strict=False)
         self._name = worker_name(self._settings.run_id, index)
@@ -78,9 +71,9 @@ class EnvWorkerActor:
         self._working = asyncio.get_running_loop().create_task(self._work())
 
     async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
-        """Return name, process id, readiness, and the number of episodes, while the loop is running.
+        """Return name, process id, readiness and number of episodes.
 
-        num_workers: current number of workers of the run, who share some limits.
+        num_workers: current number of workers of the run, which share some limits.
         """
         worker = self._worker
         if worker and num_workers:
@@ -94,7 +87,7 @@ class EnvWorkerActor:
             self._worker.drain()
 
     async def stop(self) -> None:
-        """Return all episodes and end the actor. The caller may see its death instead of an answer."""
+        """Return all episodes and exit; the caller may see the actor's death instead of an answer."""
         if self._worker:
             self._worker.stop()
             await self._working
@@ -137,7 +130,7 @@ class EnvWorkerActor:
 
 
 class _WaitStatusWriter:
-    """The run's hash of what each part does, in Redis."""
+    """Publishes wait status in the run's hash in Redis."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis: Any = redis
@@ -151,7 +144,7 @@ class _WaitStatusWriter:
 
 
 class _PatientMetrics:
-    """The run's metrics stream, with Redis's silence as the error that is waited out."""
+    """Appends metrics; connection errors become retryable ones."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._metrics = AsyncRedisMetrics(redis, run_id)
@@ -164,10 +157,7 @@ class _PatientMetrics:
 
 
 def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
-    """Start env worker `index` of a run as a detached actor, or find the existing one; return its handle.
-
-    It starts by itself, waiting for the generation application if necessary.
-    """
+    """Start env worker `index` as a detached actor, or find the existing one; return its handle."""
     return (
         ray.remote(EnvWorkerActor)
         .options(
@@ -184,7 +174,7 @@ def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
 
 
 async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float = 5.0) -> None:
-    """Let a worker return its episodes, then end it; one that does not answer within `grace_s` is killed."""
+    """Stop a worker after it has returned its episodes; kill it after `grace_s`."""
     try:
         actor = await asyncio.to_thread(ray.get_actor, worker_name(run_id, index), namespace=namespace)
     except ValueError:

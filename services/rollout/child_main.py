@@ -1,8 +1,7 @@
-"""Child side of `child_process`: reads commands from stdin, answers on stdout. Imports the standard library and msgpack
-only, so that a child starts fast.
+"""Child side of `child_process`; imports the standard library and msgpack only, for a fast start.
 
-Invariant: it never outlives its worker, not even when hung: the end of its stdin kills its process group, and the
-kernel kills it when its parent dies.
+Invariant: the child never outlives its worker, not even when hung: the end of its stdin kills its process group, and
+the kernel kills it when its parent dies.
 """
 
 import os
@@ -19,9 +18,9 @@ from offbeat.services.process import claim_stdout, die_with_parent
 
 
 def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
-    """Answer commands by name until the worker closes the pipe; what they print goes to stderr.
+    """Serve commands by name until the worker closes the pipe; their output goes to stderr.
 
-    An answer is (True, result), or (False, what went wrong): whatever a command raises is an answer.
+    An answer is (True, result) or (False, error).
     """
     die_with_parent()
     answers = claim_stdout()
@@ -45,7 +44,7 @@ def _answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> t
 
 
 def _read(source: BinaryIO, asked: "queue.SimpleQueue[list[Any]]") -> None:
-    """Read until the worker is gone; then end this process and all that it started."""
+    """Read until the worker is gone; then kill the process group."""
     while len(header := source.read(4)) == 4:
         asked.put(msgpack.unpackb(source.read(int.from_bytes(header, "little"))))
     if os.getpgrp() == os.getpid():

@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 LONGEST_MESSAGE = 64 * 1024 * 1024
-"""Bytes; a child that announces more is taken for broken."""
+"""Bytes; a longer message means that the child is broken."""
 MOST_PRINTED = 1024 * 1024
-"""Bytes that a child may print in its life: they end up in a log file."""
+"""Bytes that a child may print in its life, because they end up in a log file."""
 CHUNK = 64 * 1024
 SLOW_S = 0.01
-"""Pause between chunks of a child that has printed too much: 6 MB/s, so that it can't keep its worker busy."""
+"""Pause between chunks of a child that printed too much, s: at most 6 MB/s."""
 
 
 class ChildProcess:
-    """One process of a module that serves commands by `offbeat.services.rollout.child_main`; one caller at a time."""
+    """One process that serves commands by `child_main`; one caller at a time."""
 
     def __init__(self, module: str, crash_reason: str) -> None:
-        """crash_reason: of the `EpisodeError` when the child dies or talks nonsense."""
+        """crash_reason: reason of the `EpisodeError` if the child dies or violates the protocol."""
         self._module = module
         self._crash_reason = crash_reason
         self._child: asyncio.subprocess.Process | None = None
@@ -42,11 +42,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, which is also its process group's id."""
+        """Process id, which is also the process group's id."""
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Start the process. Cancelled, it leaves none behind."""
+        """Start the process; no process is left if cancelled."""
         # A user's code may lie anywhere on this process's path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         starting = asyncio.ensure_future(
@@ -69,7 +69,7 @@ class ChildProcess:
             raise
 
     async def ask(self, what: str, timeout_s: float, *args: Any) -> Any:
-        """Send one command and return its answer; anything but a result kills the child.
+        """Send one command and return its answer; on any error, kill the child.
 
         Raises:
             EpisodeError: `<what>_error`, `<what>_timeout`, or the crash reason.
@@ -92,7 +92,7 @@ class ChildProcess:
         return answer
 
     async def kill(self) -> int | None:
-        """Kill the child's process group and reap the child; its exit status."""
+        """Kill the process group and return the child's exit status."""
         self.healthy = False
         child, self._child = self._child, None
         if child is None:
@@ -123,7 +123,7 @@ class ChildProcess:
 
 
 async def _forward(child: asyncio.subprocess.Process) -> None:
-    """Forward the child's output to stderr, up to a limit; beyond it, the output is throttled and dropped."""
+    """Forward the child's stderr up to a limit; throttle and drop the rest."""
     assert child.stderr is not None
     heard = 0
     while chunk := await child.stderr.read(CHUNK):

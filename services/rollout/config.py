@@ -14,19 +14,19 @@ class AgentRunner(Config):
     """External agent of a tag; it gets an endpoint for the policy and the task (docs/agents.md)."""
 
     path: str = ""
-    """`module:function`, called with an `AgentTask` in a process that is used again."""
+    """`module:function`, called with an `AgentTask` in a reused process."""
     command: tuple[str, ...] = ()
-    """Program and arguments, a process for each episode; finds `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
+    """Program and arguments, one process per episode, with `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`,
     `ANTHROPIC_API_KEY` and `OFFBEAT_TASK` in its environment."""
     num_agents: int = Field(default=8, ge=1)
-    """Concurrent agents of the tag in each worker; other episodes wait."""
+    """Concurrent agents of the tag in each worker."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Timeout of an episode; the agent is killed with all its children, and the episode fails."""
+    """Timeout of an episode, s; the agent is then killed with all its children, and the episode fails."""
     max_calls: int = Field(default=1024, ge=1)
-    """Answers that one episode may ask the policy for."""
+    """Maximum completions of one episode."""
     tool_call_parser: str | None = None
-    """vLLM's parser for the model's tool calls (`llama4_pythonic`, `mistral`, ...); None uses the JSON format detected
-    in the chat template, otherwise the parser that reads the template's output."""
+    """vLLM's parser for the model's tool calls (`llama4_pythonic`, `mistral`, ...); None detects it from the chat
+    template."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "AgentRunner":
@@ -43,36 +43,35 @@ class CustomEnv(Config):
     env_type: str
     """A name from `offbeat.envs.registry`, an entry point of group `offbeat.envs`, or `module:Class`."""
     max_steps: int = Field(default=10, ge=1)
-    """Turns of an episode."""
+    """Maximum turns of an episode."""
     max_tokens_per_step: int = Field(default=64, ge=1)
-    """Tokens of an answer."""
+    """Maximum tokens of an answer."""
     agent_system_template: str | None = None
-    """System prompt; None takes the env's `system_prompt`."""
+    """System prompt; None uses the env's `system_prompt`."""
     agent_template: str = "{observation}"
-    """User message of a turn, with `{observation}`, `{step}` and `{actions_left}`; `{image}` shows what the env renders as
-    `rgb_array`, `{history}` the turns that `history_length` counts."""
+    """User message of a turn, with `{observation}`, `{step}`, `{actions_left}`, `{image}` (the env's `rgb_array`) and
+    `{history}` (the last `history_length` turns)."""
     env_manager_cls: Literal["TrajEnvManager", "StepEnvManager", "StepConcatEnvManager"] = "TrajEnvManager"
-    """Context of the policy: the whole conversation; with the other two, each turn is a prompt of its own, which
-    contains earlier turns as `{history}`, or all observations and answers so far as one `{observation}`."""
+    """Context of the policy: the whole conversation, or one prompt per turn with earlier turns as `{history}`
+    (`StepEnvManager`) or in `{observation}` (`StepConcatEnvManager`)."""
     history_length: int = Field(default=0, ge=0)
     """Turns in `{history}` of `StepEnvManager`."""
     env_config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Keyword arguments of the env's constructor."""
     tool_call_parser: str | None = None
-    """vLLM's parser of the form in which the chat template writes calls, for an env that offers `functions`; None finds it
-    by what the template writes. (Calls of an agent's own tools are read by `agent_runner.tool_call_parser`.)"""
+    """vLLM's parser for calls of the env's `functions`; None detects it from the chat template. An agent's own tools use
+    `agent_runner.tool_call_parser`."""
     agent_runner: AgentRunner | None = None
-    """External agent; None lets the policy answer each observation itself. `max_steps` then limits the env's steps, and
+    """External agent; None lets the policy answer each observation. `max_steps` then limits the env's steps,
     `max_tokens_per_step` each completion."""
     execution: Literal["inline", "thread", "process"] = "thread"
-    """Where reset and step run. `inline`: on the worker's event loop, for envs that answer in microseconds; `thread`:
-    for envs that wait; `process`: in a child process, which is killed when it hangs."""
+    """Where reset and step run. `inline`: on the worker's event loop, for envs that answer in microseconds; `thread`: for
+    envs that wait; `process`: in a child process, killed when it hangs."""
     max_env_step_concurrent: int | None = Field(default=None, ge=1)
-    """Calls of reset and step that are under way at a time in the whole run, shared out evenly to the workers that the run
-    has, also when their number changes (one each at least); None: no bound."""
+    """Maximum concurrent calls of reset and step in the run, divided evenly among its workers (at least one each); None: no
+    limit."""
     memory_gib: float = Field(default=4.0, gt=0)
-    """Memory limit of an env with `execution: process`, GiB; beyond it, allocation raises MemoryError and the episode
-    fails."""
+    """Memory limit with `execution: process`, GiB; beyond it, allocation raises MemoryError and the episode fails."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
     step_timeout_s: float = Field(default=30.0, gt=0)
     episode_timeout_s: float = Field(default=600.0, gt=0)
@@ -90,7 +89,6 @@ class CustomEnv(Config):
 
     @property
     def shows_pictures(self) -> bool:
-        """True if the policy is shown images of the env."""
         return IMAGE in self.agent_template
 
 
@@ -98,9 +96,8 @@ class TaskSamplerConfig(Config):
     """Sampler of training tasks: a class like `offbeat.TaskSampler` (docs/environments.md)."""
 
     path: str
-    """`module:Class`, made as `Class(tags, **args)`."""
+    """`module:Class`, constructed as `Class(tags, **args)`."""
     args: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Keyword arguments of the class."""
 
     @field_validator("path")
     @classmethod
@@ -114,17 +111,17 @@ class EnvManagerConfig(Config):
     """Tags and groups of rollouts; ROLL's `train_env_manager` and `val_env_manager`."""
 
     num_env_groups: int = Field(default=8, ge=1)
-    """Groups in flight at most."""
+    """Maximum groups in flight."""
     group_size: int = Field(default=8, ge=1)
-    """Episodes of one task and seed."""
+    """Episodes per task and seed."""
     group_size_redundancy: int = Field(default=0, ge=0)
-    """Extra episodes of a group; the first `group_size` win and the others are cancelled."""
+    """Extra episodes per group; the first `group_size` win and the others are cancelled."""
     tags: tuple[str, ...] = ()
-    """Keys of `custom_envs`; empty takes all of them."""
+    """Keys of `custom_envs`; empty means all."""
     num_groups_partition: tuple[int, ...] = ()
-    """Groups of each tag; sums to `num_env_groups`. Empty shares evenly."""
+    """Groups of each tag, which sum to `num_env_groups`; empty shares evenly."""
     task_sampler: TaskSamplerConfig | None = None
-    """Sampler that draws tag and seed of each training group; None cycles through the tags."""
+    """Sampler of tag and seed of each training group; None cycles through the tags."""
 
     @model_validator(mode="after")
     def _partition_fits(self) -> "EnvManagerConfig":
@@ -146,29 +143,28 @@ class RolloutConfig(Config):
     num_workers: int = Field(default=1, ge=1)
     """Worker processes."""
     max_env_num_per_worker: int = Field(default=128, ge=1)
-    """Maximum number of concurrent episodes of one worker."""
+    """Maximum concurrent episodes per worker."""
     cpus_per_worker: float = Field(default=0.5, gt=0)
-    """Logical CPUs that Ray reserves for one worker."""
+    """Logical CPUs that Ray reserves per worker."""
     num_threads: int = Field(default=8, ge=1)
-    """Threads of a worker for envs with `execution: thread`."""
+    """Threads per worker for envs with `execution: thread`."""
     keep_text: bool = False
-    """Record the text of training episodes too (evaluation always does)."""
+    """Record the text of training episodes, as evaluation always does."""
     max_generation_retry_s: float = Field(default=180.0, gt=0)
-    """Time for which a turn is sent again while no replica answers, before its episode counts as failed."""
+    """Time limit for retries of a turn while no replica answers, s; then the episode fails."""
     coalesce_s: float = Field(default=0.01, ge=0)
-    """Time in which turns that become ready are collected into one generation call, s. A turn that is alone does not
-    wait."""
+    """Window for batching turns into one generation call, s; a single turn does not wait."""
 
 
 class WorkerSettings(Config):
-    """Settings of an env worker; plain values, so that they can be sent to another host."""
+    """Settings of an env worker; plain values, to be sent to another host."""
 
     run_id: str
     seed: int
     model_folder: Path
     """Folder with the tokenizer and its chat template."""
     output_dir: Path
-    """The run's folder; logs go to `logs/` in it."""
+    """Folder of the run; logs go to `logs/` in it."""
     redis_url: str
     sequence_length: int = Field(ge=2)
     custom_envs: dict[str, CustomEnv]
@@ -177,8 +173,8 @@ class WorkerSettings(Config):
     rollout: RolloutConfig = RolloutConfig()
     generating_args: GeneratingArgs = GeneratingArgs()
     generation_app: str
-    """Serve application that samples."""
+    """Serve application of the policy."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """Timeout of one turn; `actor_infer.request_timeout_s`."""
+    """Timeout of one turn, s (`actor_infer.request_timeout_s`)."""
     worker_timeout_s: float = Field(default=15.0, gt=0)
-    """`buffer.worker_timeout_s`, from which the interval of heartbeats follows."""
+    """`buffer.worker_timeout_s`, which determines the heartbeat interval."""

@@ -1,4 +1,4 @@
-"""A worker's metric records: sums and means that merge with those of other workers."""
+"""Metric records of a worker: sums and means that merge with those of other workers."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ OWN = frozenset(
     )
 )
 OWN_FOLDERS = ("stop/", "failed/", "submitted/")
-"""Reserved prefixes; an env's metric of such a name is recorded as `env/<name>`."""
+"""Reserved prefixes; an env's metric of such a name becomes `env/<name>`."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Counters of env and model calls; plain numbers, because every turn of every episode updates them."""
+    """Counters as plain numbers, because every turn updates them."""
 
     turns: int = 0
     tokens: int = 0
@@ -30,7 +30,6 @@ class _Calls:
     env_max_s: float = 0.0
 
     def parts(self) -> dict[str, Partial]:
-        """Return the counters as partials."""
         of_policy = {
             "turns": Partial("sum", float(self.turns), float(self.turns)),
             "tokens_sampled": Partial("sum", float(self.tokens), float(self.turns)),
@@ -45,7 +44,7 @@ class _Calls:
 
 
 class WorkerMetrics:
-    """Collects between two calls of `records`."""
+    """Counts between two calls of `records`."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -53,7 +52,6 @@ class WorkerMetrics:
         self._calls: defaultdict[tuple[str, str], _Calls] = defaultdict(_Calls)
 
     def finished(self, kind: EpisodeKind, trajectory: Trajectory) -> None:
-        """Count a finished episode."""
         add = self._adder(kind, trajectory.tag)
         add("episodes", Partial("sum", 1.0))
         add("episode_s", Partial("mean", trajectory.duration_s))
@@ -68,7 +66,6 @@ class WorkerMetrics:
             add(f"env/{name}" if taken else name, Partial("mean", value))
 
     def failed(self, kind: EpisodeKind, tag: str, reason: str) -> None:
-        """Count a failed episode."""
         add = self._adder(kind, tag)
         add("failures", Partial("sum", 1.0))
         add(f"failed/{reason}", Partial("sum", 1.0))
@@ -78,11 +75,10 @@ class WorkerMetrics:
         self._adder(kind, tag)(f"submitted/{result}", Partial("sum", 1.0))
 
     def cancelled(self, kind: EpisodeKind, tag: str) -> None:
-        """Count an episode that was cancelled because it was no longer needed."""
+        """Count an episode that was no longer needed."""
         self._adder(kind, tag)("cancelled", Partial("sum", 1.0))
 
     def turn(self, kind: EpisodeKind, tag: str, completion: Completion, generation_s: float) -> None:
-        """Count a completion that took `generation_s`."""
         calls = self._calls[kind.value, tag]
         calls.turns += 1
         calls.tokens += len(completion.token_ids)
@@ -90,14 +86,13 @@ class WorkerMetrics:
         calls.generation_max_s = max(calls.generation_max_s, generation_s)
 
     def env_call(self, kind: EpisodeKind, tag: str, env_s: float) -> None:
-        """Count a reset or step that took `env_s`."""
         calls = self._calls[kind.value, tag]
         calls.env_calls += 1
         calls.env_s += env_s
         calls.env_max_s = max(calls.env_max_s, env_s)
 
     def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
-        """Return the counts since the last call: one record per kind of episode and tag, and the worker's own."""
+        """Return and reset the counts: one record per kind and tag, and the worker's own."""
         for key, made in self._calls.items():
             self._totals[key].update(made.parts())
         totals, self._totals = self._totals, defaultdict(dict)
@@ -119,8 +114,6 @@ class WorkerMetrics:
 
 
 class _Adder:
-    """Merges parts into one record's values."""
-
     def __init__(self, values: dict[str, Partial]) -> None:
         self._values = values
 

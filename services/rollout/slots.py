@@ -1,7 +1,7 @@
 """Concurrency slots for a worker's episodes; finished episodes are submitted in batches.
 
-Invariants: an episode holds its slot exactly until it is submitted; episodes that finish within a short time are
-submitted together, along with the claim for new ones, because round trips to the buffer are the cost.
+Invariants: an episode holds its slot until it is submitted; episodes that finish close together are submitted together
+with the claim for new ones, because round trips to the buffer are the cost.
 """
 
 import asyncio
@@ -11,8 +11,6 @@ GATHER_S = 0.01
 
 
 class SlotPool:
-    """The slots of a worker."""
-
     def __init__(self, count: int, gather_s: float = GATHER_S) -> None:
         self._count = count
         self._gather_s = gather_s
@@ -24,12 +22,11 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """Episodes that may be claimed."""
         # A claim whose answer had got lost may have given more than there are places.
         return max(0, self._count - self._num_playing - len(self._finished))
 
     def take(self) -> "Slot":
-        """Return a slot for a new episode."""
+        """Occupy a slot for a new episode."""
         self._num_playing += 1
         return Slot(self)
 
@@ -70,7 +67,7 @@ class SlotPool:
 
 
 class Slot:
-    """The slot of one episode."""
+    """Slot of one episode."""
 
     __slots__ = ("_gate", "_is_playing", "_places")
 

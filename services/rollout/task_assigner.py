@@ -1,4 +1,4 @@
-"""Tasks of training groups that a task sampler draws: fixed once for all workers, and cached for the group's members."""
+"""Tasks that a task sampler draws: fixed once for all workers, and cached for a group's members."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
 
 MOST_KNOWN = 4096
-"""Maximum number of cached groups; older ones are read again."""
+"""Maximum cached groups; older ones are read again."""
 
 
 class TaskAssigner:
-    """Reads a group's task from the buffer, or draws it if it is not fixed yet."""
+    """Reads a group's task from the buffer, or draws and stores it."""
 
     def __init__(self, config: TaskConfig, seed: int, buffer: RolloutBuffer) -> None:
         self._config = config
@@ -23,10 +23,10 @@ class TaskAssigner:
         self._asking = asyncio.Lock()
 
     async def task(self, number: int) -> Task:
-        """Return the task of training group `number`; waits while the buffer does not answer.
+        """Return the task of training group `number`; retries while the buffer is unavailable.
 
         Raises:
-            ValueError: the sampler draws what there is not.
+            ValueError: the sampler drew an invalid task.
         """
         if self._config.train_env_manager.task_sampler is None:
             return train_task(self._config, self._seed, number)

@@ -1,8 +1,8 @@
-"""Task of an episode: tag and env seed, computed from configuration, run seed and number, or drawn by a task sampler.
+"""Tasks of episodes: tag and env seed, computed from configuration, run seed and number, or drawn by a task sampler.
 
-Invariants: every worker computes the same task, so Redis stores numbers only; a sampler's draw also depends on its
-state, so the first draw for a group is stored while the group is active. Training seeds are below 2**31, evaluation
-seeds above, and evaluation uses the held-out split if the env has one: an evaluation never uses a training task.
+Invariants: every worker computes the same task, so Redis stores numbers only; a draw also depends on the sampler's
+state, so a group's first draw is stored while the group is active. Training seeds are below 2**31, evaluation seeds
+above, and evaluation uses the held-out split if there is one: an evaluation never uses a training task.
 """
 
 import json
@@ -44,10 +44,10 @@ class Task(NamedTuple):
 def train_task(config: TaskConfig, seed: int, number: int, state: str = "") -> Task:
     """Return the task of training group `number` in a run with `seed`.
 
-    state: of the task sampler where there is one, as JSON; empty draws by a fresh sampler.
+    state: of the task sampler, as JSON; empty draws from a fresh sampler.
 
     Raises:
-        ValueError: the sampler can't be made, or draws what there is not.
+        ValueError: the sampler can't be constructed, or drew an invalid task.
     """
     if config.train_env_manager.task_sampler is not None:
         return _draw(config, seed, number, state)
@@ -59,7 +59,7 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     """Return the task sampler of training, or None.
 
     Raises:
-        ValueError: it can't be imported or constructed; the message says why.
+        ValueError: it can't be imported or constructed.
     """
     told = manager.task_sampler
     if told is None:
@@ -96,8 +96,7 @@ def _seed_of_group(seed: int, number: int) -> int:
 
 
 def eval_task(config: TaskConfig, seed: int, number: int) -> Task:
-    """Return the task of evaluation episode `number` in a run with `seed`; `EvalTasks` answers many such questions
-    faster."""
+    """Return the task of evaluation episode `number`; for many, `EvalTasks` is faster."""
     return EvalTasks(config, seed).task(number)
 
 
@@ -112,7 +111,7 @@ class EvalTasks:
         self._seeds: dict[str, list[int]] = {}
 
     def task(self, number: int) -> Task:
-        """Return the task of episode `number`; `group_size` episodes in a row share one."""
+        """Return the task of episode `number`; `group_size` successive episodes share one."""
         rounds, place = divmod(number // self._group_size, len(self._cycle))
         tag = self._cycle[place]
         earlier = self._cycle[:place].count(tag) + rounds * self._cycle.count(tag)
@@ -136,7 +135,7 @@ class EvalTasks:
 
 
 def tag_cycle(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig) -> tuple[str, ...]:
-    """Return a cycle of tags in the order of episode numbers, each tag's share spread evenly."""
+    """Return a cycle of tags by episode number, each tag's share spread evenly."""
     tags = _tags(custom_envs, manager)
     shares = manager.num_groups_partition or (1,) * len(tags)
     places = [

@@ -1,4 +1,4 @@
-"""What the episodes of a worker currently wait for, for `offbeat runs why`.
+"""Wait status of a worker's episodes, for `offbeat runs why`.
 
 Invariant: an episode waits for exactly one thing; the report holds counts, not episodes.
 """
@@ -13,8 +13,6 @@ from offbeat.services.messages.types import EpisodeKind, EpisodeTask
 
 
 class Wait(StrEnum):
-    """Things that an episode waits for."""
-
     PLACE = "place"
     """An env of the pool."""
     ENV = "env"
@@ -35,7 +33,6 @@ class Waiting:
     clock: Callable[[], float]
 
     def enter(self, wait: Wait) -> None:
-        """Record what the episode waits for."""
         self.wait, self.since = wait, self.clock()
 
 
@@ -47,17 +44,15 @@ class Waits:
     _of: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
     def begin(self, task: EpisodeTask) -> Waiting:
-        """Add an episode that waits for its slot; the returned object receives later changes."""
+        """Add an episode that waits for its slot; update the returned object."""
         self._of[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
         return self._of[task]
 
     def leave(self, task: EpisodeTask) -> None:
-        """Remove an episode that is over."""
         self._of.pop(task, None)
 
     def report(self) -> Mapping[str, Any]:
-        """Return `at` (Unix time), `groups` and `evaluations`: number or id -> wait -> [episodes, start of the longest
-        wait]."""
+        """Return `at` (Unix time), `groups` and `evaluations`: number or id -> wait -> [episodes, earliest start]."""
         groups: dict[str, dict[str, list[float]]] = {}
         evaluations: dict[str, dict[str, list[float]]] = {}
         for task, episode in self._of.items():

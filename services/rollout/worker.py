@@ -1,7 +1,7 @@
 """Env worker: claims episodes, runs many of them on one event loop, and submits the results.
 
 Invariants: each claimed episode is submitted, failed with a reason, returned, or revoked by the buffer; a failing
-episode affects neither others nor the worker; while Redis or generation do not answer, the worker retries.
+episode affects no other; while Redis or generation are unavailable, the worker retries.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ LONGEST_IDLE_S = 1.0
 LONGEST_HEARTBEAT_S = 0.5
 REPORT_S = 1.0
 SHOW_S = 0.5
-"""Maximum age of the reported wait status."""
+"""Interval of wait status reports."""
 WIND_UP_S = 2.0
 
 
@@ -48,18 +48,14 @@ class WorkerEnd(StrEnum):
 
     STOPPED = "stopped"
     WORN_OUT = "worn_out"
-    """Too many of its threads hang in envs: start a fresh process."""
+    """Too many threads hang in envs: a fresh process is needed."""
 
 
 class WaitsWriter(Protocol):
-    """Destination of the wait status."""
-
     async def show(self, worker_id: str, report: Mapping[str, Any]) -> None: ...
 
 
 class AsyncMetricsSink(Protocol):
-    """Destination of metric records."""
-
     async def append(self, record: MetricRecord) -> None: ...
 
 
@@ -105,7 +101,6 @@ class EnvWorker:
 
     @property
     def num_playing(self) -> int:
-        """Number of current episodes."""
         return len(self._playing)
 
     @property
@@ -114,7 +109,7 @@ class EnvWorker:
         return self._batcher.num_calls
 
     async def run(self) -> WorkerEnd:
-        """Run episodes until `stop()`, or until the worker has reached its limits; unfinished episodes are returned.
+        """Run episodes until stopped or worn out; return unfinished ones to the buffer.
 
         Raises:
             MeshError: the buffer rejects a request; a new process should take over.
@@ -132,7 +127,7 @@ class EnvWorker:
             await self._stop_tasks(chores)
 
     def share_with(self, num_workers: int) -> None:
-        """Set the current number of workers of the run, this one included."""
+        """Set the run's current number of workers, this one included."""
         self._envs.share_with(num_workers)
 
     def drain(self) -> None:
@@ -241,7 +236,6 @@ class EnvWorker:
             self._ended.set()
 
     async def _run_episode(self, task: EpisodeTask, place: Slot) -> None:
-        """Run an episode and submit the result."""
         tag = ""
         try:
             what = await self._task_of(task)

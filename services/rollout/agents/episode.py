@@ -1,7 +1,7 @@
-"""One episode of an external agent: its model calls are captured by the gateway, its env is the tag's own.
+"""One episode of an external agent: the gateway captures its model calls, the env is the tag's own.
 
-Invariants: the learner gets what the gateway recorded, whatever the agent did with it; an episode whose sampling or env
-failed yields no trajectory; the episode's key is revoked before its trajectory is built.
+Invariants: the learner gets exactly what the gateway recorded; an episode whose sampling or env failed yields no
+trajectory; the episode's key is revoked before its trajectory is built.
 """
 
 import asyncio
@@ -33,28 +33,30 @@ from offbeat.services.rollout.episodes.episode import (
 
 
 class AgentRuntime:
-    """Shared resources of a process' agents: the policy's template, the gateway, and their processes."""
+    """Chat templates, gateway and processes that all agents of a worker share."""
 
     def __init__(self, model_folder: Path, parsers: Iterable[str | None] = (None,)) -> None:
-        """parsers: every `tool_call_parser` that a tag names.
+        """Load a template for each parser.
 
         Raises:
-            RolloutError: the folder's chat template can't be used, or a parser not with it.
+            RolloutError: the chat template can't be used, or not with a parser.
         """
         self.templates = {name: load_agent_template(model_folder, name) for name in parsers}
         self.gateway = Gateway()
         self.pool = AgentPool()
 
     async def close(self) -> None:
-        """Stop all processes and close the port."""
         await self.pool.close()
         await self.gateway.close()
 
 
 def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> ChatTemplate:
-    """Return the template that an agent's calls are rendered by. Raises RolloutError, see `AgentRuntime`.
+    """Return the template that renders an agent's calls.
 
-    tool_call_parser: None takes what reads the calls of tools that the template writes, if anything does.
+    tool_call_parser: None selects the parser that reads the template's own calls, if there is one.
+
+    Raises:
+        RolloutError: the template can't be used, or not with the parser.
     """
     if tool_call_parser is not None:
         return load_chat_template(model_folder, partial(load_parser, tool_call_parser))
@@ -74,7 +76,7 @@ def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> Age
 
 
 class HttpEnvSession:
-    """The env as the agent reaches it over HTTP (`offbeat.services.gateway.session.EpisodeEnv`)."""
+    """An env that the agent steps over HTTP; implements `EpisodeEnv`."""
 
     def __init__(self, env: PlayableEnv, plan: EpisodePlan, traits: EnvTraits, observation: str) -> None:
         rules = plan.env
@@ -85,15 +87,13 @@ class HttpEnvSession:
         self._results: list[StepResult] = []
         self._first = self._message(observation)
         self.session: EpisodeSession | None = None
-        """Receives rewards; set before the agent starts."""
+        """Set before the agent starts."""
         self.task: dict[str, Any] = {}
-        """See `EpisodeEnv.task`."""
         self.texts = [self._system]
-        """System prompt, then observation and action in turn, as `Trajectory.text` has it."""
+        """System prompt, then observation and action in turn (`Trajectory.text`)."""
         self._seen = self._first
 
     def agent_task(self, origin: str, plan: EpisodePlan, session: EpisodeSession) -> AgentTask:
-        """Return the task for the agent."""
         self.session = session
         task = AgentTask(
             base_url=f"{origin}/v1",
@@ -112,7 +112,6 @@ class HttpEnvSession:
 
     @property
     def over(self) -> StopReason | None:
-        """Reason why the episode is over, or None."""
         if not self._results:
             return None
         last = self._results[-1]
@@ -145,12 +144,12 @@ class HttpEnvSession:
         }
 
     async def settle(self) -> None:
-        """Wait for a step that the agent has left running."""
+        """Wait for a step that the agent left running."""
         async with self._turn:
             pass
 
     def metrics(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Return the env's, put together by its rules; the agent's own go before them."""
+        """Return the aggregated env metrics, overridden by the agent's own."""
         metrics = EpisodeMetrics(self._modes)
         for result in self._results:
             metrics.add(result.metrics)
@@ -206,7 +205,7 @@ async def play_with_agent(
 
 
 async def _run(pool: AgentPool, runner: AgentRunner, task: AgentTask, session: EpisodeSession) -> AgentOutcome:
-    """Return the agent's outcome; it is ended when the episode can't be captured any more."""
+    """Run the agent; kill it once the episode can't be captured any more."""
     running = asyncio.ensure_future(pool.run(runner, task))
     failing = asyncio.ensure_future(session.failed.wait())
     try:

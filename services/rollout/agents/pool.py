@@ -1,7 +1,7 @@
-"""Foreign agents' processes: started on demand, used again while they are healthy, killed with all that they started.
+"""Processes of external agents: started on demand, reused while healthy, killed with all their descendants.
 
-Invariants: at most `num_agents` of a tag run at a time; an agent that failed, was cancelled or took too long leaves no
-process behind; a command's processes are gone when its episode is.
+Invariants: at most `num_agents` of a tag run at a time; an agent that failed, was cancelled or timed out leaves no
+process behind; a command's processes end with its episode.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class AgentPool:
         return outcome_of(returned)
 
     async def close(self) -> None:
-        """Kill all that are idle."""
+        """Kill idle processes."""
         idle = [child for children in self._idle.values() for child in children]
         self._idle.clear()
         await asyncio.gather(*(child.kill() for child in idle))
@@ -76,7 +76,7 @@ def outcome_of(returned: Any) -> AgentOutcome:
     """Parse an agent's return value: a number, a string, an object or None.
 
     Raises:
-        EpisodeError: it is none of these.
+        EpisodeError: the value is none of these.
     """
     if returned is None:
         return AgentOutcome()

@@ -1,4 +1,4 @@
-"""The process of one foreign agent (`services.rollout.agents.pool`): a function that is called, or a command that is run."""
+"""Process of one external agent: calls a function or runs a command."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
 TOLD = 2_000
-"""Characters of a failed command's output in the error."""
+"""Length of a failed command's output in the error, characters."""
 TAIL, PIECE = 1 << 20, 1 << 16
-"""Bytes of a command's output that are kept, and that are read at a time; the result is in the former."""
+"""Retained output of a command and size of one read, bytes; the result must be within the former."""
 
 
 def find_agent(path: str) -> Callable[[AgentTask], Any]:
@@ -35,16 +35,16 @@ def find_agent(path: str) -> Callable[[AgentTask], Any]:
 
 
 def call(path: str, plain: Mapping[str, Any]) -> Any:
-    """Call the agent's function."""
     return find_agent(path)(AgentTask.of(plain))
 
 
 def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
-    """Run the agent's command: the task is in its environment and on its stdin; the last line of its stdout, as JSON or as
-    text, is what it returns.
+    """Run the agent's command; return the last line of its stdout, parsed as JSON if it is.
+
+    The task is in its environment and on its stdin.
 
     Raises:
-        RuntimeError: it ended with another status than 0.
+        RuntimeError: the exit status is not 0.
     """
     task = AgentTask.of(plain)
     environment = {**os.environ, **task.environment()}
@@ -74,7 +74,7 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
 
 
 def _tail(stream: IO[bytes]) -> str:
-    """Return the end of a stream, which may be long."""
+    """Return the last `TAIL` bytes of a stream."""
     kept = bytearray()
     while chunk := os.read(stream.fileno(), PIECE):
         kept += chunk

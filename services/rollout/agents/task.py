@@ -33,7 +33,7 @@ class AgentTask:
     base_url: str
     """Base URL of OpenAI's API."""
     api_key: str
-    """Opens this episode alone, while it lasts; of every API, and of `env_url`."""
+    """Key for every API and for `env_url`, valid for this episode only."""
     anthropic_base_url: str
     env_url: str
     """GET it for the task as JSON; POST `{"action": "..."}` to it and `/step` for an `EnvReply`."""
@@ -42,7 +42,7 @@ class AgentTask:
     seed: int
     system_prompt: str
     observation: str
-    """The first one."""
+    """First observation."""
     max_steps: int
     _connection: HTTPConnection | None = field(default=None, repr=False, compare=False)
 
@@ -67,8 +67,7 @@ class AgentTask:
         return EnvReply(**body)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables for a command: those that OpenAI's and Anthropic's clients read, and the
-        task as JSON."""
+        """Return a command's environment variables: those of OpenAI's and Anthropic's clients, and the task as JSON."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -83,5 +82,5 @@ class AgentTask:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":
-        """Return the task of `plain`, or of the `OFFBEAT_TASK` that a command finds in its environment."""
+        """Return the task from `plain`, or from a command's `OFFBEAT_TASK`."""
         return cls(**plain)

@@ -28,12 +28,12 @@ from offbeat.services.threads import DaemonThreads
 Key = tuple[str, EpisodeKind]
 
 _OPEN = nullcontext()
-"""Turnstile without a limit."""
+"""Limiter that admits every call."""
 
 
 @dataclass(slots=True)
 class LeasedEnv:
-    """An env in the hands of one episode."""
+    """An env in use by one episode."""
 
     key: Key
     runner: EnvRunner
@@ -41,10 +41,10 @@ class LeasedEnv:
 
 
 class EnvPool:
-    """Makes envs of the tags on demand and keeps idle ones for the next episode."""
+    """Creates envs on demand and reuses idle ones."""
 
     def __init__(self, custom_envs: Mapping[str, CustomEnv], num_threads: int, num_workers: int = 1) -> None:
-        """num_workers: that share what a tag may have under way."""
+        """num_workers: workers that share a tag's concurrency limit."""
         self._envs = custom_envs
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
@@ -55,13 +55,13 @@ class EnvPool:
         self.share_with(num_workers)
 
     def share_with(self, num_workers: int) -> None:
-        """Set the number of workers among which a tag's concurrency limit is divided, from the next call on."""
+        """Set the number of workers that share a tag's concurrency limit, from the next call on."""
         for tag, bound in self._bounds.items():
             self._limiters[tag].total_tokens = max(1, bound // num_workers)
 
     @property
     def num_hung(self) -> int:
-        """Threads that hang in an env now."""
+        """Threads hanging in an env."""
         return self._threads.num_hung
 
     @property
@@ -70,7 +70,7 @@ class EnvPool:
         return self._threads.num_hung >= self._num_threads
 
     def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
-        """Return the turnstile of each reset and step: it admits this worker's share of `max_env_step_concurrent`."""
+        """Return the limiter of resets and steps: this worker's share of `max_env_step_concurrent`."""
         return self._limiters.get(tag) or _OPEN
 
     async def take(self, tag: str, kind: EpisodeKind) -> LeasedEnv:
@@ -90,13 +90,12 @@ class EnvPool:
             raise
 
     def keep(self, lent: LeasedEnv) -> bool:
-        """Return an env after its episode; False if it must not be reused."""
+        """Return an env after its episode; False if it must be closed."""
         if lent.runner.healthy:
             self._idle[lent.key].append(lent)
         return lent.runner.healthy
 
     async def close(self) -> None:
-        """Close all idle envs."""
         idle = [lent for envs in self._idle.values() for lent in envs]
         self._idle.clear()
         await asyncio.gather(*(lent.runner.close() for lent in idle))

@@ -1,4 +1,4 @@
-"""An env in a child process (`services.rollout.child_process`), killed when it hangs or is no longer needed."""
+"""Env in a child process, killed when it hangs or is no longer needed."""
 
 from contextlib import suppress
 
@@ -7,12 +7,10 @@ from offbeat.services.rollout.child_process import ChildProcess
 from offbeat.services.rollout.envs.runners import EnvSpec, EnvTraits, StepResult
 
 CLOSE_S = 2.0
-"""Time that an env has to close before it is killed."""
+"""Time to close before the process is killed."""
 
 
 class ProcessEnv:
-    """`EnvRunner` in a child process (`offbeat.services.rollout.envs.process_env_main`)."""
-
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
         self._child = ChildProcess("offbeat.services.rollout.envs.process_env_main", "env_crashed")
@@ -23,7 +21,7 @@ class ProcessEnv:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, which is also its process group's id."""
+        """Process id, which is also the process group's id."""
         return self._child.pid
 
     async def start(self) -> EnvTraits:

@@ -1,4 +1,4 @@
-"""The process of one env (`offbeat.services.rollout.envs.process_env`)."""
+"""Process of one env (`offbeat.services.rollout.envs.process_env`)."""
 
 import resource
 from typing import Any
@@ -15,7 +15,7 @@ from offbeat.services.rollout.envs.runners import (
 
 
 class EnvProcessServer:
-    """One env and the commands that it understands."""
+    """One env and its commands."""
 
     def __init__(self) -> None:
         self._env: TextEnv | None = None

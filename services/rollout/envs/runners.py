@@ -1,7 +1,7 @@
 """Runners of an env's reset and step: inline, in a thread, or in a process.
 
-Invariants: every call returns a result or raises `EpisodeError` within the time limit (except inline envs, which are
-trusted to answer at once); an env that failed or hung is never reused; a process env leaves no child behind.
+Invariants: every call returns or raises `EpisodeError` within its timeout (except inline envs); an env that failed or
+hung is never reused; a process env leaves no child behind.
 """
 
 import logging
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUMBERS = (int, float, np.bool_, np.integer, np.floating)
-"""Types in an env's info that become metrics."""
+"""Types of info values that become metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """An env and the time limits of its calls."""
+    """Env class, arguments and timeouts."""
 
     env_type: str
     env_config: Mapping[str, JsonValue]
@@ -47,12 +47,10 @@ class EnvTraits(NamedTuple):
     system_prompt: str
     metrics_agg_mode: dict[str, str]
     functions: Sequence[Mapping[str, Any]] = ()
-    """Functions that the policy may call (`offbeat.envs.tools.functions`), in OpenAI's form."""
+    """Functions that the policy may call, in OpenAI's form."""
 
 
 class StepResult(NamedTuple):
-    """The env's reply to an answer."""
-
     observation: str
     reward: float
     terminated: bool
@@ -61,7 +59,7 @@ class StepResult(NamedTuple):
 
 
 class EnvRunner(Protocol):
-    """An env wherever it runs; one caller at a time."""
+    """Interface to an env, wherever it runs; one caller at a time, and every method but `close` may raise EpisodeError."""
 
     @property
     def healthy(self) -> bool:
@@ -69,28 +67,25 @@ class EnvRunner(Protocol):
         ...
 
     async def start(self) -> EnvTraits:
-        """Make the env. Raises EpisodeError, as all others do."""
+        """Create the env."""
         ...
 
     async def reset(self, seed: int) -> str:
-        """Begin an episode; the first observation."""
+        """Return the first observation of an episode."""
         ...
 
-    async def step(self, action: str) -> StepResult:
-        """Answer an observation."""
-        ...
+    async def step(self, action: str) -> StepResult: ...
 
     async def picture(self) -> bytes:
         """Render the env as PNG."""
         ...
 
     async def close(self) -> None:
-        """Close the env, whatever it is doing; never raises EpisodeError."""
+        """Close the env even if it is busy."""
         ...
 
 
 def traits_of(env: TextEnv) -> EnvTraits:
-    """Return the env's attributes; `system_prompt` defaults to an empty string."""
     inner = env.unwrapped
     modes: Mapping[str, str] = getattr(inner, "metrics_agg_mode", {})
     functions: Sequence[Mapping[str, Any]] = getattr(inner, "functions", ())
@@ -126,7 +121,7 @@ def do_picture(env: TextEnv) -> bytes:
     """Render the env as PNG.
 
     Raises:
-        ValueError: it renders no `rgb_array`, or an image that is too large.
+        ValueError: the env renders no `rgb_array`, or an image that is too large.
     """
     frame = env.render()
     if not isinstance(frame, np.ndarray):
@@ -143,8 +138,7 @@ def _text(observation: object) -> str:
 
 
 def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
-    """Translate every exception of the env into EpisodeError; SystemExit, too, which some libraries raise on bad
-    arguments."""
+    """Translate every exception of the env, SystemExit too, which some libraries raise on bad arguments."""
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
@@ -153,7 +147,7 @@ def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
 
 
 class InlineEnv:
-    """Runs on the worker's event loop, for envs that answer in microseconds."""
+    """Runs on the event loop, for envs that answer in microseconds."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._spec = spec
@@ -187,7 +181,7 @@ class InlineEnv:
 
 
 class ThreadEnv:
-    """Runs in the worker's threads, one call at a time, not always in the same thread; a hung call is abandoned."""
+    """Runs in the worker's threads, one call at a time; a hung call is abandoned."""
 
     def __init__(self, spec: EnvSpec, threads: DaemonThreads) -> None:
         self._spec = spec
@@ -212,7 +206,7 @@ class ThreadEnv:
         return await self._run("picture", self._spec.step_timeout_s, lambda: do_picture(self._started))
 
     async def close(self) -> None:
-        """Close the env. A running call is not waited for: its thread closes the env when it returns."""
+        """Close the env; if a call is running, its thread closes the env afterwards."""
         self.healthy = False
         with self._flags:
             self._closing = True
@@ -257,7 +251,7 @@ class ThreadEnv:
 
 
 def close_quietly(env: TextEnv) -> None:
-    """Close an env that is not needed any more; what it raises is only logged."""
+    """Close an env; log exceptions."""
     try:
         env.close()
     except (Exception, SystemExit):

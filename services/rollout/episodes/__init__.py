@@ -1,1 +1,1 @@
-"""One episode: env and policy in turn, and what is recorded."""
+"""Episodes of the policy in an env, and their recording."""

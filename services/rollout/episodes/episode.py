@@ -1,7 +1,7 @@
-"""One episode: env and policy in turn, until the episode is over.
+"""Episode loop: env and policy alternate until the episode is over. Independent of Ray and Redis.
 
-Trajectory-wise (ROLL's semantics) the whole history stays in context, as sampled tokens or as the chat template
-rewrites it; step-wise each prompt is independent. `recorder` records it. Independent of Ray and Redis.
+Trajectory-wise (ROLL's semantics) the history stays in context, as sampled tokens or as the chat template rewrites it;
+step-wise each prompt is independent.
 """
 
 import operator
@@ -29,12 +29,11 @@ from offbeat.services.rollout.episodes.history import TurnHistory
 from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, conversation
 
 Sample = Callable[..., Awaitable[Completion]]
-"""(token ids of a prompt, most new tokens) -> completion; the prompt's pictures are a third argument where it has any.
-Retries and timeouts are its business."""
+"""(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out on its own."""
 
 
 class PlayableEnv(Protocol):
-    """Interface of an episode to its env."""
+    """Env of an episode."""
 
     async def reset(self, seed: int) -> str: ...
 
@@ -45,8 +44,6 @@ class PlayableEnv(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """Task and rules of an episode."""
-
     task: EpisodeTask
     tag: str
     seed: int
@@ -92,8 +89,10 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
 
 @dataclass(slots=True)
 class _Episode:
-    """State that outlives a turn. Everything else is released at the end of the turn, while it is in the CPU caches:
-    thousands of other episodes run before the next turn."""
+    """State that outlives a turn.
+
+    Everything else is released while it is in the CPU caches: thousands of episodes run before the next turn.
+    """
 
     plan: EpisodePlan
     env: PlayableEnv
@@ -105,7 +104,7 @@ class _Episode:
     text: list[str]
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
-        """Run one turn: sample an answer and step the env; return the next observation, and the reason if there is none."""
+        """Sample an answer and step the env; return the next observation and the stop reason, if any."""
         plan, told = self.plan, self.told
         message = await self._message(observation, step)
         prompt, pictures = told.ask(message)
@@ -124,7 +123,6 @@ class _Episode:
         return result.observation, _stop_reason(result, step, plan.env.max_steps)
 
     async def _message(self, observation: str, step: int) -> TurnMessage:
-        """Render the policy's message of a turn."""
         rules = self.plan.env
         words = fill_template(
             rules.agent_template,
@@ -161,16 +159,17 @@ MERGED: Mapping[str, Callable[[float, float], float]] = {
     "min": min,
     "max": max,
 }
-"""By `metrics_agg_mode`: combines the value so far with a new one."""
+"""Reductions by `metrics_agg_mode`: (accumulated, new) -> accumulated."""
 
 
 class EpisodeMetrics:
-    """Env metrics of the turns, put together by the env's rules: `success` last, others their mean."""
+    """Env metrics aggregated by the env's rules; default: `success` last, others mean."""
 
     __slots__ = ("_counts", "_modes", "_seen")
 
     def __init__(self, modes: Mapping[str, str]) -> None:
-        """Raises EpisodeError if the env names an aggregation that does not exist."""
+        """Raises:
+        EpisodeError: the env names an unknown aggregation."""
         for name, mode in modes.items():
             if mode not in MERGED:
                 raise EpisodeError(
@@ -181,14 +180,12 @@ class EpisodeMetrics:
         self._counts: dict[str, int] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of one turn."""
         for name, value in metrics.items():
             count = self._counts.get(name, 0)
             self._seen[name] = MERGED[self._mode(name)](self._seen[name], value) if count else value
             self._counts[name] = count + 1
 
     def values(self) -> dict[str, float]:
-        """Return the episode's."""
         return {
             name: seen / self._counts[name] if self._mode(name) == "mean" else seen for name, seen in self._seen.items()
         }

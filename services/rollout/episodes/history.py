@@ -4,7 +4,7 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnHistory:
-    """The turns of one episode so far, as far as the tag's template shows them."""
+    """Turns of one episode that the tag's template shows."""
 
     __slots__ = ("_shows_all", "_turns", "_window")
 
@@ -14,15 +14,13 @@ class TurnHistory:
         self._turns: list[str] = []
 
     def add(self, observation: str, answer: str) -> None:
-        """Add a completed turn."""
         if self._shows_all or self._window:
             self._turns.append(f"{observation}\n{answer}")
 
     def window(self) -> str:
-        """Return the text of `{history}`: the last `history_length` observations, each followed by its answer."""
+        """Return `{history}`: the last `history_length` observations, each followed by its answer."""
         return "\n".join(self._turns[-self._window :]) if self._window else ""
 
     def shown(self, observation: str) -> str:
-        """Return the text of `{observation}`: with `StepConcatEnvManager`, preceded by all earlier observations and
-        answers."""
+        """Return `{observation}`; with `StepConcatEnvManager`, preceded by all earlier turns."""
         return "\n".join([*self._turns, observation]) if self._shows_all else observation

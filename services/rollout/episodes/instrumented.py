@@ -1,4 +1,4 @@
-"""Wraps an episode's env and model calls with timing, counters and wait status."""
+"""Timing, counters and wait status of an episode's env and model calls."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from offbeat.services.rollout.wait_status import Wait, Waiting
 
 
 class InstrumentedEpisode:
-    """Instrumented calls of an episode; a `PlayableEnv`, and its `sample` is a `Sample`."""
+    """A `PlayableEnv`, and its `sample` is a `Sample`."""
 
     __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_tag", "_turnstile", "_waiting")
 
@@ -29,8 +29,7 @@ class InstrumentedEpisode:
         reporter: WorkerMetrics,
         between: Wait | None = None,
     ) -> None:
-        """turnstile: limits concurrent calls of the tag's envs. between: wait status after a call; None if the next
-        call follows at once."""
+        """between: wait status after a call; None if the next call follows at once."""
         self._kind = kind
         self._tag = tag
         self._env = env

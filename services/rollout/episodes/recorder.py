@@ -1,4 +1,4 @@
-"""Records an episode as the tokens that the engine saw: one sequence, or several segments.
+"""Recorders of an episode's tokens: one sequence, or several segments.
 
 Invariants: exactly what was sent and sampled is recorded, token by token; each sampled token is recorded once.
 """
@@ -32,28 +32,28 @@ from offbeat.services.rollout.config import CustomEnv
 
 
 class TurnMessage(NamedTuple):
-    """Message of a turn: text, with `num_pictures` placeholders for its image."""
+    """Message of a turn, with `num_pictures` placeholders for its image."""
 
     words: str
     png: bytes = b""
     num_pictures: int = 0
     observation: str = ""
-    """Observation without the tag's template."""
+    """Observation without the template."""
 
 
 Sent = tuple[Sequence[int], tuple[Picture, ...]]
-"""A prompt's tokens, and the pictures among them."""
+"""Prompt tokens and images."""
 
 
 class Record(NamedTuple):
-    """Recorded turns of an episode, and their token sequences, each up to its last completion."""
+    """Turns of an episode and their token sequences, each up to its last completion."""
 
     turns: tuple[Turn, ...]
     segments: tuple[Segment, ...]
 
 
 class EpisodeRecorder(Protocol):
-    """Records the turns of one episode in order: `ask`, `hear`, `rate`."""
+    """Records turns in order: `ask`, `add_completion`, `add_reward`."""
 
     def ask(self, message: TurnMessage) -> Sent:
         """Return the prompt for the next message.
@@ -67,23 +67,19 @@ class EpisodeRecorder(Protocol):
         """Record a completion and return its text for the env.
 
         Raises:
-            EpisodeError: logprobs or versions do not match its tokens one by one.
+            EpisodeError: logprobs or versions do not match the tokens one to one.
         """
         ...
 
-    def add_reward(self, reward: float, state_hash: str) -> None:
-        """Record the env's response to the last completion."""
-        ...
+    def add_reward(self, reward: float, state_hash: str) -> None: ...
 
-    def record(self) -> Record:
-        """Return all of it, when the episode is over."""
-        ...
+    def record(self) -> Record: ...
 
 
 class AppendOnlyRecorder:
     """Each prompt is the recorded sequence plus the new message's tokens.
 
-    Tokens are kept in arrays: prompts of thousands of tokens are copied and sent as bytes.
+    Arrays hold the tokens: prompts of thousands of tokens are copied and sent as bytes.
     """
 
     __slots__ = ("_chat", "_logprobs", "_pictures", "_spans", "_system", "_tokens", "_turns")
@@ -95,7 +91,7 @@ class AppendOnlyRecorder:
         self._tokens = array("i")
         self._pictures: list[Picture] = []
         self._logprobs = array("d")
-        """Logprobs of sampled tokens only."""
+        """Of sampled tokens only."""
         self._spans: list[VersionSpan] = []
 
     def ask(self, message: TurnMessage) -> Sent:
@@ -131,7 +127,6 @@ class AppendOnlyRecorder:
         self._turns[-1] = Turn(turn.segment, turn.start, turn.end, reward, state_hash)
 
     def record(self) -> Record:
-        """Return the episode as one segment."""
         length = self._turns[-1].end if self._turns else len(self._tokens)
         mask = np.zeros(length, dtype=np.bool_)
         for turn in self._turns:
@@ -144,7 +139,7 @@ class AppendOnlyRecorder:
 
 
 class PerStepRecorder:
-    """Each prompt is independent: one message with everything that the policy may know."""
+    """Each prompt is independent and becomes a segment."""
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self._chat = chat
@@ -162,7 +157,6 @@ class PerStepRecorder:
         self._steps[-1].add_reward(reward, state_hash)
 
     def record(self) -> Record:
-        """Return the episode with a segment for each turn."""
         steps = [step.record() for step in self._steps]
         answered = [step for step in steps if step.turns] or steps[:1]
         turns = [turn._replace(segment=n) for n, step in enumerate(answered) for turn in step.turns]
@@ -173,7 +167,7 @@ class PerStepRecorder:
 class RerenderedRecorder:
     """Prompts are the template's rendering of the whole conversation; unchanged prefixes continue a sequence.
 
-    functions: offered by the template, in OpenAI's form. An answer that calls some is followed by their results.
+    functions: offered by the template, in OpenAI's form; calls are followed by their results.
     """
 
     template: ChatTemplate
@@ -191,7 +185,6 @@ class RerenderedRecorder:
             self.messages.append(ChatMessage("system", self.system))
 
     def ask(self, message: TurnMessage) -> Sent:
-        """Return the next prompt: the conversation so far, rendered again."""
         if message.num_pictures:
             raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")
         calls = self.messages[-1].tool_calls if self.messages else ()
@@ -208,7 +201,7 @@ class RerenderedRecorder:
         return self._prompt.tokens, ()
 
     def add_completion(self, completion: Completion) -> str:
-        """Return its text with tool calls in one form for all templates."""
+        """Return the text with tool calls in one form for all templates."""
         assert self._prompt is not None, "ask() comes first"
         check_completion(completion)
         said = self._said(self.template.text_of(completion.token_ids))
@@ -240,8 +233,7 @@ class RerenderedRecorder:
 
 
 async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
-    """Return the recorder for a tag, by its manager, the chat template's treatment of history, and whether the env
-    offers functions.
+    """Return the recorder for a tag.
 
     Raises:
         EpisodeError: the template can't offer functions.

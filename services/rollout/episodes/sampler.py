@@ -1,6 +1,6 @@
-"""Getting a turn answered, and asking again while generation is being replaced.
+"""Sampling of turns, with retries while generation is being replaced.
 
-Invariant: only the turn in flight is ever lost; the episode's tokens stay, and the same prompt is sent again.
+Invariant: only the turn in flight is ever lost; the same prompt is sent again.
 """
 
 import asyncio
@@ -24,8 +24,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
 def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
-    """Return a run's sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, whole
-    distribution."""
+    """Return sampling settings by `EpisodeTask.sampling_name`; evaluation samples at temperature 1, without truncation."""
     args = settings.generating_args
     return {
         "train": Sampling(args.temperature, args.top_p, args.top_k, args.max_new_tokens, stop_ids),
@@ -36,7 +35,7 @@ def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict
 
 @lru_cache
 def limit_new_tokens(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    """Return the same for all episodes: each turn of thousands that wait names one."""
+    """Return one object for all episodes: thousands of waiting turns refer to it."""
     return replace(sampling, max_new_tokens=max_new_tokens)
 
 
@@ -46,7 +45,6 @@ class EpisodeSampler:
     __slots__ = ("_batcher", "_min_version", "_name", "_num_requests", "_retry_s", "_sampling")
 
     def __init__(self, batcher: TurnBatcher, sampling: Sampling, min_version: int, *, retry_s: float) -> None:
-        """retry_s: time after which a turn is given up."""
         self._batcher = batcher
         self._sampling = sampling
         self._min_version = min_version
@@ -58,13 +56,10 @@ class EpisodeSampler:
     async def __call__(
         self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...] = ()
     ) -> Completion:
-        """Return the policy's completion of `prompt`, which contains these images.
-
-        A replica refuses a turn that takes too long; one that is not answered within the batcher's time limit (no
-        replica, or a hung one) is sent again.
+        """Return the policy's completion of `prompt`; retry for `retry_s`.
 
         Raises:
-            EpisodeError: `generation_refused`; or `generation_unavailable` or `generation_timeout` after `retry_s`.
+            EpisodeError: `generation_refused`; `generation_unavailable` or `generation_timeout` after `retry_s`.
         """
         began, wait_s = time.monotonic(), FIRST_WAIT_S
         while True:

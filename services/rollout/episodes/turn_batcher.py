@@ -1,7 +1,7 @@
 """Batches turns that become ready together into one generation call.
 
-Invariants: a single turn is sent at once; no turn waits for the completion of another; a turn whose caller is gone is
-removed, or aborted if it was sent. The time limit is per call, with one timer: thousands of timers would cost more.
+Invariants: a single turn is sent at once; no turn waits for another's completion; a cancelled turn is removed, or
+aborted if it was sent. The timeout is per call: thousands of timers would cost more.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class TurnBatcher:
     """Sends turns through a `GenerationClient`, at most one call per `coalesce_s`."""
 
     def __init__(self, client: GenerationClient, coalesce_s: float, timeout_s: float | None = None) -> None:
-        """timeout_s: of a call; what it has not answered by then is aborted. None waits as long as it takes."""
+        """timeout_s: limit of a call, after which its turns are aborted; None: no limit."""
         self._client = client
         self._coalesce_s = coalesce_s
         self._timeout_s = timeout_s
@@ -30,15 +30,14 @@ class TurnBatcher:
         self._next_send = 0.0
         self._calls: set[asyncio.Task[None]] = set()
         self.num_calls = 0
-        """Calls to generation so far."""
 
     async def sample(self, request: GenerateRequest) -> Completion:
         """Send a turn and wait for its completion.
 
         Raises:
-            RetryableError: it can't be answered now, and may be sent again under another request id.
-            GenerationError: it was refused.
-            TimeoutError: it was not answered; it may be sent again.
+            RetryableError: generation is unavailable; retry under another request id.
+            GenerationError: the request was rejected.
+            TimeoutError: no answer in time; may be retried.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Completion] = loop.create_future()
@@ -57,7 +56,6 @@ class TurnBatcher:
         return completion
 
     async def close(self) -> None:
-        """Cancel all running calls."""
         if self._timer:
             self._timer.cancel()
         calls = list(self._calls)
@@ -89,7 +87,6 @@ class TurnBatcher:
         task.add_done_callback(self._calls.discard)
 
     async def _call(self, requests: Sequence[GenerateRequest]) -> None:
-        """Make one call and set the answer or error of each of its turns."""
         error: Exception = RetryableError("generation ended before it had answered")
         limit = asyncio.timeout(self._timeout_s)
         try:
