@@ -16,7 +16,7 @@ from offbeat.benchmarks.chaos.memory import (
     growth,
     kind_of,
 )
-from offbeat.benchmarks.chaos.soak import SoakReport, _judge
+from offbeat.benchmarks.chaos.soak import SoakReport, _check_growth
 from tests.waiting import wait_until_sync
 
 Memory = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ def test_a_straight_line_is_found_exactly():
 def test_a_short_time_tells_nothing():
     assert growth([0.0, 0.1, 0.2], [1.0, 2.0, 3.0]) is None
     report = SoakReport(1.0)
-    _judge(report, [Series("quick", 1, [0.0, 0.1], [1.0, 2.0], [7, 7])], 0.1)
+    _check_growth(report, [Series("quick", 1, [0.0, 0.1], [1.0, 2.0], [7, 7])], 0.1)
     assert not report.passed
 
 
@@ -122,7 +122,7 @@ def test_a_process_that_grows_fails_the_soak_by_name():
         hours = np.linspace(0.0, 1.0, 720)
         mib = 460 + per_hour * hours + np.random.default_rng(3).normal(0.0, 1.0, 720)
         report = SoakReport(60.0)
-        _judge(report, [Series(kind, 1, hours.tolist(), mib.tolist(), [7] * 720)], 1.0)
+        _check_growth(report, [Series(kind, 1, hours.tolist(), mib.tolist(), [7] * 720)], 1.0)
         assert report.passed == (kind == "steady")
         assert report.rows[0]["grows"] == (kind == "leaks")
         assert all(kind in complaint for complaint in report.complaints)
