@@ -90,7 +90,7 @@ def more(*rows: tuple[int, str, str]) -> list[LifeEvent]:
         ({"events": more((9, "admitted", "0"))}, "groups 6, 7, 8 were never admitted, though group 9 was"),
         ({"events": without(0, "submitted")}, "group 0 was trained, though it never entered the stream"),
         ({"events": without(2, "trained")}, "Redis counts 2 groups as trained, the ledger lists 1"),
-        ({"events": more((5, "trained", "2"))}, "group 5 was acknowledged as trained, though no step"),
+        ({"events": more((5, "trained", "2"))}, "group 5 was acknowledged as trained, but in no step"),
         ({"events": more((3, "trained", "2"))}, "group 3 of step 3 was acknowledged by the checkpoint of step 2 before"),
         ({"events": more((3, "dropped", "stale"))}, "group 3 was trained at step 3, and dropped (stale)"),
         ({"journal": [*JOURNAL, step(4, 0)]}, "group 0 was trained twice: at step 1 and at step 4"),

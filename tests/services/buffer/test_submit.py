@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.api import SubmitResult
 from offbeat.services.errors import CodecError
+from tests.copying import replace
 from tests.services.buffer.buffer_play import (
     Run,
     limits,
@@ -96,9 +96,9 @@ async def test_a_second_failure_beyond_redundancy_fails_the_group(redis: Redis, 
 async def test_a_trajectory_that_breaks_the_schema_is_refused_before_it_is_sent(run: Run):
     task, *_ = await run.buffer.claim("w", 1)
     good = trajectory_for(task)
-    broken = dataclasses.replace(good.segments[0], logprobs=np.full(12, np.nan, dtype=np.float32))
+    broken = replace(good.segments[0], logprobs=np.full(12, np.nan, dtype=np.float32))
     with pytest.raises(CodecError, match="not finite"):
-        await run.buffer.submit("w", task, dataclasses.replace(good, segments=(broken,)))
+        await run.buffer.submit("w", task, replace(good, segments=(broken,)))
     assert await run.submit(task) is SubmitResult.ACCEPTED
 
 
@@ -165,10 +165,8 @@ async def test_a_group_without_one_sampled_token_is_as_old_as_its_admission(run:
     for task in tasks:
         full = trajectory_for(task)
         segment = full.segments[0]
-        mute = dataclasses.replace(
-            segment, loss_mask=np.zeros(12, np.bool_), logprobs=np.zeros(12, np.float32), versions=()
-        )
-        await run.buffer.submit("w", task, dataclasses.replace(full, segments=(mute,), turns=()))
+        mute = replace(segment, loss_mask=np.zeros(12, np.bool_), logprobs=np.zeros(12, np.float32), versions=())
+        await run.buffer.submit("w", task, replace(full, segments=(mute,), turns=()))
     group = run.learner.take(0)
     assert group is not None
     assert group.oldest_version == 0

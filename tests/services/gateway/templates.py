@@ -103,11 +103,11 @@ class Scripted:
         self.sent: list[tuple[int, ...]] = []
         self.made: list[Completion] = []
 
-    async def __call__(self, prompt: tuple[int, ...], most: int) -> Completion:
+    async def __call__(self, prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
         number = len(self.sent)
         self.sent.append(prompt)
         words = (*self.template.encode(self.say(number)), self.template.end_id)
-        ids = words[:most]
+        ids = words[:max_new_tokens]
         middle = max(1, len(ids) // 2)
         spans = (VersionSpan(0, middle, 2 * number), VersionSpan(middle, len(ids), 2 * number + 1))
         # each logprob tells which answer and which of its tokens it belongs to

@@ -53,21 +53,21 @@ async def test_chat_completions_with_tools_are_one_sequence(hermes: ChatTemplate
     policy = Scripted(hermes, ["Let me see. " + CALL, "Rain.", "Welcome."])
     session = session_of(policy)
     async with served(session) as (client, _):
-        told: list = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ulm?"}]
+        messages: list = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ulm?"}]
         how = {"model": "any", "tools": [FUNCTION], "logprobs": True}
-        first = await client.chat.completions.create(messages=told, **how)
+        first = await client.chat.completions.create(messages=messages, **how)
         choice = first.choices[0]
         assert choice.finish_reason == "tool_calls"
         (call,) = choice.message.tool_calls
         assert json.loads(call.function.arguments) == {"city": "Ulm"}
         assert [entry.logprob for entry in choice.logprobs.content] == list(policy.made[0].logprobs)
         assert first.usage.completion_tokens == len(policy.made[0].token_ids)
-        told += [choice.message.model_dump(exclude_none=True)]
-        told += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
-        second = await client.chat.completions.create(messages=told, **how)
+        messages += [choice.message.model_dump(exclude_none=True)]
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+        second = await client.chat.completions.create(messages=messages, **how)
         assert second.choices[0].message.content == "Rain."
-        told += [second.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Thanks."}]
-        await client.chat.completions.create(messages=told, **how)
+        messages += [second.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Thanks."}]
+        await client.chat.completions.create(messages=messages, **how)
     in_one_sequence(policy, session)
 
 
@@ -76,15 +76,15 @@ async def test_a_stream_says_the_same_in_pieces(hermes: ChatTemplate):
     session = session_of(policy)
     async with served(session) as (client, _):
         how = {"model": "any", "tools": [FUNCTION], "stream": True, "stream_options": {"include_usage": True}}
-        told: list = [{"role": "user", "content": "Ulm?"}]
-        chunks = [chunk async for chunk in await client.chat.completions.create(messages=told, **how)]
+        messages: list = [{"role": "user", "content": "Ulm?"}]
+        chunks = [chunk async for chunk in await client.chat.completions.create(messages=messages, **how)]
         deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
         words = "".join(delta.content or "" for delta in deltas)
         (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
         assert (words, call.function.name, chunks[-2].choices[0].finish_reason) == ("Well.", "weather", "tool_calls")
         assert chunks[-1].usage.completion_tokens == len(policy.made[0].token_ids)
         function = {"name": "weather", "arguments": call.function.arguments}
-        told += [
+        messages += [
             {
                 "role": "assistant",
                 "content": words,
@@ -92,7 +92,7 @@ async def test_a_stream_says_the_same_in_pieces(hermes: ChatTemplate):
             },
             {"role": "tool", "tool_call_id": call.id, "content": "rain"},
         ]
-        assert [chunk async for chunk in await client.chat.completions.create(messages=told, **how)]
+        assert [chunk async for chunk in await client.chat.completions.create(messages=messages, **how)]
     in_one_sequence(policy, session)
 
 
@@ -110,8 +110,8 @@ async def test_responses_are_one_sequence(hermes: ChatTemplate, carried: bool):
         if carried:
             second = await client.responses.create(input=[result], previous_response_id=first.id, **how)
         else:
-            told = [{"role": "user", "content": "Ulm?"}, *(item.model_dump() for item in first.output), result]
-            second = await client.responses.create(input=told, **how)
+            messages = [{"role": "user", "content": "Ulm?"}, *(item.model_dump() for item in first.output), result]
+            second = await client.responses.create(input=messages, **how)
         assert (second.output_text, second.status) == ("Rain.", "completed")
     in_one_sequence(policy, session)
 
@@ -151,19 +151,19 @@ async def test_anthropics_messages_with_tools_are_one_sequence(hermes: ChatTempl
         tools = [{"name": "weather", "description": "of a city", "input_schema": WEATHER}]
         how = {"model": "any", "max_tokens": 500, "system": "Be brief.", "tools": tools}
 
-        async def create(told: list) -> anthropic.types.Message:
+        async def create(messages: list) -> anthropic.types.Message:
             if not streamed:
-                return await client.messages.create(messages=told, **how)
-            async with client.messages.stream(messages=told, **how) as stream:
+                return await client.messages.create(messages=messages, **how)
+            async with client.messages.stream(messages=messages, **how) as stream:
                 return await stream.get_final_message()
 
-        told: list = [{"role": "user", "content": "Ulm?"}]
-        first = await create(told)
+        messages: list = [{"role": "user", "content": "Ulm?"}]
+        first = await create(messages)
         assert [block.type for block in first.content] == ["text", "tool_use"]
         assert (first.stop_reason, first.content[1].input) == ("tool_use", {"city": "Ulm"})
         result = {"type": "tool_result", "tool_use_id": first.content[1].id, "content": "rain"}
-        told += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-        second = await create(told)
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        second = await create(messages)
         assert (second.content[0].text, second.stop_reason) == ("Rain.", "end_turn")
         assert second.usage.output_tokens == len(policy.made[1].token_ids)
     in_one_sequence(policy, session)
@@ -172,16 +172,16 @@ async def test_anthropics_messages_with_tools_are_one_sequence(hermes: ChatTempl
 async def test_anthropics_stop_sequences_are_named(plain: ChatTemplate):
     session = session_of(Scripted(plain, ["one STOP two"]))
     async with served(session) as (_, client):
-        told = [{"role": "user", "content": "a"}]
-        answer = await client.messages.create(model="any", max_tokens=50, messages=told, stop_sequences=["STOP"])
+        messages = [{"role": "user", "content": "a"}]
+        answer = await client.messages.create(model="any", max_tokens=50, messages=messages, stop_sequences=["STOP"])
     assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("one ", "stop_sequence", "STOP")
 
 
 async def test_several_answers_to_one_call_are_branches(plain: ChatTemplate):
     session = session_of(Scripted(plain, ["one", "two"]))
     async with served(session) as (client, _):
-        told = [{"role": "user", "content": "a"}]
-        answer = await client.chat.completions.create(model="any", messages=told, n=2, temperature=0.3)
+        messages = [{"role": "user", "content": "a"}]
+        answer = await client.chat.completions.create(model="any", messages=messages, n=2, temperature=0.3)
     assert [choice.message.content for choice in answer.choices] == ["one", "two"]
     captured = session.close()
     assert len(captured.segments) == 2
@@ -215,30 +215,30 @@ async def test_what_can_t_be_answered_is_refused_with_what_is_wrong(plain: ChatT
 
 async def test_a_full_context_is_told_as_openai_tells_it(plain: ChatTemplate):
     async with served(session_of(Scripted(plain, ["one"]), sequence_length=12)) as (client, other):
-        told = [{"role": "user", "content": "a long question"}]
+        messages = [{"role": "user", "content": "a long question"}]
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="any", messages=told)
+            await client.chat.completions.create(model="any", messages=messages)
         assert refused.value.code == "context_length_exceeded"
         with pytest.raises(anthropic.BadRequestError):
-            await other.messages.create(model="any", messages=told, max_tokens=5)
+            await other.messages.create(model="any", messages=messages, max_tokens=5)
 
 
 async def test_a_key_opens_its_own_episode_and_none_when_it_is_over(plain: ChatTemplate):
     session = session_of(Scripted(plain, ["one"]))
-    told = [{"role": "user", "content": "a"}]
+    messages = [{"role": "user", "content": "a"}]
     async with served(session) as (client, _):
         with pytest.raises(openai.AuthenticationError):
-            await client.with_options(api_key="other").chat.completions.create(model="any", messages=told)
+            await client.with_options(api_key="other").chat.completions.create(model="any", messages=messages)
         session.close()
         with pytest.raises(openai.BadRequestError, match="over"):
-            await client.chat.completions.create(model="any", messages=told)
+            await client.chat.completions.create(model="any", messages=messages)
 
 
 async def test_a_caller_who_leaves_takes_the_sampling_along(plain: ChatTemplate):
     policy = Scripted(plain, ["late", "in time"])
     waiting, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def slow_at_first(prompt: tuple[int, ...], most: int) -> Completion:
+    async def slow_at_first(prompt: tuple[int, ...], max_new_tokens: int) -> Completion:
         if not waiting.is_set():
             waiting.set()
             try:
@@ -246,26 +246,26 @@ async def test_a_caller_who_leaves_takes_the_sampling_along(plain: ChatTemplate)
             except asyncio.CancelledError:
                 cancelled.set()
                 raise
-        return await policy(prompt, most)
+        return await policy(prompt, max_new_tokens)
 
     session = session_of(policy)
     session.sample = slow_at_first
     async with served(session) as (client, _):
-        told = [{"role": "user", "content": "a"}]
-        call = asyncio.create_task(client.chat.completions.create(model="any", messages=told))
+        messages = [{"role": "user", "content": "a"}]
+        call = asyncio.create_task(client.chat.completions.create(model="any", messages=messages))
         await waiting.wait()
         call.cancel()
         await wait_until(cancelled.is_set)
-        await client.chat.completions.create(model="any", messages=told)
+        await client.chat.completions.create(model="any", messages=messages)
     in_one_sequence(policy, session)
 
 
 async def test_a_policy_that_can_t_be_sampled_is_not_asked_again(plain: ChatTemplate):
-    asked = 0
+    num_calls = 0
 
     async def broken(_: tuple[int, ...], __: int) -> Completion:
-        nonlocal asked
-        asked += 1
+        nonlocal num_calls
+        num_calls += 1
         raise RuntimeError("no replica")
 
     session = session_of(Scripted(plain, []))
@@ -273,7 +273,7 @@ async def test_a_policy_that_can_t_be_sampled_is_not_asked_again(plain: ChatTemp
     async with served(session) as (client, _):
         with pytest.raises(openai.InternalServerError, match="no replica"):
             await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}])
-    assert asked == 1
+    assert num_calls == 1
     assert session.failed.is_set()
 
 
@@ -289,8 +289,8 @@ async def test_a_body_that_is_no_json_is_refused(plain: ChatTemplate):
 async def test_no_client_keeps_a_connection_for_as_long_as_the_server(plain: ChatTemplate):
     async with served(session_of(Scripted(plain, []))) as clients, httpx.AsyncClient() as http:
         for pool in (*(client._client for client in clients), http):
-            kept_s = pool._transport._pool._keepalive_expiry  # type: ignore[attr-defined]  # no client says it in public
-            assert kept_s < KEEP_ALIVE_S, "the server may close what the client is about to send on"
+            keep_alive_s = pool._transport._pool._keepalive_expiry  # type: ignore[attr-defined]  # no client says it in public
+            assert keep_alive_s < KEEP_ALIVE_S, "the server may close what the client is about to send on"
 
 
 async def test_a_body_that_is_too_large_is_refused(plain: ChatTemplate, monkeypatch: pytest.MonkeyPatch):

@@ -43,8 +43,8 @@ def _own_tasksets_are_found(monkeypatch: pytest.MonkeyPatch):
 async def test_verifiers_runs_and_scores_a_tool_task_with_two_requests(hermes: ChatTemplate):
     call = '<tool_call>\n{"name": "price_tools_price", "arguments": {"thing": "tea"}}\n</tool_call>'
     policy = Scripted(hermes, [call, "3"])
-    told = await played(policy, {"id": "vf_shop"})
-    assert (told["reward"], told["metrics"]["success"]) == (1.0, 1.0)
+    result = await played(policy, {"id": "vf_shop"})
+    assert (result["reward"], result["metrics"]["success"]) == (1.0, 1.0)
     assert len(policy.sent) == 2
     shown = hermes.text_of(policy.sent[1])
     assert "What a thing costs." in shown
@@ -52,5 +52,5 @@ async def test_verifiers_runs_and_scores_a_tool_task_with_two_requests(hermes: C
 
 
 async def test_a_wrong_answer_gets_nothing_and_metrics_travel(hermes: ChatTemplate):
-    told = await played(Scripted(hermes, ["a hundred and one"]), {"id": "vf_sums", "success_reward": 1.5})
-    assert told == {"reward": 0.0, "metrics": {"num_words": 4.0, "success": 0.0}}
+    result = await played(Scripted(hermes, ["a hundred and one"]), {"id": "vf_sums", "success_reward": 1.5})
+    assert result == {"reward": 0.0, "metrics": {"num_words": 4.0, "success": 0.0}}

@@ -30,16 +30,16 @@ class Cycle:
 @pytest.mark.parametrize("episodes", [16, 1024])
 def test_garbage_is_found_before_it_is_more_than_the_episodes_hold(episodes: int) -> None:
     tune_garbage_collector(episodes)
-    most = max(LEAST_YOUNG_OBJECTS, 100 * episodes)
-    seen = 0
-    for _ in range(2 * most):
+    limit = max(LEAST_YOUNG_OBJECTS, 100 * episodes)
+    num_alive = 0
+    for _ in range(2 * limit):
         Cycle()
-        seen = max(seen, Cycle.alive)
-    assert most / 4 < seen <= most
+        num_alive = max(num_alive, Cycle.alive)
+    assert limit / 4 < num_alive <= limit
 
 
 def test_what_exists_when_it_is_calmed_is_walked_no_more() -> None:
     here = [[] for _ in range(100)]
     tune_garbage_collector(16)
-    walked = {id(each) for each in gc.get_objects()}
-    assert not any(id(each) in walked for each in here)
+    walked = {id(item) for item in gc.get_objects()}
+    assert not any(id(item) in walked for item in here)

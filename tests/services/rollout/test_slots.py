@@ -22,7 +22,7 @@ async def test_what_is_finished_first_leaves_at_once_and_frees_its_place():
     assert places.num_free == 0
     async with asyncio.timeout(LONG_S / 2):
         await playing[0].finish_and_wait_for_flush()
-        await places.freed()
+        await places.wait_for_free_slots()
     assert places.num_free == 1
 
 
@@ -35,7 +35,7 @@ async def test_episodes_finishing_together_are_submitted_as_one_batch():
         order.append(name)
 
     async def claim() -> None:
-        await places.freed()
+        await places.wait_for_free_slots()
         order.append(f"claim for {places.num_free}")
 
     claiming = asyncio.create_task(claim())
@@ -76,11 +76,11 @@ async def test_an_episode_that_ends_without_a_trajectory_frees_its_place_once():
     failed, finished = places.take(), places.take()
     failed.leave()
     failed.leave()
-    await places.freed()
+    await places.wait_for_free_slots()
     assert places.num_free == 1
     await finished.finish_and_wait_for_flush()
     finished.leave()
-    await places.freed()
+    await places.wait_for_free_slots()
     assert places.num_free == 2
 
 

@@ -84,18 +84,18 @@ async def taken(run: Run, count: int) -> list[Group]:
 
 async def test_a_curriculum_advances_and_survives_a_learner_replacement(run: Run, tmp_path: Path) -> None:
     curriculum = Curriculum(Levels(TAGS, **LEVELS), run.learner)
-    curriculum.tell()
+    curriculum.publish()
     publish(run.redis, 0)
     groups = await taken(run, 4)
     assert {group.tag for group in groups} == {"Easy"}
-    curriculum.seen(groups[:2])
+    curriculum.observe(groups[:2])
     publish(run.redis, 1)
     assert {group.tag for group in await taken(run, 2)} == {"Hard"}
     curriculum.save(tmp_path)
 
     again = Curriculum(Levels(TAGS, **LEVELS), run.next_learner())
     again.load(tmp_path)
-    again.tell()
+    again.publish()
     publish(run.redis, 2)
     newest = [group for group in await taken(run, 8) if group.number >= 6]
     assert [group.tag for group in newest] == ["Hard", "Hard"]

@@ -136,8 +136,8 @@ async def test_no_more_calls_of_an_env_are_under_way_than_its_share(bench):
     rollout = RolloutConfig(max_env_num_per_worker=16, num_workers=2)
     async with bench(*group(0, 12), custom_envs={"Crowd": crowd}, rollout=rollout) as b:
         await b.until_done(12)
-        most = max(each.metrics["inside"] for each in b.buffer.submitted.values())
-        assert most == 2
+        max_running = max(each.metrics["inside"] for each in b.buffer.submitted.values())
+        assert max_running == 2
 
 
 async def test_evaluation_plays_held_out_maps_with_text_and_its_own_sampling(bench, policy_folder: Path):
@@ -154,18 +154,18 @@ async def test_evaluation_plays_held_out_maps_with_text_and_its_own_sampling(ben
 
 
 async def test_no_more_episodes_are_played_at_a_time_than_allowed(bench, tokenizer: Tokenizer):
-    most = 0
+    max_running = 0
 
     def watch(request: GenerateRequest) -> tuple[int, ...]:
-        nonlocal most
-        most = max(most, b.worker.num_playing)
+        nonlocal max_running
+        max_running = max(max_running, b.worker.num_playing)
         return walker(tokenizer)(request)
 
     async with bench(
         *group(0, 40), generation=FakeGeneration(watch), rollout=RolloutConfig(max_env_num_per_worker=6)
     ) as b:
         await b.until_done(40)
-    assert most == 6
+    assert max_running == 6
     assert len(b.buffer.submitted) == 40
 
 
@@ -413,8 +413,8 @@ async def test_a_worker_keeps_its_heartbeat_while_finding_eval_tasks(bench, tmp_
     envs = {"Slow": custom("SlowTasksEnv", env_config={"marker": str(marker)})}
     async with bench(episode, custom_envs=envs) as b:
         await wait_until(lambda: bool(b.buffer.claimed))
-        heard = b.buffer.heartbeats
-        await wait_until(lambda: b.buffer.heartbeats > heard + 2)
+        num_heartbeats = b.buffer.heartbeats
+        await wait_until(lambda: b.buffer.heartbeats > num_heartbeats + 2)
         marker.touch()
         await b.until_done(1)
     assert list(b.buffer.submitted) == [episode]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.services.rollout.agents.process_main import TAIL, run
+from offbeat.services.rollout.agents.process_main import MAX_OUTPUT_BYTES, run
 from offbeat.services.rollout.agents.task import AgentTask
 
 
@@ -63,9 +63,9 @@ def test_of_what_a_command_says_only_the_end_is_kept(capfd: pytest.CaptureFixtur
     tracemalloc.start()
     try:
         assert run([sys.executable, "-c", says], plain) == {"reward": 1}
-        assert tracemalloc.get_traced_memory()[1] < 16 * TAIL
+        assert tracemalloc.get_traced_memory()[1] < 16 * MAX_OUTPUT_BYTES
     finally:
         tracemalloc.stop()
-    assert len(capfd.readouterr().err) <= TAIL
+    assert len(capfd.readouterr().err) <= MAX_OUTPUT_BYTES
     with pytest.raises(RuntimeError, match=r"exit status 3: .*no such room"):
         run([sys.executable, "-c", "import sys; print('no such room', file=sys.stderr); sys.exit(3)"], plain)

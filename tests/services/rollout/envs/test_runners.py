@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offbeat.services.errors import EpisodeError
-from offbeat.services.rollout.child_process import MOST_PRINTED
+from offbeat.services.rollout.child_process import MAX_PRINTED_BYTES
 from offbeat.services.rollout.envs.process_env import ProcessEnv
 from offbeat.services.rollout.envs.runners import (
     EnvRunner,
@@ -192,7 +192,7 @@ async def test_of_what_an_env_prints_without_end_a_megabyte_is_passed_on(
             await step
         assert failed.value.reason == "step_timeout"
     printed = len(capfd.readouterr().err)
-    assert MOST_PRINTED / 2 < printed <= MOST_PRINTED
+    assert MAX_PRINTED_BYTES / 2 < printed <= MAX_PRINTED_BYTES
     assert turns > 5
 
 
@@ -273,20 +273,20 @@ async def test_a_cancelled_call_holds_its_thread_then_closes_the_env(tmp_path: P
 
 
 async def test_calls_in_threads_run_side_by_side_up_to_their_number():
-    threads, running_now, most = DaemonThreads(3), 0, 0
+    threads, running_now, max_running = DaemonThreads(3), 0, 0
     lock, together = threading.Lock(), threading.Barrier(3)
 
     def call() -> None:
-        nonlocal running_now, most
+        nonlocal running_now, max_running
         with lock:
             running_now += 1
-            most = max(most, running_now)
+            max_running = max(max_running, running_now)
         together.wait(10)
         with lock:
             running_now -= 1
 
     await asyncio.gather(*(threads.run(call, 10.0) for _ in range(9)))
-    assert most == 3
+    assert max_running == 3
     threads.close()
 
 

@@ -29,8 +29,8 @@ Script = Callable[[int, tuple[int, ...], int], Completion]
 def saying(tokenizer: Tokenizer, *answers: str) -> Script:
     """Says these words, ends each turn, and starts again; versions grow from turn to turn."""
 
-    def complete(turn: int, _: tuple[int, ...], most: int) -> Completion:
-        ids = tuple(tokenizer.encode(answers[turn % len(answers)] + "<|im_end|>").ids)[:most]
+    def complete(turn: int, _: tuple[int, ...], max_new_tokens: int) -> Completion:
+        ids = tuple(tokenizer.encode(answers[turn % len(answers)] + "<|im_end|>").ids)[:max_new_tokens]
         logprobs = tuple(-0.25 * (turn + 1) for _ in ids)
         return Completion("r", ids, logprobs, (VersionSpan(0, len(ids), turn),))
 
@@ -44,12 +44,12 @@ class Player:
         self._chat = chat
         self._script = script
         self.prompts: list[tuple[int, ...]] = []
-        self.most: list[int] = []
+        self.max_new_tokens: list[int] = []
 
-    async def sample(self, prompt: Sequence[int], most: int) -> Completion:
+    async def sample(self, prompt: Sequence[int], max_new_tokens: int) -> Completion:
         self.prompts.append(tuple(prompt))
-        self.most.append(most)
-        return self._script(len(self.prompts) - 1, self.prompts[-1], most)
+        self.max_new_tokens.append(max_new_tokens)
+        return self._script(len(self.prompts) - 1, self.prompts[-1], max_new_tokens)
 
     async def play(
         self,
@@ -163,7 +163,7 @@ async def test_no_sequence_is_longer_than_allowed(chat: ChatFormat, tokenizer: T
     assert got.stop_reason is StopReason.MAX_LENGTH
     assert len(got.segments[0].tokens) <= sequence_length
     assert got.segments[0].tokens.size == got.turns[-1].end
-    assert min(player.most) >= 1
+    assert min(player.max_new_tokens) >= 1
     # It stopped no earlier than it had to: one more prompt (17 tokens with the turn's end) would leave no room.
     assert len(got.segments[0].tokens) + 17 >= sequence_length
     decode_trajectory(encode_trajectory(got))
@@ -181,7 +181,7 @@ async def test_the_lowest_limit_on_new_tokens_counts(
 ):
     player = Player(chat, saying(tokenizer, "Left"))
     await player.play(max_tokens_per_step=per_step, max_steps=1)
-    assert player.most == [expected]
+    assert player.max_new_tokens == [expected]
 
 
 async def test_templates_shape_the_prompts(chat: ChatFormat, tokenizer: Tokenizer):
@@ -196,8 +196,8 @@ async def test_templates_shape_the_prompts(chat: ChatFormat, tokenizer: Tokenize
 
 async def test_text_is_kept_for_people_only_when_asked(chat: ChatFormat, tokenizer: Tokenizer):
     messages, _ = conversation_of(["Left", "Left"])
-    kept = await Player(chat, saying(tokenizer, "Left")).play(keep_text=True, max_steps=2)
-    assert list(kept.text) == [m["content"] for m in messages]
+    trajectory = await Player(chat, saying(tokenizer, "Left")).play(keep_text=True, max_steps=2)
+    assert list(trajectory.text) == [m["content"] for m in messages]
     assert (await Player(chat, saying(tokenizer, "Left")).play(max_steps=2)).text == ()
 
 

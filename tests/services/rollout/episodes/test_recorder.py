@@ -103,21 +103,21 @@ async def test_a_step_wise_prompt_contains_the_configured_history(chat: ChatForm
         chat, tokenizer, *WAY, env_manager_cls="StepEnvManager", history_length=1, agent_template=template
     )
     messages, _ = conversation_of(list(WAY[:3]))
-    seen = [message["content"] for message in messages if message["role"] == "user"]
+    observations = [message["content"] for message in messages if message["role"] == "user"]
     for turn in range(3):
-        history = f"{seen[turn - 1]}\n{WAY[turn - 1]}" if turn else ""
-        wanted = chat.first_prompt(messages[0]["content"], f"{history} _ {seen[turn]}")
-        assert player.prompts[turn] == wanted
-        assert got.segments[turn].tokens.tolist() == [*wanted, *sampled(got.segments[turn])]
+        history = f"{observations[turn - 1]}\n{WAY[turn - 1]}" if turn else ""
+        expected = chat.first_prompt(messages[0]["content"], f"{history} _ {observations[turn]}")
+        assert player.prompts[turn] == expected
+        assert got.segments[turn].tokens.tolist() == [*expected, *sampled(got.segments[turn])]
     assert [turn.segment for turn in got.turns] == [0, 1, 2]
 
 
 async def test_step_concat_shows_everything_so_far_as_one_observation(chat: ChatFormat, tokenizer: Tokenizer) -> None:
     player, got = await played(chat, tokenizer, *WAY, env_manager_cls="StepConcatEnvManager")
     messages, _ = conversation_of(list(WAY[:3]))
-    seen = [message["content"] for message in messages if message["role"] == "user"]
-    whole = f"{seen[0]}\n{WAY[0]}\n{seen[1]}\n{WAY[1]}\n{seen[2]}"
-    assert player.prompts[2] == chat.first_prompt(messages[0]["content"], whole)
+    observations = [message["content"] for message in messages if message["role"] == "user"]
+    observation = f"{observations[0]}\n{WAY[0]}\n{observations[1]}\n{WAY[1]}\n{observations[2]}"
+    assert player.prompts[2] == chat.first_prompt(messages[0]["content"], observation)
     assert len(got.segments) == 3
 
 

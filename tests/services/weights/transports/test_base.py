@@ -133,14 +133,14 @@ def test_a_transport_that_needs_a_gpu_is_refused_on_a_cpu(tmp_path: Path) -> Non
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from offbeat.services.weights.transports.base import WHOLE, _written
+from offbeat.services.weights.transports.base import WHOLE, _write_atomically
 from offbeat.services.weights.transports.shm import SharedMemoryTransport
 
 def write(part):
     part.with_name(".tmp0").write_bytes(b"half of a version")  # as safetensors does
     os.kill(os.getpid(), signal.SIGKILL)
 
-SharedMemoryTransport("run", Path(sys.argv[1])).store(1, 1, WHOLE, lambda path: _written(path, write))
+SharedMemoryTransport("run", Path(sys.argv[1])).store(1, 1, WHOLE, lambda path: _write_atomically(path, write))
 """
 
 
@@ -156,7 +156,9 @@ def test_what_a_learner_killed_while_it_writes_leaves_is_found_and_removed(tmp_p
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), SafetensorError("I/O error: no space")])
-def test_a_version_that_can_not_be_written_is_told_and_leaves_nothing(tmp_path: Path, error: Exception) -> None:
+def test_a_version_that_can_not_be_write_atomically_is_told_and_leaves_nothing(
+    tmp_path: Path, error: Exception
+) -> None:
     def write(part: Path) -> None:
         part.write_bytes(b"half")
         raise error
