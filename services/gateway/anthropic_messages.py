@@ -30,8 +30,8 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 def read_messages(body: Body) -> ModelRequest:
     system = words(body.get("system"), "system")
     messages = [ChatMessage("system", system)] if system else []
-    for place, message in enumerate(read_list(body, "messages")):
-        messages += _read(message, f"messages[{place}]")
+    for index, message in enumerate(read_list(body, "messages")):
+        messages += _read(message, f"messages[{index}]")
     choice = read_object(body, "tool_choice").get("type", "auto")
     return ModelRequest(
         require_messages(tuple(messages)),
@@ -45,8 +45,8 @@ def read_messages(body: Body) -> ModelRequest:
 def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
     for tool in value:
-        fine = isinstance(tool, Mapping) and "name" in tool and isinstance(tool.get("input_schema"), Mapping)
-        require(fine, f"tools: only tools with an input_schema can be offered, not {tool!r}")
+        is_valid = isinstance(tool, Mapping) and "name" in tool and isinstance(tool.get("input_schema"), Mapping)
+        require(is_valid, f"tools: only tools with an input_schema can be offered, not {tool!r}")
         function = {
             "name": tool["name"],
             "description": tool.get("description") or "",
@@ -106,11 +106,11 @@ def write_message(reply: ModelReply, answer_id: str, model: str) -> dict[str, An
 
 
 def stream_message(reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
-    whole = write_message(reply, answer_id, model)
-    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-    begun["usage"] = {**whole["usage"], "output_tokens": 0}
-    yield _event("message_start", message=begun)
-    for place, block in enumerate(whole["content"]):
+    full = write_message(reply, answer_id, model)
+    start = {**full, "content": [], "stop_reason": None, "stop_sequence": None}
+    start["usage"] = {**full["usage"], "output_tokens": 0}
+    yield _event("message_start", message=start)
+    for index, block in enumerate(full["content"]):
         if block["type"] == "text":
             empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
@@ -118,11 +118,11 @@ def stream_message(reply: ModelReply, answer_id: str, model: str) -> Iterator[st
                 {**block, "input": {}},
                 {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
             )
-        yield _event("content_block_start", index=place, content_block=empty)
-        yield _event("content_block_delta", index=place, delta=delta)
-        yield _event("content_block_stop", index=place)
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-    yield _event("message_delta", delta=end, usage=whole["usage"])
+        yield _event("content_block_start", index=index, content_block=empty)
+        yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    end = {"stop_reason": full["stop_reason"], "stop_sequence": full["stop_sequence"]}
+    yield _event("message_delta", delta=end, usage=full["usage"])
     yield _event("message_stop")
 
 

@@ -24,7 +24,7 @@ from offbeat.services.gateway.session import (
     ModelRequest,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Sessions = dict[str, EpisodeSession]
@@ -71,7 +71,7 @@ def _with_session(sessions: Sessions, handler: Handler) -> Callable[[Request], C
         except CallerLeftError:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:
-            log.info("a call of an agent failed", exc_info=True)
+            logger.info("an agent's call failed", exc_info=True)
             return _error_response(request, 500, f"the policy can't be sampled: {error}", "api_error")
 
     return call
@@ -114,16 +114,16 @@ async def _run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -
     Raises:
         CallerLeftError: the client disconnected.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_wait_for_disconnect(request))
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if disconnect.done():
             raise CallerLeftError
-        return await working
+        return await task
     finally:
-        working.cancel()
-        leaving.cancel()
+        task.cancel()
+        disconnect.cancel()
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -139,13 +139,13 @@ def _send(
     body: dict[str, Any],
     session: EpisodeSession,
     replies: list[ModelReply],
-    whole: Callable[[], Any],
+    render: Callable[[], Any],
     stream: Iterator[str],
 ) -> Response:
     """Return the answer as JSON or as events; it is delivered once the last part is consumed."""
     if not body.get("stream"):
         session.deliver(replies)
-        return JSONResponse(whole())
+        return JSONResponse(render())
 
     async def events():
         for event in stream:

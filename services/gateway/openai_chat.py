@@ -48,10 +48,10 @@ def read_chat(body: Body) -> ModelRequest:
 
 def _tools(value: list[Any]) -> Tools:
     for tool in value:
-        fine = (
+        is_valid = (
             isinstance(tool, Mapping) and tool.get("type") == "function" and isinstance(tool.get("function"), Mapping)
         )
-        require(fine, f"tools: only functions can be offered, not {tool!r}")
+        require(is_valid, f"tools: only functions can be offered, not {tool!r}")
     return tuple(value)
 
 
@@ -72,8 +72,8 @@ def read_completion(body: Body) -> ModelRequest:
     )
 
 
-def _message(message: Any, place: int) -> ChatMessage:
-    where = f"messages[{place}]"
+def _message(message: Any, index: int) -> ChatMessage:
+    where = f"messages[{index}]"
     require(isinstance(message, Mapping) and isinstance(message.get("role"), str), f"{where} has no role")
     role = "system" if message["role"] in SYSTEM_ROLES else str(message["role"])
     require(role in ("system", "user", "assistant", "tool"), f"{where}: role {role!r} is not known")
@@ -118,8 +118,8 @@ def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model
     """Yield server-sent events, with the text in one chunk."""
     head = _head("chat.completion.chunk", answer_id, model)
 
-    def chunk(place: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
-        choice = {"index": place, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return event({**head, "choices": [choice]})
 
     for i, reply in enumerate(replies):
@@ -127,8 +127,8 @@ def stream_chat(body: Body, replies: Sequence[ModelReply], answer_id: str, model
         if reply.message.content:
             logprobs = _chat_logprobs(reply) if body.get("logprobs") else None
             yield chunk(i, {"content": reply.message.content}, logprobs=logprobs)
-        for place, call in enumerate(_calls(reply).get("tool_calls", ())):
-            yield chunk(i, {"tool_calls": [{"index": place, **call}]})
+        for index, call in enumerate(_calls(reply).get("tool_calls", ())):
+            yield chunk(i, {"tool_calls": [{"index": index, **call}]})
         yield chunk(i, {}, reply.finish_reason)
     if read_object(body, "stream_options").get("include_usage"):
         yield event({**head, "choices": [], "usage": usage(replies)})
@@ -149,12 +149,12 @@ def write_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, 
 
 
 def stream_completion(body: Body, replies: Sequence[ModelReply], answer_id: str, model: str) -> Iterator[str]:
-    whole = write_completion(body, replies, answer_id, model)
-    counts = whole.pop("usage")
-    for choice in whole["choices"]:
-        yield event({**whole, "choices": [choice]})
+    full = write_completion(body, replies, answer_id, model)
+    counts = full.pop("usage")
+    for choice in full["choices"]:
+        yield event({**full, "choices": [choice]})
     if read_object(body, "stream_options").get("include_usage"):
-        yield event({**whole, "choices": [], "usage": counts})
+        yield event({**full, "choices": [], "usage": counts})
     yield "data: [DONE]\n\n"
 
 

@@ -45,16 +45,16 @@ def read_responses(body: Body, earlier: Sequence[ChatMessage]) -> ModelRequest:
     )
 
 
-def without_instructions(body: Body, ask: ModelRequest) -> tuple[ChatMessage, ...]:
+def without_instructions(body: Body, request: ModelRequest) -> tuple[ChatMessage, ...]:
     """Return the messages that a later `previous_response_id` continues."""
-    return ask.messages[1:] if body.get("instructions") else ask.messages
+    return request.messages[1:] if body.get("instructions") else request.messages
 
 
 def _tools(value: list[Any]) -> Tools:
     tools: list[dict[str, Any]] = []
     for tool in value:
-        fine = isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
-        require(fine, f"tools: only functions can be offered, not {tool!r}")
+        is_valid = isinstance(tool, Mapping) and tool.get("type") == "function" and "name" in tool
+        require(is_valid, f"tools: only functions can be offered, not {tool!r}")
         function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         tools.append({"type": "function", "function": function})
     return tuple(tools)
@@ -63,8 +63,8 @@ def _tools(value: list[Any]) -> Tools:
 def _messages(items: Sequence[Any]) -> list[ChatMessage]:
     """Convert items to messages; an assistant's text and the calls after it become one message."""
     messages: list[ChatMessage] = []
-    for place, item in enumerate(items):
-        where = f"input[{place}]"
+    for position, item in enumerate(items):
+        where = f"input[{position}]"
         require(isinstance(item, Mapping), f"{where} is no item")
         match item.get("type", "message"):
             case "message":
@@ -130,19 +130,19 @@ def write_response(body: Body, reply: ModelReply, answer_id: str, model: str) ->
 
 
 def stream_response(body: Body, reply: ModelReply, answer_id: str, model: str) -> Iterator[str]:
-    whole = write_response(body, reply, answer_id, model)
+    full = write_response(body, reply, answer_id, model)
     number_of = iter(range(1_000_000))
 
     def event(kind: str, **data: Any) -> str:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': next(number_of), **data})}\n\n"
 
-    begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
-    for place, item in enumerate(whole["output"]):
+    start = {**full, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("response.created", response=start)
+    yield event("response.in_progress", response=start)
+    for position, item in enumerate(full["output"]):
         empty = {**item, "content": []} if item["type"] == "message" else {**item, "arguments": ""}
-        yield event("response.output_item.added", output_index=place, item={**empty, "status": "in_progress"})
-        at: dict[str, Any] = {"item_id": item["id"], "output_index": place}
+        yield event("response.output_item.added", output_index=position, item={**empty, "status": "in_progress"})
+        at: dict[str, Any] = {"item_id": item["id"], "output_index": position}
         if item["type"] == "message":
             part = item["content"][0]
             yield event("response.content_part.added", **at, content_index=0, part={**part, "text": ""})
@@ -153,8 +153,8 @@ def stream_response(body: Body, reply: ModelReply, answer_id: str, model: str) -
             arguments = item["arguments"]
             yield event("response.function_call_arguments.delta", **at, delta=arguments)
             yield event("response.function_call_arguments.done", **at, arguments=arguments, name=item["name"])
-        yield event("response.output_item.done", output_index=place, item=item)
-    yield event("response.incomplete" if whole["incomplete_details"] else "response.completed", response=whole)
+        yield event("response.output_item.done", output_index=position, item=item)
+    yield event("response.incomplete" if full["incomplete_details"] else "response.completed", response=full)
 
 
 def _output(reply: ModelReply, answer_id: str) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 REFUSED_UNLESS_ZERO = ("presence_penalty", "frequency_penalty", "logit_bias", "echo", "suffix")
 
 
-def require(holds: bool, message: str) -> None:
-    if not holds:
+def require(condition: bool, message: str) -> None:
+    if not condition:
         raise InvalidCallError(message)
 
 
@@ -78,10 +78,10 @@ def _part(part: Any, where: str) -> str:
 def stop_words(value: Any, key: str) -> tuple[str, ...]:
     if value is None:
         return ()
-    found = [value] if isinstance(value, str) else value
-    fine = isinstance(found, list) and all(isinstance(word, str) for word in found)
-    require(fine, f"{key} is {value!r}: a text or a list of texts is needed")
-    return tuple(found)
+    texts = [value] if isinstance(value, str) else value
+    is_valid = isinstance(texts, list) and all(isinstance(word, str) for word in texts)
+    require(is_valid, f"{key} is {value!r}: a text or a list of texts is needed")
+    return tuple(texts)
 
 
 def find_ignored_parameters(body: Body, others: Iterable[str] = ()) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class Gateway:
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
             self._server = server = _Server(config)
-            # calls that come before the first round of the server wait in the socket
+            # earlier calls wait in the socket's backlog
             self._serving = asyncio.create_task(server.serve(sockets=[listening]))
             self.origin = f"http://{HOST}:{listening.getsockname()[1]}"
 

@@ -21,7 +21,7 @@ Sample = Callable[[tuple[int, ...], int], Awaitable[Completion]]
 """(prompt, maximum new tokens) -> completion."""
 
 NO_LIMIT = 1 << 30
-MOST_SIBLINGS = 16
+MAX_ANSWERS_PER_CALL = 16
 
 
 class InvalidCallError(Exception):
@@ -116,17 +116,17 @@ class EpisodeSession:
         self.failed = asyncio.Event()
         self.closed = False
         self.rewards: list[Reward] = []
-        self._asked = 0
+        self._num_requested = 0
 
-    async def answer(self, ask: ModelRequest) -> list[ModelReply]:
+    async def answer(self, request: ModelRequest) -> list[ModelReply]:
         """Sample `num_answers` answers to one call and record them, undelivered.
 
         Raises:
             InvalidCallError: the call can't be answered.
             Exception: sampling failed; `failed` is set.
         """
-        self._admit(ask)
-        prompt = self._plan(ask)
+        self._admit(request)
+        prompt = self._plan(request)
         room = self.bounds.sequence_length - len(prompt.tokens)
         if room < 1:
             self.ran_out = True
@@ -135,9 +135,9 @@ class EpisodeSession:
                 f"{len(prompt.tokens)} tokens and leave no room for an answer",
                 "context_length_exceeded",
             )
-        most = min(room, self.bounds.max_new_tokens, ask.max_tokens or NO_LIMIT)
-        self.ignored_parameters += len(ask.ignored)
-        tasks = [asyncio.ensure_future(self.sample(prompt.tokens, most)) for _ in range(ask.num_answers)]
+        max_new_tokens = min(room, self.bounds.max_new_tokens, request.max_tokens or NO_LIMIT)
+        self.ignored_parameters += len(request.ignored)
+        tasks = [asyncio.ensure_future(self.sample(prompt.tokens, max_new_tokens)) for _ in range(request.num_answers)]
         try:
             completions = await asyncio.gather(*tasks)
             for completion in completions:
@@ -148,7 +148,7 @@ class EpisodeSession:
         finally:
             for task in tasks:
                 task.cancel()
-        return [self._keep(prompt, completion, ask) for completion in completions]
+        return [self._record(prompt, completion, request) for completion in completions]
 
     def deliver(self, replies: list[ModelReply]) -> None:
         if not self.closed:
@@ -171,52 +171,65 @@ class EpisodeSession:
         counts = {**captured.metrics, "ignored_parameters": float(self.ignored_parameters)}
         return Captured(captured.segments, captured.turns, counts)
 
-    def _admit(self, ask: ModelRequest) -> None:
+    def _admit(self, request: ModelRequest) -> None:
         if self.closed:
             raise InvalidCallError("the episode of this key is over", "episode_over")
-        if not 1 <= ask.num_answers <= MOST_SIBLINGS:
-            raise InvalidCallError(f"n is {ask.num_answers}; 1 to {MOST_SIBLINGS} answers can be asked for in one call")
-        if ask.max_tokens is not None and ask.max_tokens < 1:
-            raise InvalidCallError(f"max_tokens is {ask.max_tokens}; it must be 1 or more")
-        self._asked += ask.num_answers
-        if self._asked > self.bounds.max_calls:
+        if not 1 <= request.num_answers <= MAX_ANSWERS_PER_CALL:
+            raise InvalidCallError(
+                f"n is {request.num_answers}; 1 to {MAX_ANSWERS_PER_CALL} answers can be asked for in one call"
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise InvalidCallError(f"max_tokens is {request.max_tokens}; it must be 1 or more")
+        self._num_requested += request.num_answers
+        if self._num_requested > self.bounds.max_calls:
             raise InvalidCallError(
                 f"an episode may ask for {self.bounds.max_calls} answers (max_calls)", "too_many_calls"
             )
 
-    def _plan(self, ask: ModelRequest) -> Prompt:
-        if ask.prompt is None:
-            return self.tree.plan_chat(ask.messages, ask.tools)
-        prompt = self.tree.plan_text(ask.prompt) if isinstance(ask.prompt, str) else self.tree.plan_tokens(ask.prompt)
+    def _plan(self, request: ModelRequest) -> Prompt:
+        if request.prompt is None:
+            return self.tree.plan_chat(request.messages, request.tools)
+        prompt = (
+            self.tree.plan_text(request.prompt)
+            if isinstance(request.prompt, str)
+            else self.tree.plan_tokens(request.prompt)
+        )
         if not prompt.tokens:
             raise InvalidCallError("the prompt is empty")
         return prompt
 
-    def _keep(self, prompt: Prompt, completion: Completion, ask: ModelRequest) -> ModelReply:
-        kept, text, stop_word = self._until_stop(completion, ask.stop)
-        message = self.template.message_of(text, tools=ask.tools)
-        # so a history that comes back tells which answer it holds
+    def _record(self, prompt: Prompt, completion: Completion, request: ModelRequest) -> ModelReply:
+        num_kept, text, stop_word = self._until_stop(completion, request.stop)
+        message = self.template.message_of(text, tools=request.tools)
+        # unique ids identify the answer in a later request's history
         message = message.with_call_ids(len(self.tree.nodes))
-        node = self.tree.record(prompt, message, completion, kept)
+        node = self.tree.record(prompt, message, completion, num_kept)
         cut = completion.finish_reason is FinishReason.LENGTH and not stop_word
         reason = "tool_calls" if message.tool_calls else "length" if cut else "stop"
-        ids = completion.token_ids[:kept]
+        ids = completion.token_ids[:num_kept]
         texts = tuple(self.template.token_text(token) for token in ids)
         return ModelReply(
-            node, message, ids, completion.logprobs[:kept], texts, reason, stop_word, prompt_tokens=len(prompt.tokens)
+            node,
+            message,
+            ids,
+            completion.logprobs[:num_kept],
+            texts,
+            reason,
+            stop_word,
+            prompt_tokens=len(prompt.tokens),
         )
 
     def _until_stop(self, completion: Completion, stop: tuple[str, ...]) -> tuple[int, str, str]:
         """Return (retained tokens, text for the agent, stop word that ended it)."""
         ids = completion.token_ids
         text = self.template.text_of(ids)
-        found = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]
-        if not found:
+        matches = [(at, word) for word in stop if word and (at := text.find(word)) >= 0]
+        if not matches:
             return len(ids), text, ""
-        at, word = min(found)
-        whole = at + len(word)
-        kept = next(n for n in range(1, len(ids) + 1) if len(self.template.text_of(ids[:n])) >= whole)
-        return kept, text[:at], word
+        at, word = min(matches)
+        end = at + len(word)
+        num_kept = next(n for n in range(1, len(ids) + 1) if len(self.template.text_of(ids[:n])) >= end)
+        return num_kept, text[:at], word
 
 
 def _check(completion: Completion) -> None:

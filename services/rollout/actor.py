@@ -46,11 +46,11 @@ def tune_garbage_collector(episodes: int) -> None:
     gc.set_threshold(max(LEAST_YOUNG_OBJECTS, OBJECTS_PER_EPISODE * episodes), YOUNG_PER_MIDDLE, MIDDLE_PER_OLD)
 
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 """Polling interval for the generation service, which may start later than the workers."""
-RESTARTS = -1
+MAX_RESTARTS = -1
 """Unlimited: Ray replaces dead workers; their episodes are reassigned meanwhile."""
 
 
@@ -66,9 +66,9 @@ class EnvWorkerActor:
         configure_logging(self._name, self._settings.output_dir / "logs")
         self._chat = load_playing_format(self._settings.model_folder)
         if self._chat.rewrites:
-            log.info("each turn that history is rewritten after becomes a segment of its own: %s", self._chat.rewrites)
+            logger.info("turns whose history is rewritten become segments of their own: %s", self._chat.rewrites)
         self._worker: EnvWorker | None = None
-        self._working = asyncio.get_running_loop().create_task(self._work())
+        self._run_task = asyncio.get_running_loop().create_task(self._run())
 
     async def alive(self, num_workers: int | None = None) -> dict[str, Any]:
         """Return name, process id, readiness and number of episodes.
@@ -90,12 +90,12 @@ class EnvWorkerActor:
         """Return all episodes and exit; the caller may see the actor's death instead of an answer."""
         if self._worker:
             self._worker.stop()
-            await self._working
+            await self._run_task
         # `exit_actor` would wait for calls that still run, such as those that hang.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    async def _work(self) -> None:
-        log.info("%s starts in process %d", self._name, os.getpid())
+    async def _run(self) -> None:
+        logger.info("%s started in process %d", self._name, os.getpid())
         redis = connect_async(self._settings.redis_url)
         try:
             generation = await self._find_generation()
@@ -104,29 +104,29 @@ class EnvWorkerActor:
                 self._name,
                 buffer=AsyncRolloutBuffer(redis, self._settings.run_id),
                 generation=generation,
-                metrics=_PatientMetrics(redis, self._settings.run_id),
+                metrics=_RetryableMetrics(redis, self._settings.run_id),
                 chat=self._chat,
                 board=_WaitStatusWriter(redis, self._settings.run_id),
             )
             tune_garbage_collector(self._settings.rollout.max_env_num_per_worker)
-            log.info("%s works", self._name)
+            logger.info("%s is ready", self._name)
             end = await self._worker.run()
         except Exception:
-            log.exception("the worker's loop failed; a fresh process takes over")
+            logger.exception("the worker's loop failed; restarting the process")
             os._exit(1)
         await redis.aclose()
         if end is WorkerEnd.WORN_OUT:
-            log.error("too many threads hang in envs; a fresh process takes over")
+            logger.error("too many threads hang in envs; restarting the process")
             os._exit(1)
-        log.info("%s has stopped", self._name)
+        logger.info("%s has stopped", self._name)
 
     async def _find_generation(self) -> ServeGenerationClient:
         while True:
             try:
                 return await asyncio.to_thread(ServeGenerationClient, self._settings.generation_app)
             except (RayError, RayServeException, KeyError) as error:  # KeyError: Serve runs, the application does not
-                log.info("generation is not there yet: %s", error)
-                await asyncio.sleep(LOOK_EVERY_S)
+                logger.info("generation is unavailable: %s; retrying", error)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
 
 class _WaitStatusWriter:
@@ -143,7 +143,7 @@ class _WaitStatusWriter:
             raise retryable(error) from error
 
 
-class _PatientMetrics:
+class _RetryableMetrics:
     """Appends metrics; connection errors become retryable ones."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
@@ -166,7 +166,7 @@ def build(index: int, settings: WorkerSettings, *, namespace: str) -> Any:
             lifetime="detached",
             get_if_exists=True,
             num_cpus=settings.rollout.cpus_per_worker,
-            max_restarts=RESTARTS,
+            max_restarts=MAX_RESTARTS,
             max_task_retries=0,
         )
         .remote(index, settings.model_dump(mode="json"))
@@ -183,5 +183,5 @@ async def stop_worker(run_id: str, index: int, *, namespace: str, grace_s: float
         async with asyncio.timeout(grace_s):
             await actor.stop.remote()  # pyright: ignore[reportGeneralTypeIssues]
     except (RayError, TimeoutError) as error:
-        log.warning("%s did not stop by itself: %r", worker_name(run_id, index), error)
+        logger.warning("%s did not stop: %r; killing it", worker_name(run_id, index), error)
     ray.kill(actor, no_restart=True)

@@ -26,27 +26,27 @@ def serve(commands: Mapping[str, Callable[..., Any]]) -> NoReturn:
     answers = claim_stdout()
     source = os.fdopen(os.dup(0), "rb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    asked: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(source, asked), daemon=True).start()
+    requests: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(source, requests), daemon=True).start()
     while True:
-        message = cast(bytes, msgpack.packb(_answer(commands, asked.get())))
+        message = cast(bytes, msgpack.packb(_answer(commands, requests.get())))
         answers.write(len(message).to_bytes(4, "little") + message)
         answers.flush()
 
 
 def _answer(commands: Mapping[str, Callable[..., Any]], command: list[Any]) -> tuple[bool, Any]:
-    what, *args = command
+    name, *args = command
     try:
-        return True, commands[what](*args)
+        return True, commands[name](*args)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         return False, f"{type(error).__name__}: {error}"
 
 
-def _read(source: BinaryIO, asked: "queue.SimpleQueue[list[Any]]") -> None:
+def _read(source: BinaryIO, requests: "queue.SimpleQueue[list[Any]]") -> None:
     """Read until the worker is gone; then kill the process group."""
     while len(header := source.read(4)) == 4:
-        asked.put(msgpack.unpackb(source.read(int.from_bytes(header, "little"))))
+        requests.put(msgpack.unpackb(source.read(int.from_bytes(header, "little"))))
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -20,12 +20,12 @@ from offbeat.services.errors import EpisodeError
 logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
-LONGEST_MESSAGE = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Bytes; a longer message means that the child is broken."""
-MOST_PRINTED = 1024 * 1024
+MAX_PRINTED_BYTES = 1024 * 1024
 """Bytes that a child may print in its life, because they end up in a log file."""
 CHUNK = 64 * 1024
-SLOW_S = 0.01
+THROTTLE_S = 0.01
 """Pause between chunks of a child that printed too much, s: at most 6 MB/s."""
 
 
@@ -37,7 +37,7 @@ class ChildProcess:
         self._module = module
         self._crash_reason = crash_reason
         self._child: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._forwarding: asyncio.Task[None] | None = None
         self.healthy = True
 
     @property
@@ -47,7 +47,7 @@ class ChildProcess:
 
     async def start(self) -> None:
         """Start the process; no process is left if cancelled."""
-        # A user's code may lie anywhere on this process's path.
+        # User code may be anywhere on this process's path.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(
@@ -62,33 +62,33 @@ class ChildProcess:
         try:
             child = await asyncio.shield(starting)
             self._child = child
-            self._listening = asyncio.create_task(_forward(child), name="what a child prints")
+            self._forwarding = asyncio.create_task(_forward(child), name="child output")
         except asyncio.CancelledError:
             self._child = await starting
             await self.kill()
             raise
 
-    async def ask(self, what: str, timeout_s: float, *args: Any) -> Any:
+    async def ask(self, name: str, timeout_s: float, *args: Any) -> Any:
         """Send one command and return its answer; on any error, kill the child.
 
         Raises:
-            EpisodeError: `<what>_error`, `<what>_timeout`, or the crash reason.
+            EpisodeError: `<name>_error`, `<name>_timeout`, or the crash reason.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                ok, answer = await self._exchange([what, *args])
+                ok, answer = await self._exchange([name, *args])
         except TimeoutError:
             await self.kill()
-            raise EpisodeError(f"{what}_timeout", f"no answer in {timeout_s:g} s") from None
+            raise EpisodeError(f"{name}_timeout", f"no answer in {timeout_s:g} s") from None
         except (OSError, EOFError, ValueError, TypeError, msgpack.UnpackException) as error:
             status = await self.kill()
-            raise EpisodeError(self._crash_reason, f"at {what}, exit status {status}: {error}") from error
+            raise EpisodeError(self._crash_reason, f"at {name}, exit status {status}: {error}") from error
         except asyncio.CancelledError:
             await self.kill()
             raise
         if not ok:
             await self.kill()
-            raise EpisodeError(f"{what}_error", str(answer))
+            raise EpisodeError(f"{name}_error", str(answer))
         return answer
 
     async def kill(self) -> int | None:
@@ -104,19 +104,19 @@ class ChildProcess:
         try:
             return await asyncio.shield(child.wait())
         finally:
-            if self._listening is not None:
-                self._listening.cancel()
+            if self._forwarding is not None:
+                self._forwarding.cancel()
 
     async def _exchange(self, command: list[Any]) -> tuple[bool, Any]:
         child = self._child
-        assert child is not None, "start() comes first"
+        assert child is not None, "call start() first"
         assert child.stdin is not None
         assert child.stdout is not None
         message = cast(bytes, msgpack.packb(command))
         child.stdin.write(LENGTH.pack(len(message)) + message)
         await child.stdin.drain()
         (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-        if length > LONGEST_MESSAGE:
+        if length > MAX_MESSAGE_BYTES:
             raise ValueError(f"the child announces {length} bytes")
         ok, answer = msgpack.unpackb(await child.stdout.readexactly(length))
         return bool(ok), answer
@@ -125,14 +125,12 @@ class ChildProcess:
 async def _forward(child: asyncio.subprocess.Process) -> None:
     """Forward the child's stderr up to a limit; throttle and drop the rest."""
     assert child.stderr is not None
-    heard = 0
+    num_bytes = 0
     while chunk := await child.stderr.read(CHUNK):
-        heard += len(chunk)
-        if heard <= MOST_PRINTED:
+        num_bytes += len(chunk)
+        if num_bytes <= MAX_PRINTED_BYTES:
             os.write(2, chunk)
             continue
-        if heard - len(chunk) <= MOST_PRINTED:
-            logger.warning(
-                "process %d has printed %d bytes: what it prints from here on is thrown away", child.pid, heard
-            )
-        await asyncio.sleep(SLOW_S)
+        if num_bytes - len(chunk) <= MAX_PRINTED_BYTES:
+            logger.warning("process %d has printed %d bytes; further output is dropped", child.pid, num_bytes)
+        await asyncio.sleep(THROTTLE_S)

@@ -78,12 +78,12 @@ class CustomEnv(Config):
 
     @model_validator(mode="after")
     def _history_is_told(self) -> "CustomEnv":
-        stepwise, told = self.env_manager_cls == "StepEnvManager", "{history}" in self.agent_template
+        stepwise, has_history = self.env_manager_cls == "StepEnvManager", "{history}" in self.agent_template
         if self.history_length and not stepwise:
             raise ValueError(
                 f"history_length is for StepEnvManager; {self.env_manager_cls} has the whole history before it"
             )
-        if told != bool(self.history_length):
+        if has_history != bool(self.history_length):
             raise ValueError("history_length and {history} in agent_template go together: set both or neither")
         return self
 

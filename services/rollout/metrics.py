@@ -7,13 +7,13 @@ from offbeat.services.messages.types import Completion, EpisodeKind, Trajectory
 from offbeat.services.telemetry import MetricRecord, Partial
 
 SOURCE = "rollout"
-OWN = frozenset(
+OWN_METRICS = frozenset(
     (
         *("episodes", "episode_s", "trajectory_tokens", "baseline_reward", "reward", "failures", "cancelled", "turns"),
         *("tokens_sampled", "generation_s", "generation_max_s", "env_s", "env_max_s"),
     )
 )
-OWN_FOLDERS = ("stop/", "failed/", "submitted/")
+OWN_PREFIXES = ("stop/", "failed/", "submitted/")
 """Reserved prefixes; an env's metric of such a name becomes `env/<name>`."""
 
 
@@ -62,8 +62,8 @@ class WorkerMetrics:
             return
         add("reward", Partial("mean", trajectory.reward))
         for name, value in trajectory.metrics.items():
-            taken = name in OWN or name.startswith(OWN_FOLDERS)
-            add(f"env/{name}" if taken else name, Partial("mean", value))
+            is_reserved = name in OWN_METRICS or name.startswith(OWN_PREFIXES)
+            add(f"env/{name}" if is_reserved else name, Partial("mean", value))
 
     def failed(self, kind: EpisodeKind, tag: str, reason: str) -> None:
         add = self._adder(kind, tag)
@@ -93,8 +93,8 @@ class WorkerMetrics:
 
     def records(self, *, playing: int, hung_threads: int, calls: int) -> list[MetricRecord]:
         """Return and reset the counts: one record per kind and tag, and the worker's own."""
-        for key, made in self._calls.items():
-            self._totals[key].update(made.parts())
+        for key, counters in self._calls.items():
+            self._totals[key].update(counters.parts())
         totals, self._totals = self._totals, defaultdict(dict)
         self._calls.clear()
         own = {

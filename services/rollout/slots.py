@@ -6,28 +6,28 @@ with the claim for new ones, because round trips to the buffer are the cost.
 
 import asyncio
 
-GATHER_S = 0.01
+FLUSH_INTERVAL_S = 0.01
 """Minimum interval of submissions while other episodes are running, s."""
 
 
 class SlotPool:
-    def __init__(self, count: int, gather_s: float = GATHER_S) -> None:
+    def __init__(self, count: int, gather_s: float = FLUSH_INTERVAL_S) -> None:
         self._count = count
-        self._gather_s = gather_s
-        self._num_playing = 0
+        self._flush_interval_s = gather_s
+        self._num_running = 0
         self._finished: list[Slot] = []
         self._freed = asyncio.Event()
-        self._departure: asyncio.Handle | None = None
-        self._not_before = 0.0
+        self._flush_handle: asyncio.Handle | None = None
+        self._next_flush_at = 0.0
 
     @property
     def num_free(self) -> int:
-        # A claim whose answer had got lost may have given more than there are places.
-        return max(0, self._count - self._num_playing - len(self._finished))
+        # After a claim whose response was lost, more episodes than slots may be running.
+        return max(0, self._count - self._num_running - len(self._finished))
 
     def take(self) -> "Slot":
         """Occupy a slot for a new episode."""
-        self._num_playing += 1
+        self._num_running += 1
         return Slot(self)
 
     async def wait_for_free_slots(self) -> None:
@@ -35,60 +35,60 @@ class SlotPool:
         await self._freed.wait()
         self._freed.clear()
 
-    def finish(self, place: "Slot") -> None:
+    def finish(self, slot: "Slot") -> None:
         """Mark the slot's episode for the next submission."""
-        self._num_playing -= 1
-        self._finished.append(place)
-        self._call()
+        self._num_running -= 1
+        self._finished.append(slot)
+        self._schedule_flush()
 
     def vacate(self) -> None:
         """Free a slot without a submission."""
-        self._num_playing -= 1
-        self._call()
+        self._num_running -= 1
+        self._schedule_flush()
 
-    def _call(self) -> None:
+    def _schedule_flush(self) -> None:
         """Schedule a submission; at once if no other episode is running."""
         loop = asyncio.get_running_loop()
-        if self._departure:
-            if self._num_playing:
+        if self._flush_handle:
+            if self._num_running:
                 return
-            self._departure.cancel()
-        wait_s = self._not_before - loop.time() if self._num_playing else 0.0
-        # Even at once is not before all that finish in this round of the loop are here.
-        self._departure = loop.call_later(max(wait_s, 0.0), self._submit_finished)
+            self._flush_handle.cancel()
+        wait_s = self._next_flush_at - loop.time() if self._num_running else 0.0
+        # Even without a wait, all episodes that finish in this iteration of the event loop are included.
+        self._flush_handle = loop.call_later(max(wait_s, 0.0), self._submit_finished)
 
     def _submit_finished(self) -> None:
-        self._departure = None
-        self._not_before = asyncio.get_running_loop().time() + self._gather_s
-        leaving, self._finished = self._finished, []
-        for place in leaving:
-            place.flush()
+        self._flush_handle = None
+        self._next_flush_at = asyncio.get_running_loop().time() + self._flush_interval_s
+        finished, self._finished = self._finished, []
+        for slot in finished:
+            slot.flush()
         self._freed.set()
 
 
 class Slot:
     """Slot of one episode."""
 
-    __slots__ = ("_gate", "_is_playing", "_places")
+    __slots__ = ("_flushed", "_is_running", "_pool")
 
-    def __init__(self, places: SlotPool) -> None:
-        self._places = places
-        self._is_playing = True
-        self._gate = asyncio.get_running_loop().create_future()
+    def __init__(self, pool: SlotPool) -> None:
+        self._pool = pool
+        self._is_running = True
+        self._flushed = asyncio.get_running_loop().create_future()
 
     async def finish_and_wait_for_flush(self) -> None:
         """Free the slot of a finished episode and return once it is submitted."""
-        self._is_playing = False
-        self._places.finish(self)
-        await self._gate
+        self._is_running = False
+        self._pool.finish(self)
+        await self._flushed
 
     def leave(self) -> None:
         """End the episode, whatever its outcome."""
-        if self._is_playing:
-            self._is_playing = False
-            self._places.vacate()
+        if self._is_running:
+            self._is_running = False
+            self._pool.vacate()
 
     def flush(self) -> None:
         """Submit the episode now, unless it was cancelled."""
-        if not self._gate.done():
-            self._gate.set_result(None)
+        if not self._flushed.done():
+            self._flushed.set_result(None)

@@ -8,7 +8,7 @@ from offbeat.services.buffer.api import RolloutBuffer
 from offbeat.services.retry import retry_until_answered
 from offbeat.services.rollout.tasks import Task, TaskConfig, train_task
 
-MOST_KNOWN = 4096
+MAX_CACHED_TASKS = 4096
 """Maximum cached groups; older ones are read again."""
 
 
@@ -19,8 +19,8 @@ class TaskAssigner:
         self._config = config
         self._seed = seed
         self._buffer = buffer
-        self._known: OrderedDict[int, Task] = OrderedDict()
-        self._asking = asyncio.Lock()
+        self._cache: OrderedDict[int, Task] = OrderedDict()
+        self._lock = asyncio.Lock()
 
     async def task(self, number: int) -> Task:
         """Return the task of training group `number`; retries while the buffer is unavailable.
@@ -30,16 +30,16 @@ class TaskAssigner:
         """
         if self._config.train_env_manager.task_sampler is None:
             return train_task(self._config, self._seed, number)
-        async with self._asking:
-            if number not in self._known:
-                self._known[number] = await self._settle(number)
-            if len(self._known) > MOST_KNOWN:
-                self._known.popitem(last=False)
-            return self._known[number]
+        async with self._lock:
+            if number not in self._cache:
+                self._cache[number] = await self._fetch_or_draw(number)
+            if len(self._cache) > MAX_CACHED_TASKS:
+                self._cache.popitem(last=False)
+            return self._cache[number]
 
-    async def _settle(self, number: int) -> Task:
-        told, state = await retry_until_answered(lambda: self._buffer.task(number))
-        if not told:
+    async def _fetch_or_draw(self, number: int) -> Task:
+        stored, state = await retry_until_answered(lambda: self._buffer.task(number))
+        if not stored:
             drawn = json.dumps(train_task(self._config, self._seed, number, state))
-            told, _ = await retry_until_answered(lambda: self._buffer.task(number, drawn))
-        return Task(*json.loads(told))
+            stored, _ = await retry_until_answered(lambda: self._buffer.task(number, drawn))
+        return Task(*json.loads(stored))

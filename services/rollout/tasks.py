@@ -61,18 +61,18 @@ def make_sampler(custom_envs: Mapping[str, CustomEnv], manager: EnvManagerConfig
     Raises:
         ValueError: it can't be imported or constructed.
     """
-    told = manager.task_sampler
-    if told is None:
+    sampler_config = manager.task_sampler
+    if sampler_config is None:
         return None
     try:
-        made = load_object(told.path)(_tags(custom_envs, manager), **told.args)
+        sampler = load_object(sampler_config.path)(_tags(custom_envs, manager), **sampler_config.args)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{told.path} can't be made: {error}") from error
-    if missing := [each for each in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(made, each)]:
+        raise ValueError(f"{sampler_config.path} can't be made: {error}") from error
+    if missing := [name for name in ("draw", "learn", "state_dict", "load_state_dict") if not hasattr(sampler, name)]:
         raise ValueError(
-            f"{told.path} has no method {missing[0]}: it must be as offbeat.envs.task_samplers.TaskSampler"
+            f"{sampler_config.path} has no method {missing[0]}: it must be as offbeat.envs.task_samplers.TaskSampler"
         )
-    return cast(TaskSampler, made)
+    return cast(TaskSampler, sampler)
 
 
 def _draw(config: TaskConfig, seed: int, number: int, state: str) -> Task:
@@ -118,17 +118,17 @@ class EvalTasks:
         return Task(tag, self._seed_of(tag, earlier))
 
     def _seed_of(self, tag: str, index: int) -> int:
-        known = self._seeds.get(tag, [])
-        if index >= len(known):
+        seeds = self._seeds.get(tag, [])
+        if index >= len(seeds):
             env = self._envs[tag]
-            wanted = max(64, 1 << index.bit_length())
-            known = distinct_seeds(
-                wanted, self._start(tag), env.env_type, held_out_config(env.env_type, env.env_config)
+            count = max(64, 1 << index.bit_length())
+            seeds = distinct_seeds(
+                count, self._first_seed(tag), env.env_type, held_out_config(env.env_type, env.env_config)
             )
-            self._seeds[tag] = known
-        return known[index]
+            self._seeds[tag] = seeds
+        return seeds[index]
 
-    def _start(self, tag: str) -> int:
+    def _first_seed(self, tag: str) -> int:
         key = (EVAL, zlib.crc32(tag.encode()))
         state = np.random.SeedSequence(entropy=self._seed % (1 << 64), spawn_key=key).generate_state(1)
         return FIRST_EVAL_SEED + int(state[0]) % (FIRST_EVAL_SEED // 2)

@@ -41,23 +41,23 @@ class Waits:
     """Wait status of a worker's episodes."""
 
     clock: Callable[[], float] = time.time
-    _of: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
+    _episodes: dict[EpisodeTask, Waiting] = field(default_factory=dict[EpisodeTask, Waiting])
 
     def begin(self, task: EpisodeTask) -> Waiting:
         """Add an episode that waits for its slot; update the returned object."""
-        self._of[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
-        return self._of[task]
+        self._episodes[task] = Waiting(Wait.PLACE, self.clock(), self.clock)
+        return self._episodes[task]
 
     def leave(self, task: EpisodeTask) -> None:
-        self._of.pop(task, None)
+        self._episodes.pop(task, None)
 
     def report(self) -> Mapping[str, Any]:
         """Return `at` (Unix time), `groups` and `evaluations`: number or id -> wait -> [episodes, earliest start]."""
         groups: dict[str, dict[str, list[float]]] = {}
         evaluations: dict[str, dict[str, list[float]]] = {}
-        for task, episode in self._of.items():
+        for task, episode in self._episodes.items():
             train = task.kind is EpisodeKind.TRAIN
-            of_unit = (groups if train else evaluations).setdefault(str(task.number) if train else task.group_id, {})
-            count, longest = of_unit.get(episode.wait.value, (0, episode.since))
-            of_unit[episode.wait.value] = [count + 1, min(longest, episode.since)]
+            waits = (groups if train else evaluations).setdefault(str(task.number) if train else task.group_id, {})
+            count, earliest = waits.get(episode.wait.value, (0, episode.since))
+            waits[episode.wait.value] = [count + 1, min(earliest, episode.since)]
         return {"at": self.clock(), "groups": groups, "evaluations": evaluations}

@@ -33,14 +33,14 @@ from offbeat.services.rollout.tasks import EvalTasks, Task
 from offbeat.services.rollout.wait_status import Wait, Waiting, Waits
 from offbeat.services.telemetry import MetricRecord
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-LONGEST_IDLE_S = 1.0
-LONGEST_HEARTBEAT_S = 0.5
-REPORT_S = 1.0
-SHOW_S = 0.5
+MAX_IDLE_S = 1.0
+MAX_HEARTBEAT_INTERVAL_S = 0.5
+REPORT_INTERVAL_S = 1.0
+WAIT_STATUS_INTERVAL_S = 0.5
 """Interval of wait status reports."""
-WIND_UP_S = 2.0
+SHUTDOWN_TIMEOUT_S = 2.0
 
 
 class WorkerEnd(StrEnum):
@@ -83,14 +83,14 @@ class EnvWorker:
         self._waits = Waits()
         self._batcher = TurnBatcher(generation, settings.rollout.coalesce_s, settings.request_timeout_s)
         self._envs = EnvPool(settings.custom_envs, settings.rollout.num_threads, settings.rollout.num_workers)
-        self._desk = runtime_for(settings.custom_envs, settings.model_folder)
+        self._agents = runtime_for(settings.custom_envs, settings.model_folder)
         self._reporter = WorkerMetrics(worker_id)
         self._eval_tasks = EvalTasks(settings, settings.seed)
-        self._finding = asyncio.Lock()
+        self._eval_lock = asyncio.Lock()
         self._train_tasks = TaskAssigner(settings, settings.seed, buffer)
         self._samplings = build_samplings(settings, self._chat.stop_ids)
         self._playing: dict[EpisodeTask, asyncio.Task[None]] = {}
-        self._places = SlotPool(settings.rollout.max_env_num_per_worker)
+        self._slots = SlotPool(settings.rollout.max_env_num_per_worker)
         self._may_claim = asyncio.Event()
         self._may_claim.set()
         self._drained = False
@@ -148,17 +148,17 @@ class EnvWorker:
         tasks = [*chores, *self._playing.values()]
         for task in tasks:
             task.cancel()
-        # Envs that do not let go in time end with the process.
-        await asyncio.wait(tasks, timeout=WIND_UP_S)
+        # Envs that do not finish in time end with the process.
+        await asyncio.wait(tasks, timeout=SHUTDOWN_TIMEOUT_S)
         await self._batcher.close()
-        ending = [self._envs.close(), *([self._desk.close()] if self._desk else [])]
-        await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=WIND_UP_S)
+        ending = [self._envs.close(), *([self._agents.close()] if self._agents else [])]
+        await asyncio.wait([asyncio.create_task(end) for end in ending], timeout=SHUTDOWN_TIMEOUT_S)
         try:
-            async with asyncio.timeout(WIND_UP_S):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                 await self._buffer.release(self._worker_id)
                 await self._write_metrics()
         except (MeshError, TimeoutError) as error:
-            log.warning("could not give episodes back; they go to others when the worker is missed: %s", error)
+            logger.warning("could not return episodes: %s; they are reassigned after the worker's timeout", error)
 
     # --- chores ---------------------------------------------------------------------------------------------------------
 
@@ -166,21 +166,19 @@ class EnvWorker:
         position = "$"
         while True:
             await self._may_claim.wait()
-            free = self._places.num_free
+            free = self._slots.num_free
             tasks = (
                 await retry_until_answered(lambda free=free: self._buffer.claim(self._worker_id, free)) if free else []
             )
             for task in tasks:
                 self._begin(task)
             if len(tasks) < free:
-                position = await retry_until_answered(
-                    lambda at=position: self._buffer.wait_for_work(at, LONGEST_IDLE_S)
-                )
+                position = await retry_until_answered(lambda at=position: self._buffer.wait_for_work(at, MAX_IDLE_S))
             else:
-                await self._places.wait_for_free_slots()
+                await self._slots.wait_for_free_slots()
 
     async def _heartbeat(self) -> None:
-        every_s = min(LONGEST_HEARTBEAT_S, self._settings.worker_timeout_s / 5)
+        interval_s = min(MAX_HEARTBEAT_INTERVAL_S, self._settings.worker_timeout_s / 5)
         while True:
             orders = await retry_until_answered(lambda: self._buffer.heartbeat(self._worker_id))
             for task in orders.cancelled:
@@ -192,11 +190,11 @@ class EnvWorker:
                 self._may_claim.set()
             if self._envs.is_worn_out:
                 self._finish(WorkerEnd.WORN_OUT)
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(interval_s)
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
             await self._write_metrics()
 
     async def _show_waits(self) -> None:
@@ -205,7 +203,7 @@ class EnvWorker:
             return
         while True:
             await retry_until_answered(lambda board=self._board: board.show(self._worker_id, self._waits.report()))
-            await asyncio.sleep(SHOW_S)
+            await asyncio.sleep(WAIT_STATUS_INTERVAL_S)
 
     async def _write_metrics(self) -> None:
         calls = self._batcher.num_calls
@@ -219,80 +217,80 @@ class EnvWorker:
     # --- one episode ----------------------------------------------------------------------------------------------------
 
     def _begin(self, task: EpisodeTask) -> None:
-        place = self._places.take()
-        playing = asyncio.create_task(self._run_episode(task, place), name=f"{task.group_id}/{task.index}")
+        slot = self._slots.take()
+        playing = asyncio.create_task(self._run_episode(task, slot), name=f"{task.group_id}/{task.index}")
         self._playing[task] = playing
-        playing.add_done_callback(lambda done: self._release_episode(task, place, done))
+        playing.add_done_callback(lambda done: self._release_episode(task, slot, done))
 
-    def _release_episode(self, task: EpisodeTask, place: Slot, done: "asyncio.Task[None]") -> None:
+    def _release_episode(self, task: EpisodeTask, slot: Slot, done: "asyncio.Task[None]") -> None:
         if self._playing.get(task) is done:  # and not its next attempt
             del self._playing[task]
             self._waits.leave(task)
-        place.leave()
+        slot.leave()
         if not done.cancelled() and (error := done.exception()):
-            # The buffer would not even hear of its failure. It takes the episode back when this worker is replaced.
-            log.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)
+            # The failure could not be reported; the buffer takes the episode back when this worker is replaced.
+            logger.error("episode %s/%s was lost", task.group_id, task.index, exc_info=error)
             self._lost = error
             self._ended.set()
 
-    async def _run_episode(self, task: EpisodeTask, place: Slot) -> None:
+    async def _run_episode(self, task: EpisodeTask, slot: Slot) -> None:
         tag = ""
         try:
-            what = await self._task_of(task)
-            tag = what.tag
+            env_task = await self._task_of(task)
+            tag = env_task.tag
             waiting = self._waits.begin(task)
-            trajectory = await self._play(task, what, waiting)
+            trajectory = await self._play(task, env_task, waiting)
             waiting.enter(Wait.BUFFER)
-            await place.finish_and_wait_for_flush()
+            await slot.finish_and_wait_for_flush()
             result = await retry_until_answered(lambda: self._buffer.submit(self._worker_id, task, trajectory))
         except asyncio.CancelledError:
-            if not self._ended.is_set():  # at the worker's end it is given back
+            if not self._ended.is_set():  # on shutdown it is returned
                 self._reporter.cancelled(task.kind, tag)
             raise
         except Exception as error:
             reason = error.reason if isinstance(error, EpisodeError) else "internal_error"
-            known = isinstance(error, MeshError)
-            log.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not known)
+            is_expected = isinstance(error, MeshError)
+            logger.warning("episode %s/%s failed: %s", task.group_id, task.index, error, exc_info=not is_expected)
             self._reporter.failed(task.kind, tag, reason)
             await retry_until_answered(lambda: self._buffer.fail(self._worker_id, task, reason))
         else:
             self._reporter.finished(task.kind, trajectory)
             self._reporter.submitted(task.kind, tag, result.value)
 
-    async def _play(self, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
+    async def _play(self, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         """Run an episode in an env of the pool.
 
         Raises:
             EpisodeError: it failed.
         """
-        rules = self._settings.custom_envs[what.tag]
+        rules = self._settings.custom_envs[env_task.tag]
         limit = asyncio.timeout(rules.episode_timeout_s)
         try:
             async with limit:
-                lent = await self._envs.take(what.tag, task.kind)
+                leased = await self._envs.take(env_task.tag, task.kind)
                 finished = False
                 try:
-                    trajectory = await self._play_in(lent, task, what, waiting)
+                    trajectory = await self._play_in(leased, task, env_task, waiting)
                     finished = True
                 finally:
-                    if not (finished and self._envs.keep(lent)):  # or what the env is doing is not known
-                        await asyncio.shield(lent.runner.close())
+                    if not (finished and self._envs.keep(leased)):  # the env may be in any state
+                        await asyncio.shield(leased.runner.close())
                 return trajectory
         except TimeoutError:
             if limit.expired():
                 raise EpisodeError("episode_timeout", f"not over in {rules.episode_timeout_s:g} s") from None
             raise
 
-    async def _play_in(self, lent: LeasedEnv, task: EpisodeTask, what: Task, waiting: Waiting) -> Trajectory:
+    async def _play_in(self, leased: LeasedEnv, task: EpisodeTask, env_task: Task, waiting: Waiting) -> Trajectory:
         settings, keep = self._settings, self._settings.rollout.keep_text or task.kind is EpisodeKind.EVAL
         sampling = self._samplings[task.sampling_name]
         if task.temperature is not None:
             sampling = replace(sampling, temperature=task.temperature)
         plan = EpisodePlan(
             task=task,
-            tag=what.tag,
-            seed=what.seed,
-            env=settings.custom_envs[what.tag],
+            tag=env_task.tag,
+            seed=env_task.seed,
+            env=settings.custom_envs[env_task.tag],
             sequence_length=settings.sequence_length,
             sampling=sampling,
             keep_text=keep,
@@ -300,9 +298,9 @@ class EnvWorker:
         )
         calls = InstrumentedEpisode(
             task.kind,
-            what.tag,
-            env=lent.runner,
-            turnstile=self._envs.step_limiter(what.tag),
+            env_task.tag,
+            env=leased.runner,
+            step_limiter=self._envs.step_limiter(env_task.tag),
             sampler=EpisodeSampler(
                 self._batcher, sampling, task.min_version, retry_s=settings.rollout.max_generation_retry_s
             ),
@@ -310,15 +308,17 @@ class EnvWorker:
             reporter=self._reporter,
             between=Wait.AGENT if plan.env.agent_runner else None,
         )
-        if plan.env.agent_runner and self._desk:
-            played = await play_with_agent(plan, plan.env.agent_runner, calls, lent.traits, calls.sample, self._desk)
+        if plan.env.agent_runner and self._agents:
+            trajectory = await play_with_agent(
+                plan, plan.env.agent_runner, calls, leased.traits, calls.sample, self._agents
+            )
         else:
-            played = await play(plan, calls, lent.traits, calls.sample, self._chat)
-        return structs.replace(played, baseline=task.is_baseline)
+            trajectory = await play(plan, calls, leased.traits, calls.sample, self._chat)
+        return structs.replace(trajectory, baseline=task.is_baseline)
 
     async def _task_of(self, task: EpisodeTask) -> Task:
         if task.kind is EpisodeKind.EVAL:
-            async with self._finding:
-                # its env makes each task once, to know it from the others: seconds in which other episodes go on
+            async with self._eval_lock:
+                # takes seconds, because the env makes every task once to find distinct ones
                 return await asyncio.to_thread(self._eval_tasks.task, task.number)
         return await self._train_tasks.task(task.number)

@@ -150,10 +150,10 @@ def _split_into_steps(messages: list[ChatMessageDict], env: CustomEnv) -> Iterat
     for step, (observation, answer) in enumerate(zip(turns[::2], turns[1::2], strict=False), start=1):
         prompt = fill_template(
             env.agent_template,
-            observation=history.shown(observation["content"]),
+            observation=history.render_observation(observation["content"]),
             step=step,
             actions_left=env.max_steps - step + 1,
-            history=history.window(),
+            history=history.render_history(),
         )
         yield [*system, {"role": "user", "content": prompt}, answer]
         history.add(observation["content"], answer["content"])

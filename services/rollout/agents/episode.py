@@ -66,7 +66,7 @@ def load_agent_template(model_folder: Path, tool_call_parser: str | None) -> Cha
     try:
         return load_function_template(model_folder)
     except RolloutError:
-        return plain  # an agent that uses no tools plays with it all the same
+        return plain  # usable by an agent without tools
 
 
 def runtime_for(custom_envs: Mapping[str, CustomEnv], model_folder: Path) -> AgentRuntime | None:
@@ -91,7 +91,7 @@ class HttpEnvSession:
         self.task: dict[str, Any] = {}
         self.texts = [self._system]
         """System prompt, then observation and action in turn (`Trajectory.text`)."""
-        self._seen = self._first
+        self._observation = self._first
 
     def agent_task(self, origin: str, plan: EpisodePlan, session: EpisodeSession) -> AgentTask:
         self.session = session
@@ -123,7 +123,7 @@ class HttpEnvSession:
 
     async def step(self, action: str) -> dict[str, Any]:
         session = self.session
-        assert session is not None, "agent_task() comes first"
+        assert session is not None, "call agent_task() first"
         async with self._turn:
             if self.over:
                 raise InvalidCallError(f"the episode is over: {self.over.value}", "episode_over")
@@ -133,11 +133,11 @@ class HttpEnvSession:
                 session.fail(error)
                 raise
             self._results.append(result)
-            self.texts += [self._seen, action]
-            self._seen = self._message(result.observation)
+            self.texts += [self._observation, action]
+            self._observation = self._message(result.observation)
             session.reward(result.reward)
         return {
-            "observation": self._seen,
+            "observation": self._observation,
             "reward": result.reward,
             "done": self.over is not None,
             "metrics": result.metrics,
@@ -162,7 +162,7 @@ class HttpEnvSession:
 
 
 async def play_with_agent(
-    plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, desk: AgentRuntime
+    plan: EpisodePlan, runner: AgentRunner, env: PlayableEnv, traits: EnvTraits, sample: Sample, runtime: AgentRuntime
 ) -> Trajectory:
     """Run one episode with the tag's agent.
 
@@ -170,18 +170,18 @@ async def play_with_agent(
         EpisodeError: env, generation or agent failed; the episode should be retried.
     """
     began = time.monotonic()
-    async with desk.pool.place(plan.tag, runner):
-        stepped = HttpEnvSession(env, plan, traits, await env.reset(plan.seed))
-        most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
-        bounds = SessionLimits(plan.sequence_length, most, runner.max_calls)
-        session = EpisodeSession(desk.templates[runner.tool_call_parser], sample, bounds, env=stepped)
-        desk.gateway.start()
-        task = stepped.agent_task(desk.gateway.origin, plan, session)
-        with desk.gateway.opened(session):
-            outcome = await _run(desk.pool, runner, task, session)
-            await stepped.settle()
-            if outcome.answer is not None and not stepped.over:
-                await stepped.step(outcome.answer)
+    async with runtime.pool.limiter(plan.tag, runner):
+        http_env = HttpEnvSession(env, plan, traits, await env.reset(plan.seed))
+        max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens)
+        limits = SessionLimits(plan.sequence_length, max_new_tokens, runner.max_calls)
+        session = EpisodeSession(runtime.templates[runner.tool_call_parser], sample, limits, env=http_env)
+        runtime.gateway.start()
+        task = http_env.agent_task(runtime.gateway.origin, plan, session)
+        with runtime.gateway.opened(session):
+            outcome = await _run(runtime.pool, runner, task, session)
+            await http_env.settle()
+            if outcome.answer is not None and not http_env.over:
+                await http_env.step(outcome.answer)
         if outcome.reward is not None:
             session.rewards.clear()
             session.reward(outcome.reward)
@@ -196,11 +196,11 @@ async def play_with_agent(
         seed=plan.seed,
         segments=captured.segments,
         turns=captured.turns,
-        stop_reason=stepped.over or (StopReason.MAX_LENGTH if session.ran_out else StopReason.TERMINATED),
-        metrics={**stepped.metrics(outcome.metrics), **_counts(captured)},
+        stop_reason=http_env.over or (StopReason.MAX_LENGTH if session.ran_out else StopReason.TERMINATED),
+        metrics={**http_env.metrics(outcome.metrics), **_count_metrics(captured)},
         worker_id=plan.worker_id,
         duration_s=time.monotonic() - began,
-        text=tuple(stepped.texts) if plan.keep_text else (),
+        text=tuple(http_env.texts) if plan.keep_text else (),
     )
 
 
@@ -223,7 +223,7 @@ def _as_episode_error(error: Exception) -> EpisodeError:
     return error if isinstance(error, EpisodeError) else EpisodeError("generation_invalid", str(error))
 
 
-def _counts(captured: Captured) -> dict[str, float]:
+def _count_metrics(captured: Captured) -> dict[str, float]:
     sampled = sum(turn.end - turn.start for turn in captured.turns)
     turns = len(captured.turns)
     return {**captured.metrics, "num_actions": float(turns), "response_length": sampled / max(turns, 1)}

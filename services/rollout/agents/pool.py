@@ -33,11 +33,11 @@ class AgentPool:
 
     def __init__(self) -> None:
         self._idle: defaultdict[str, list[ChildProcess]] = defaultdict(list)
-        self._places: dict[str, asyncio.Semaphore] = {}
+        self._limiters: dict[str, asyncio.Semaphore] = {}
 
-    def place(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
+    def limiter(self, tag: str, runner: AgentRunner) -> asyncio.Semaphore:
         """Return the semaphore that limits a tag's concurrent episodes, acquired before the env is reset."""
-        return self._places.setdefault(tag, asyncio.Semaphore(runner.num_agents))
+        return self._limiters.setdefault(tag, asyncio.Semaphore(runner.num_agents))
 
     async def run(self, runner: AgentRunner, task: AgentTask) -> AgentOutcome:
         """Run one episode.
@@ -49,8 +49,8 @@ class AgentPool:
         try:
             if child.pid is None:
                 await child.start()
-            what = ("call", runner.path) if runner.path else ("run", list(runner.command))
-            returned = await child.ask(what[0], runner.timeout_s, what[1], task.plain())
+            command = ("call", runner.path) if runner.path else ("run", list(runner.command))
+            returned = await child.ask(command[0], runner.timeout_s, command[1], task.plain())
         except EpisodeError as error:
             await child.kill()
             reason = {"call_error": "agent_error", "run_error": "agent_error"}.get(error.reason, error.reason)

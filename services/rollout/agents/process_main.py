@@ -13,9 +13,9 @@ from offbeat.envs.class_path import load_object
 from offbeat.services.rollout.agents.task import AgentTask
 from offbeat.services.rollout.child_main import serve
 
-TOLD = 2_000
+MAX_ERROR_CHARS = 2_000
 """Length of a failed command's output in the error, characters."""
-TAIL, PIECE = 1 << 20, 1 << 16
+MAX_OUTPUT_BYTES, READ_BYTES = 1 << 20, 1 << 16
 """Retained output of a command and size of one read, bytes; the result must be within the former."""
 
 
@@ -26,12 +26,12 @@ def find_agent(path: str) -> Callable[[AgentTask], Any]:
         ValueError: there is none.
     """
     try:
-        found: object = load_object(path)
+        function: object = load_object(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"agent_runner.path {path!r}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"agent_runner.path {path!r} is a {type(found).__name__}, not a function")
-    return found
+    if not callable(function):
+        raise ValueError(f"agent_runner.path {path!r} is a {type(function).__name__}, not a function")
+    return function
 
 
 def call(path: str, plain: Mapping[str, Any]) -> Any:
@@ -56,14 +56,14 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
         assert process.stdin
         assert process.stdout
         assert process.stderr
-        said, complained = readers.submit(_tail, process.stdout), readers.submit(_tail, process.stderr)
-        with suppress(BrokenPipeError):  # it may not want to hear it
+        stdout, stderr = readers.submit(_read_tail, process.stdout), readers.submit(_read_tail, process.stderr)
+        with suppress(BrokenPipeError):  # the command may not read its stdin
             process.stdin.write(json.dumps(task.plain()).encode())
             process.stdin.close()
-        output, errors = said.result(), complained.result()
+        output, errors = stdout.result(), stderr.result()
     sys.stderr.write(errors)
     if process.returncode:
-        raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-TOLD:]}")
+        raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-MAX_ERROR_CHARS:]}")
     lines = [line for line in output.splitlines() if line.strip()]
     if not lines:
         return None
@@ -73,14 +73,14 @@ def run(command: Sequence[str], plain: Mapping[str, Any]) -> Any:
         return lines[-1]
 
 
-def _tail(stream: IO[bytes]) -> str:
+def _read_tail(stream: IO[bytes]) -> str:
     """Return the last `TAIL` bytes of a stream."""
-    kept = bytearray()
-    while chunk := os.read(stream.fileno(), PIECE):
-        kept += chunk
-        if len(kept) > 2 * TAIL:
-            del kept[:-TAIL]
-    return kept[-TAIL:].decode(errors="replace")
+    tail = bytearray()
+    while chunk := os.read(stream.fileno(), READ_BYTES):
+        tail += chunk
+        if len(tail) > 2 * MAX_OUTPUT_BYTES:
+            del tail[:-MAX_OUTPUT_BYTES]
+    return tail[-MAX_OUTPUT_BYTES:].decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class AgentTask:
             self._connection = HTTPConnection(address.netloc)
         idle = self._connection.sock
         if idle is not None and select.select([idle], [], [], 0)[0]:
-            self._connection.close()  # the server has, while the agent was thinking; the request opens it again
+            self._connection.close()  # the server closed it while the agent was idle; the request reopens it
         headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
         self._connection.request("POST", f"{address.path}/step", json.dumps({"action": action}), headers)
         answer = self._connection.getresponse()
@@ -78,7 +78,7 @@ class AgentTask:
 
     def plain(self) -> dict[str, Any]:
         """Return the task as JSON values."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "_connection"}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "_connection"}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "AgentTask":

@@ -27,7 +27,7 @@ from offbeat.services.threads import DaemonThreads
 
 Key = tuple[str, EpisodeKind]
 
-_OPEN = nullcontext()
+_UNLIMITED = nullcontext()
 """Limiter that admits every call."""
 
 
@@ -49,15 +49,15 @@ class EnvPool:
         self._threads = DaemonThreads(num_threads)
         self._num_threads = num_threads
         self._idle: defaultdict[Key, list[LeasedEnv]] = defaultdict(list)
-        bounds = {tag: env.max_env_step_concurrent for tag, env in custom_envs.items()}
-        self._bounds = {tag: bound for tag, bound in bounds.items() if bound is not None}
-        self._limiters = {tag: CapacityLimiter(bound) for tag, bound in self._bounds.items()}
+        limits = {tag: env.max_env_step_concurrent for tag, env in custom_envs.items()}
+        self._limits = {tag: limit for tag, limit in limits.items() if limit is not None}
+        self._limiters = {tag: CapacityLimiter(limit) for tag, limit in self._limits.items()}
         self.share_with(num_workers)
 
     def share_with(self, num_workers: int) -> None:
         """Set the number of workers that share a tag's concurrency limit, from the next call on."""
-        for tag, bound in self._bounds.items():
-            self._limiters[tag].total_tokens = max(1, bound // num_workers)
+        for tag, limit in self._limits.items():
+            self._limiters[tag].total_tokens = max(1, limit // num_workers)
 
     @property
     def num_hung(self) -> int:
@@ -71,7 +71,7 @@ class EnvPool:
 
     def step_limiter(self, tag: str) -> AbstractAsyncContextManager[Any]:
         """Return the limiter of resets and steps: this worker's share of `max_env_step_concurrent`."""
-        return self._limiters.get(tag) or _OPEN
+        return self._limiters.get(tag) or _UNLIMITED
 
     async def take(self, tag: str, kind: EpisodeKind) -> LeasedEnv:
         """Lease an env; evaluation uses the held-out split.
@@ -89,16 +89,16 @@ class EnvPool:
             await asyncio.shield(runner.close())
             raise
 
-    def keep(self, lent: LeasedEnv) -> bool:
+    def keep(self, leased: LeasedEnv) -> bool:
         """Return an env after its episode; False if it must be closed."""
-        if lent.runner.healthy:
-            self._idle[lent.key].append(lent)
-        return lent.runner.healthy
+        if leased.runner.healthy:
+            self._idle[leased.key].append(leased)
+        return leased.runner.healthy
 
     async def close(self) -> None:
-        idle = [lent for envs in self._idle.values() for lent in envs]
+        idle = [leased for envs in self._idle.values() for leased in envs]
         self._idle.clear()
-        await asyncio.gather(*(lent.runner.close() for lent in idle))
+        await asyncio.gather(*(leased.runner.close() for leased in idle))
         self._threads.close()
 
     def _make(self, env: CustomEnv, kind: EpisodeKind) -> EnvRunner:

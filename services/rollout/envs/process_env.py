@@ -27,8 +27,8 @@ class ProcessEnv:
     async def start(self) -> EnvTraits:
         spec = self._spec
         await self._child.start()
-        what = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
-        return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *what))
+        arguments = (spec.env_type, dict(spec.env_config), round(spec.memory_gib * 2**30))
+        return EnvTraits(*await self._child.ask("make", spec.reset_timeout_s, *arguments))
 
     async def reset(self, seed: int) -> str:
         return str(await self._child.ask("reset", self._spec.reset_timeout_s, seed))

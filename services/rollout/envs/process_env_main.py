@@ -30,11 +30,11 @@ class EnvProcessServer:
     @property
     def _made(self) -> TextEnv:
         if self._env is None:
-            raise RuntimeError("make comes first")
+            raise RuntimeError("call make first")
         return self._env
 
     def _make(self, env_type: str, env_config: dict[str, Any], memory_bytes: int) -> Any:
-        # Of what is written to: libraries map far more than they use
+        # Limits writable memory only: libraries map far more than they use
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
         self._env = make(env_type, env_config)
         return traits_of(self._env)

@@ -20,7 +20,7 @@ from offbeat.services.errors import EpisodeError
 from offbeat.services.messages.images import check_png
 from offbeat.services.threads import DaemonThreads, HungError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def _call(reason: str, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        log.warning("%s", reason, exc_info=True)
+        logger.warning("%s", reason, exc_info=True)
         raise EpisodeError(reason, f"{type(error).__name__}: {error}") from error
 
 
@@ -155,24 +155,24 @@ class InlineEnv:
         self.healthy = True
 
     async def start(self) -> EnvTraits:
-        self._env = self._guarded("make_error", make, self._spec.env_type, self._spec.env_config)
+        self._env = self._run_checked("make_error", make, self._spec.env_type, self._spec.env_config)
         return traits_of(self._env)
 
     async def reset(self, seed: int) -> str:
-        return self._guarded("reset_error", do_reset, self._env, seed)
+        return self._run_checked("reset_error", do_reset, self._env, seed)
 
     async def step(self, action: str) -> StepResult:
-        return self._guarded("step_error", do_step, self._env, action)
+        return self._run_checked("step_error", do_step, self._env, action)
 
     async def picture(self) -> bytes:
-        return self._guarded("picture_error", do_picture, self._env)
+        return self._run_checked("picture_error", do_picture, self._env)
 
     async def close(self) -> None:
         self.healthy = False
         if self._env is not None:
             close_quietly(self._env)
 
-    def _guarded(self, reason: str, function: Callable[..., T], *args: Any) -> T:
+    def _run_checked(self, reason: str, function: Callable[..., T], *args: Any) -> T:
         try:
             return _call(reason, function, *args)
         except EpisodeError:
@@ -215,21 +215,21 @@ class ThreadEnv:
             try:
                 await self._threads.run(lambda: close_quietly(env), self._spec.reset_timeout_s)
             except HungError:
-                log.warning("an env of type %s hung while it was closed", self._spec.env_type)
+                logger.warning("an env of type %s hung while it was closed", self._spec.env_type)
 
     @property
     def _started(self) -> TextEnv:
-        assert self._env is not None, "start() comes first"
+        assert self._env is not None, "call start() first"
         return self._env
 
     def _make(self) -> EnvTraits:
         self._env = make(self._spec.env_type, self._spec.env_config)
         return traits_of(self._env)
 
-    async def _run(self, what: str, timeout_s: float, function: Callable[[], T]) -> T:
+    async def _run(self, operation: str, timeout_s: float, function: Callable[[], T]) -> T:
         def call() -> T:
             try:
-                return _call(f"{what}_error", function)
+                return _call(f"{operation}_error", function)
             finally:
                 with self._flags:
                     self._busy = False
@@ -244,7 +244,7 @@ class ThreadEnv:
             return await self._threads.run(call, timeout_s, on_start)
         except HungError:
             self.healthy = False
-            raise EpisodeError(f"{what}_timeout", f"no answer in {timeout_s:g} s") from None
+            raise EpisodeError(f"{operation}_timeout", f"no answer in {timeout_s:g} s") from None
         except EpisodeError:
             self.healthy = False
             raise
@@ -255,4 +255,4 @@ def close_quietly(env: TextEnv) -> None:
     try:
         env.close()
     except (Exception, SystemExit):
-        log.warning("an env failed while it was closed", exc_info=True)
+        logger.warning("an env failed while it was closed", exc_info=True)

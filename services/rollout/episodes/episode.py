@@ -26,7 +26,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import CustomEnv
 from offbeat.services.rollout.envs.runners import EnvTraits, StepResult
 from offbeat.services.rollout.episodes.history import TurnHistory
-from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, conversation
+from offbeat.services.rollout.episodes.recorder import EpisodeRecorder, TurnMessage, make_recorder
 
 Sample = Callable[..., Awaitable[Completion]]
 """(prompt token ids, maximum new tokens[, images]) -> completion; retries and times out on its own."""
@@ -62,15 +62,15 @@ async def play(plan: EpisodePlan, env: PlayableEnv, traits: EnvTraits, sample: S
     """
     began, rules = time.monotonic(), plan.env
     system = traits.system_prompt if rules.agent_system_template is None else rules.agent_system_template
-    told = await conversation(chat, rules, system, tuple(traits.functions))
+    recorder = await make_recorder(chat, rules, system, tuple(traits.functions))
     episode = _Episode(
-        plan, env, sample, chat, told, EpisodeMetrics(traits.metrics_agg_mode), TurnHistory(rules), [system]
+        plan, env, sample, chat, recorder, EpisodeMetrics(traits.metrics_agg_mode), TurnHistory(rules), [system]
     )
     observation, step, stop = await env.reset(plan.seed), 0, None
     while stop is None:
         step += 1
         observation, stop = await episode.turn(observation, step)
-    turns, segments = told.record()
+    turns, segments = recorder.record()
     return Trajectory(
         group_id=plan.task.group_id,
         index=plan.task.index,
@@ -98,26 +98,28 @@ class _Episode:
     env: PlayableEnv
     sample: Sample
     chat: ChatFormat
-    told: EpisodeRecorder
+    recorder: EpisodeRecorder
     metrics: "EpisodeMetrics"
-    past: TurnHistory
+    history: TurnHistory
     text: list[str]
 
     async def turn(self, observation: str, step: int) -> tuple[str, StopReason | None]:
         """Sample an answer and step the env; return the next observation and the stop reason, if any."""
-        plan, told = self.plan, self.told
+        plan, recorder = self.plan, self.recorder
         message = await self._message(observation, step)
-        prompt, pictures = told.ask(message)
+        prompt, pictures = recorder.ask(message)
         room = plan.sequence_length - len(prompt)
         if room < 1:
             return observation, StopReason.MAX_LENGTH
-        most = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
-        completion = await (self.sample(prompt, most, pictures) if pictures else self.sample(prompt, most))
-        answer = told.add_completion(completion)
+        max_new_tokens = min(plan.env.max_tokens_per_step, plan.sampling.max_new_tokens, room)
+        completion = await (
+            self.sample(prompt, max_new_tokens, pictures) if pictures else self.sample(prompt, max_new_tokens)
+        )
+        answer = recorder.add_completion(completion)
         result = await self.env.step(answer)
-        told.add_reward(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
+        recorder.add_reward(result.reward, blake2b(observation.encode() + message.png, digest_size=8).hexdigest())
         self.metrics.add(result.metrics)
-        self.past.add(observation, answer)
+        self.history.add(observation, answer)
         if plan.keep_text:
             self.text += [message.words, answer]
         return result.observation, _stop_reason(result, step, plan.env.max_steps)
@@ -126,10 +128,10 @@ class _Episode:
         rules = self.plan.env
         words = fill_template(
             rules.agent_template,
-            observation=self.past.shown(observation),
+            observation=self.history.render_observation(observation),
             step=step,
             actions_left=rules.max_steps - step + 1,
-            history=self.past.window(),
+            history=self.history.render_history(),
             image=self.chat.sight.mark if rules.shows_pictures else IMAGE,
         )
         if not rules.shows_pictures:
@@ -151,10 +153,10 @@ def _length_metrics(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[
     return lengths if len(segments) < 2 else {**lengths, "segments": float(len(segments))}
 
 
-MERGED: Mapping[str, Callable[[float, float], float]] = {
+REDUCTIONS: Mapping[str, Callable[[float, float], float]] = {
     "mean": operator.add,  # divided by their number at the end
     "sum": operator.add,
-    "first": lambda seen, _: seen,
+    "first": lambda value, _: value,
     "last": lambda _, new: new,
     "min": min,
     "max": max,
@@ -165,29 +167,30 @@ MERGED: Mapping[str, Callable[[float, float], float]] = {
 class EpisodeMetrics:
     """Env metrics aggregated by the env's rules; default: `success` last, others mean."""
 
-    __slots__ = ("_counts", "_modes", "_seen")
+    __slots__ = ("_counts", "_modes", "_values")
 
     def __init__(self, modes: Mapping[str, str]) -> None:
         """Raises:
         EpisodeError: the env names an unknown aggregation."""
         for name, mode in modes.items():
-            if mode not in MERGED:
+            if mode not in REDUCTIONS:
                 raise EpisodeError(
-                    "bad_metric", f"metrics_agg_mode {mode!r} of {name!r} is none of {', '.join(MERGED)}"
+                    "bad_metric", f"metrics_agg_mode {mode!r} of {name!r} is none of {', '.join(REDUCTIONS)}"
                 )
         self._modes = modes
-        self._seen: dict[str, float] = {}
+        self._values: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             count = self._counts.get(name, 0)
-            self._seen[name] = MERGED[self._mode(name)](self._seen[name], value) if count else value
+            self._values[name] = REDUCTIONS[self._mode(name)](self._values[name], value) if count else value
             self._counts[name] = count + 1
 
     def values(self) -> dict[str, float]:
         return {
-            name: seen / self._counts[name] if self._mode(name) == "mean" else seen for name, seen in self._seen.items()
+            name: value / self._counts[name] if self._mode(name) == "mean" else value
+            for name, value in self._values.items()
         }
 
     def _mode(self, name: str) -> str:

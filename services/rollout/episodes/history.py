@@ -17,10 +17,10 @@ class TurnHistory:
         if self._shows_all or self._window:
             self._turns.append(f"{observation}\n{answer}")
 
-    def window(self) -> str:
+    def render_history(self) -> str:
         """Return `{history}`: the last `history_length` observations, each followed by its answer."""
         return "\n".join(self._turns[-self._window :]) if self._window else ""
 
-    def shown(self, observation: str) -> str:
+    def render_observation(self, observation: str) -> str:
         """Return `{observation}`; with `StepConcatEnvManager`, preceded by all earlier turns."""
         return "\n".join([*self._turns, observation]) if self._shows_all else observation

@@ -15,7 +15,7 @@ from offbeat.services.rollout.wait_status import Wait, Waiting
 class InstrumentedEpisode:
     """A `PlayableEnv`, and its `sample` is a `Sample`."""
 
-    __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_tag", "_turnstile", "_waiting")
+    __slots__ = ("_between", "_env", "_kind", "_reporter", "_sampler", "_step_limiter", "_tag", "_waiting")
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class InstrumentedEpisode:
         tag: str,
         *,
         env: EnvRunner,
-        turnstile: AbstractAsyncContextManager[Any],
+        step_limiter: AbstractAsyncContextManager[Any],
         sampler: EpisodeSampler,
         waiting: Waiting,
         reporter: WorkerMetrics,
@@ -33,7 +33,7 @@ class InstrumentedEpisode:
         self._kind = kind
         self._tag = tag
         self._env = env
-        self._turnstile = turnstile
+        self._step_limiter = step_limiter
         self._sampler = sampler
         self._waiting = waiting
         self._reporter = reporter
@@ -41,7 +41,7 @@ class InstrumentedEpisode:
 
     async def reset(self, seed: int) -> str:
         self._waiting.enter(Wait.ENV)
-        async with self._turnstile:
+        async with self._step_limiter:
             began = time.monotonic()
             observation = await self._env.reset(seed)
             self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)
@@ -50,7 +50,7 @@ class InstrumentedEpisode:
 
     async def step(self, action: str) -> StepResult:
         self._waiting.enter(Wait.ENV)
-        async with self._turnstile:
+        async with self._step_limiter:
             began = time.monotonic()
             result = await self._env.step(action)
             self._reporter.env_call(self._kind, self._tag, time.monotonic() - began)

@@ -186,12 +186,12 @@ class RerenderedRecorder:
 
     def ask(self, message: TurnMessage) -> Sent:
         if message.num_pictures:
-            raise EpisodeError("bad_conversation", "where whole conversations are rendered, no pictures are shown")
+            raise EpisodeError("bad_conversation", "re-rendered conversations do not support images")
         calls = self.messages[-1].tool_calls if self.messages else ()
         if calls:
             results = read_results(message.observation, len(calls))
-            told = zip(calls, results, strict=True)
-            self.messages += [ChatMessage(self._result_role, text, tool_call_id=call.call_id) for call, text in told]
+            pairs = zip(calls, results, strict=True)
+            self.messages += [ChatMessage(self._result_role, text, tool_call_id=call.call_id) for call, text in pairs]
         else:
             self.messages.append(ChatMessage("user", message.words))
         try:
@@ -202,25 +202,25 @@ class RerenderedRecorder:
 
     def add_completion(self, completion: Completion) -> str:
         """Return the text with tool calls in one form for all templates."""
-        assert self._prompt is not None, "ask() comes first"
+        assert self._prompt is not None, "call ask() first"
         check_completion(completion)
-        said = self._said(self.template.text_of(completion.token_ids))
-        number = self._tree.record(self._prompt, said, completion, len(completion.token_ids))
+        answer = self._parse_answer(self.template.text_of(completion.token_ids))
+        number = self._tree.record(self._prompt, answer, completion, len(completion.token_ids))
         self._tree.nodes[number].delivered = True
-        self.messages.append(said)
+        self.messages.append(answer)
         self._states.append("")
-        return write_calls(said.content, [Call(call.name, call.parsed()) for call in said.tool_calls])
+        return write_calls(answer.content, [Call(call.name, call.parsed()) for call in answer.tool_calls])
 
-    def _said(self, text: str) -> ChatMessage:
+    def _parse_answer(self, text: str) -> ChatMessage:
         """Return the answer as a message; calls that the template can't render again stay text."""
-        said = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
-        if not said.tool_calls:
-            return said
+        answer = self.template.message_of(text, tools=self.functions).with_call_ids(len(self._tree.nodes))
+        if not answer.tool_calls:
+            return answer
         try:
-            self.template.render([*self.messages, said], self.functions, prompt=False)
+            self.template.render([*self.messages, answer], self.functions, prompt=False)
         except UnusableError:
             return ChatMessage("assistant", text)
-        return said
+        return answer
 
     def add_reward(self, reward: float, state_hash: str) -> None:
         self._rewards.append(Reward(len(self._tree.nodes), reward))
@@ -232,7 +232,7 @@ class RerenderedRecorder:
         return Record(tuple(turn._replace(state_hash=state) for turn, state in states), captured.segments)
 
 
-async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
+async def make_recorder(chat: ChatFormat, env: CustomEnv, system: str, functions: Tools = ()) -> EpisodeRecorder:
     """Return the recorder for a tag.
 
     Raises:
@@ -240,7 +240,7 @@ async def conversation(chat: ChatFormat, env: CustomEnv, system: str, functions:
     """
     if functions:
         try:
-            # the first time vLLM may be imported: seconds in which others' turns go on
+            # the first call may import vLLM, which takes seconds
             template = await asyncio.to_thread(chat.calling, env.tool_call_parser)
             return RerenderedRecorder(template, system, functions)
         except RolloutError as error:

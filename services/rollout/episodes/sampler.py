@@ -20,7 +20,7 @@ from offbeat.services.messages.types import (
 from offbeat.services.rollout.config import WorkerSettings
 from offbeat.services.rollout.episodes.turn_batcher import TurnBatcher
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 1.0
+INITIAL_RETRY_WAIT_S, MAX_RETRY_WAIT_S = 0.05, 1.0
 
 
 def build_samplings(settings: WorkerSettings, stop_ids: tuple[int, ...]) -> dict[str, Sampling]:
@@ -61,12 +61,12 @@ class EpisodeSampler:
         Raises:
             EpisodeError: `generation_refused`; `generation_unavailable` or `generation_timeout` after `retry_s`.
         """
-        began, wait_s = time.monotonic(), FIRST_WAIT_S
+        began, wait_s = time.monotonic(), INITIAL_RETRY_WAIT_S
         while True:
             try:
                 return await self._batcher.sample(self._request(prompt, max_new_tokens, pictures))
             except TimeoutError as error:
-                failure = EpisodeError("generation_timeout", f"{error}, again and again")
+                failure = EpisodeError("generation_timeout", f"{error}, repeatedly")
             except RetryableError as error:
                 failure = EpisodeError("generation_unavailable", str(error))
             except MeshError as error:
@@ -74,7 +74,7 @@ class EpisodeSampler:
             if time.monotonic() - began + wait_s > self._retry_s:
                 raise failure
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            wait_s = min(2 * wait_s, MAX_RETRY_WAIT_S)
 
     def _request(self, prompt: Sequence[int], max_new_tokens: int, pictures: tuple[Picture, ...]) -> GenerateRequest:
         if self._sampling.max_new_tokens != max_new_tokens:

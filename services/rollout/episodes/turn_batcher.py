@@ -12,7 +12,7 @@ from offbeat.services.errors import GenerationError, MeshError, RetryableError
 from offbeat.services.generation.client import GenerationClient
 from offbeat.services.messages.types import Completion, GenerateRequest
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class TurnBatcher:
@@ -25,7 +25,7 @@ class TurnBatcher:
         self._timeout_s = timeout_s
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._unsent: dict[str, GenerateRequest] = {}
-        self._unwanted: list[str] = []
+        self._to_abort: list[str] = []
         self._timer: asyncio.Handle | None = None
         self._next_send = 0.0
         self._calls: set[asyncio.Task[None]] = set()
@@ -47,7 +47,7 @@ class TurnBatcher:
         try:
             completion = await answer
         except asyncio.CancelledError:
-            self._take_back(request.request_id, loop)
+            self._withdraw(request.request_id, loop)
             raise
         finally:
             self._waiting.pop(request.request_id, None)
@@ -74,9 +74,9 @@ class TurnBatcher:
         self._timer = None
         self._next_send = loop.time() + self._coalesce_s
         requests, self._unsent = list(self._unsent.values()), {}
-        unwanted, self._unwanted = self._unwanted, []
-        if unwanted:
-            self._begin(self._abort(unwanted))
+        request_ids, self._to_abort = self._to_abort, []
+        if request_ids:
+            self._begin(self._abort(request_ids))
         if requests:
             self.num_calls += 1
             self._begin(self._call(requests))
@@ -87,7 +87,7 @@ class TurnBatcher:
         task.add_done_callback(self._calls.discard)
 
     async def _call(self, requests: Sequence[GenerateRequest]) -> None:
-        error: Exception = RetryableError("generation ended before it had answered")
+        error: Exception = RetryableError("generation ended without an answer")
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
@@ -102,24 +102,24 @@ class TurnBatcher:
             if limit.expired():
                 error = TimeoutError(f"no answer in {self._timeout_s:g} s")
             else:
-                log.exception("a call to generation failed in an unknown way")
+                logger.exception("a generation call failed unexpectedly")
                 error = GenerationError(f"{type(raised).__name__}: {raised}")
         for request in requests:
             answer = self._waiting.get(request.request_id)
             if answer is not None and not answer.done():
                 answer.set_exception(error)
                 if limit.expired():
-                    self._unwanted.append(request.request_id)
-        if self._unwanted:
+                    self._to_abort.append(request.request_id)
+        if self._to_abort:
             self._schedule_send(asyncio.get_running_loop())
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
         try:
             await self._client.abort(request_ids)
         except MeshError as error:
-            log.info("could not abort %d turns: %s", len(request_ids), error)
+            logger.info("could not abort %d turns: %s", len(request_ids), error)
 
-    def _take_back(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    def _withdraw(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         if self._unsent.pop(request_id, None) is None:
-            self._unwanted.append(request_id)
+            self._to_abort.append(request_id)
             self._schedule_send(loop)

@@ -5,7 +5,7 @@ from offbeat.services.messages.types import (
     Trajectory,
     Turn,
 )
-from offbeat.services.rollout.metrics import OWN, OWN_FOLDERS, WorkerMetrics
+from offbeat.services.rollout.metrics import OWN_METRICS, OWN_PREFIXES, WorkerMetrics
 from offbeat.services.telemetry import Partial
 
 TRAIN = EpisodeKind.TRAIN
@@ -30,11 +30,11 @@ def told(metrics: dict[str, float]) -> dict[str, Partial]:
 
 
 def test_what_the_worker_counts_goes_by_the_names_that_are_kept_for_it():
-    assert {name for name in told({}) if not name.startswith(OWN_FOLDERS)} == OWN
+    assert {name for name in told({}) if not name.startswith(OWN_PREFIXES)} == OWN_METRICS
 
 
 def test_metrics_of_an_env_do_not_fall_in_with_what_the_worker_counts():
-    names = (*OWN, "stop/terminated", "failed/step_error", "submitted/accepted")
+    names = (*OWN_METRICS, "stop/terminated", "failed/step_error", "submitted/accepted")
     values = told({"moves": 2.0, **dict.fromkeys(names, 9.0)})
     assert {name: values.pop(f"env/{name}").value for name in names} == dict.fromkeys(names, 9.0)
     assert values.pop("moves").value == 2.0
