@@ -71,7 +71,7 @@ async def test_chat_completions_with_tools_are_one_sequence(hermes: ChatTemplate
     in_one_sequence(policy, session)
 
 
-async def test_a_stream_says_the_same_in_pieces(hermes: ChatTemplate):
+async def test_a_stream_has_the_same_content_in_pieces(hermes: ChatTemplate):
     policy = Scripted(hermes, ["Well. " + CALL, "Rain."])
     session = session_of(policy)
     async with served(session) as (client, _):
@@ -116,7 +116,7 @@ async def test_responses_are_one_sequence(hermes: ChatTemplate, carried: bool):
     in_one_sequence(policy, session)
 
 
-async def test_a_stream_of_a_response_ends_with_the_whole(hermes: ChatTemplate):
+async def test_a_stream_of_a_response_ends_with_the_complete_response(hermes: ChatTemplate):
     session = session_of(Scripted(hermes, ["Well. " + CALL]))
     async with served(session) as (client, _):
         tool = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}
@@ -206,14 +206,14 @@ async def test_the_policy_is_listed(plain: ChatTemplate):
         ({"tools": [FUNCTION]}, "writes no tool calls"),
     ],
 )
-async def test_what_can_t_be_answered_is_refused_with_what_is_wrong(plain: ChatTemplate, changes: dict, message: str):
+async def test_an_invalid_request_is_refused_with_its_error(plain: ChatTemplate, changes: dict, message: str):
     async with served(session_of(Scripted(plain, ["one"]))) as (client, _):
         call = {"model": "any", "messages": [{"role": "user", "content": "a"}], **changes}
         with pytest.raises(openai.BadRequestError, match=message):
             await client.chat.completions.create(**call)
 
 
-async def test_a_full_context_is_told_as_openai_tells_it(plain: ChatTemplate):
+async def test_a_full_context_is_reported_as_by_openai(plain: ChatTemplate):
     async with served(session_of(Scripted(plain, ["one"]), sequence_length=12)) as (client, other):
         messages = [{"role": "user", "content": "a long question"}]
         with pytest.raises(openai.BadRequestError) as refused:
@@ -234,7 +234,7 @@ async def test_a_key_opens_its_own_episode_and_none_when_it_is_over(plain: ChatT
             await client.chat.completions.create(model="any", messages=messages)
 
 
-async def test_a_caller_who_leaves_takes_the_sampling_along(plain: ChatTemplate):
+async def test_a_client_that_disconnects_cancels_its_sampling(plain: ChatTemplate):
     policy = Scripted(plain, ["late", "in time"])
     waiting, cancelled = asyncio.Event(), asyncio.Event()
 
@@ -260,7 +260,7 @@ async def test_a_caller_who_leaves_takes_the_sampling_along(plain: ChatTemplate)
     in_one_sequence(policy, session)
 
 
-async def test_a_policy_that_can_t_be_sampled_is_not_asked_again(plain: ChatTemplate):
+async def test_a_failing_policy_is_not_sampled_again(plain: ChatTemplate):
     num_calls = 0
 
     async def broken(_: tuple[int, ...], __: int) -> Completion:

@@ -51,7 +51,7 @@ def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-async def test_an_agent_that_writes_code_is_captured_whole(plain: ChatTemplate):
+async def test_an_agent_that_writes_code_is_captured_completely(plain: ChatTemplate):
     policy = Scripted(
         plain,
         [

@@ -38,7 +38,7 @@ def test_garbage_is_found_before_it_is_more_than_the_episodes_hold(episodes: int
     assert limit / 4 < num_alive <= limit
 
 
-def test_what_exists_when_it_is_calmed_is_walked_no_more() -> None:
+def test_objects_existing_at_tuning_are_not_traversed_again() -> None:
     here = [[] for _ in range(100)]
     tune_garbage_collector(16)
     walked = {id(item) for item in gc.get_objects()}

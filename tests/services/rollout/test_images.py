@@ -83,7 +83,7 @@ async def walked(chat: ChatFormat, template: str, **config: str) -> tuple[Walker
     return walker, await play(plan, runner, traits, walker, chat)
 
 
-def test_the_template_tells_how_a_picture_is_written(chat: ChatFormat) -> None:
+def test_the_template_defines_how_an_image_is_rendered(chat: ChatFormat) -> None:
     assert chat.sight.mark == VISION_START + IMAGE + VISION_END
 
 
@@ -160,7 +160,7 @@ def test_requests_keep_their_pictures_and_refuse_large_and_misplaced_ones() -> N
         decode_requests(encode_requests([request(Picture(2, 1, PNG), Picture(0, 1, PNG))]))
 
 
-def test_of_a_picture_that_was_counted_a_digest_is_kept(folder: Path):
+def test_only_a_digest_of_a_counted_image_is_cached(folder: Path):
     reader, rng = PictureReader(folder), np.random.default_rng(0)
     pictures = [encode_png(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)) for _ in range(3)]
     counts = [reader.count(png) for png in pictures]

@@ -29,11 +29,11 @@ def told(metrics: dict[str, float]) -> dict[str, Partial]:
     return record.values
 
 
-def test_what_the_worker_counts_goes_by_the_names_that_are_kept_for_it():
+def test_the_workers_counts_use_the_reserved_names():
     assert {name for name in told({}) if not name.startswith(OWN_PREFIXES)} == OWN_METRICS
 
 
-def test_metrics_of_an_env_do_not_fall_in_with_what_the_worker_counts():
+def test_an_envs_metrics_do_not_collide_with_the_workers_counts():
     names = (*OWN_METRICS, "stop/terminated", "failed/step_error", "submitted/accepted")
     values = told({"moves": 2.0, **dict.fromkeys(names, 9.0)})
     assert {name: values.pop(f"env/{name}").value for name in names} == dict.fromkeys(names, 9.0)

@@ -16,7 +16,7 @@ async def departed(*places: Slot) -> list["asyncio.Task[None]"]:
     return leaving
 
 
-async def test_what_is_finished_first_leaves_at_once_and_frees_its_place():
+async def test_the_first_finished_episode_is_submitted_at_once():
     places = SlotPool(3, gather_s=LONG_S)
     playing = [places.take() for _ in range(3)]
     assert places.num_free == 0
@@ -84,7 +84,7 @@ async def test_an_episode_that_ends_without_a_trajectory_frees_its_place_once():
     assert places.num_free == 2
 
 
-async def test_an_episode_that_is_cancelled_while_it_waits_to_leave_keeps_nobody():
+async def test_an_episode_cancelled_while_waiting_for_its_flush_blocks_no_other():
     places = SlotPool(3, gather_s=LONG_S)
     first, second, third = (places.take() for _ in range(3))
     await first.finish_and_wait_for_flush()

@@ -102,7 +102,7 @@ def test_a_sampler_may_name_the_seed_too():
         (f"{__name__}:Fixed", {"seed": -1}, "seed -1, which is not in"),
     ],
 )
-def test_a_sampler_that_can_not_be_is_refused_with_what_is_wrong(path: str, args: dict[str, object], says: str):
+def test_an_invalid_sampler_is_refused_with_its_error(path: str, args: dict[str, object], says: str):
     with pytest.raises(ValueError, match=says):
         train_task(drawing(path, **args), 0, 0)
 
@@ -130,7 +130,7 @@ def test_without_tags_all_envs_take_turns():
     assert tag_cycle(envs, EnvManagerConfig()) == ("Lake", "BigLake")
 
 
-def test_evaluation_plays_distinct_held_out_maps_that_training_never_sees():
+def test_evaluation_uses_distinct_held_out_maps_unknown_to_training():
     config = Config(EnvManagerConfig(tags=("Lake",)), EnvManagerConfig(tags=("Lake",), group_size=1))
     tasks = EvalTasks(config, 42)
     held_out = registry.make("frozen_lake", registry.held_out_config("frozen_lake", {})).unwrapped
@@ -141,7 +141,7 @@ def test_evaluation_plays_distinct_held_out_maps_that_training_never_sees():
     assert not trained & set(maps)
 
 
-def test_evaluation_asked_in_any_order_is_the_same():
+def test_evaluation_tasks_do_not_depend_on_the_order_of_calls():
     config = Config(SHARED)
     tasks = EvalTasks(config, 3)
     assert tasks.task(200) == eval_task(config, 3, 200)

@@ -101,7 +101,7 @@ async def test_claimed_episodes_are_played_and_submitted(bench, policy_folder: P
         assert trajectory.version_range() == (3, 3)
 
 
-async def test_members_of_a_group_begin_alike_whichever_worker_plays_them(bench):
+async def test_members_of_a_group_begin_alike_on_any_worker(bench):
     first_prompts: dict[str, set[tuple[int, ...]]] = {}
     for worker_id, members in (("w1", [0, 2]), ("w2", [1, 3])):
         async with bench(*(train_episode(n, i) for n in range(3) for i in members), worker_id=worker_id) as b:
@@ -113,7 +113,7 @@ async def test_members_of_a_group_begin_alike_whichever_worker_plays_them(bench)
     assert len(set.union(*first_prompts.values())) == 3
 
 
-async def test_workers_play_what_a_sampler_drew_for_a_group_first(bench):
+async def test_workers_use_the_first_draw_of_a_sampler_for_a_group(bench):
     lake = CustomEnv(env_type="frozen_lake", max_steps=2, execution="inline")
     manager = EnvManagerConfig.model_validate(
         {"group_size": 4, "task_sampler": {"path": "offbeat.envs.task_samplers:Levels", "args": {"review": 0.0}}}
@@ -140,7 +140,7 @@ async def test_no_more_calls_of_an_env_are_under_way_than_its_share(bench):
         assert max_running == 2
 
 
-async def test_evaluation_plays_held_out_maps_with_text_and_its_own_sampling(bench, policy_folder: Path):
+async def test_evaluation_uses_held_out_maps_text_and_its_own_sampling(bench, policy_folder: Path):
     tasks = [EpisodeTask(EpisodeKind.EVAL, "before", n, n, 0, min_version=2, sampling_name="greedy") for n in range(4)]
     async with bench(*tasks) as b:
         await b.until_done(4)
@@ -177,7 +177,7 @@ async def test_turns_of_many_episodes_share_calls(bench):
     assert len(b.generation.calls) <= 12 + 2
 
 
-async def test_work_that_comes_later_is_heard_of(bench):
+async def test_a_worker_notices_later_work(bench):
     async with bench() as b:
         await wait_until(lambda: b.buffer.heartbeats > 0)
         b.buffer.offer(*group(0))
@@ -244,7 +244,7 @@ async def test_only_the_turn_in_flight_is_lost_when_a_replica_dies(bench, tokeni
         assert trajectory.segments[0].tokens.tolist() == expected.tolist()
 
 
-async def test_episodes_that_nobody_needs_are_stopped_and_their_turns_aborted(bench, tokenizer: Tokenizer):
+async def test_cancelled_episodes_stop_and_their_turns_are_aborted(bench, tokenizer: Tokenizer):
     stuck = FakeGeneration(walker(tokenizer), delay_s=lambda _: 60.0)
     tasks = group(0)
     async with bench(*tasks, generation=stuck) as b:
@@ -282,7 +282,7 @@ async def test_while_redis_is_silent_the_worker_waits_and_loses_nothing(bench):
     assert b.buffer.failed == []
 
 
-async def test_a_drained_worker_finishes_what_it_plays_and_claims_no_more(bench, tokenizer: Tokenizer):
+async def test_a_drained_worker_finishes_its_episodes_and_claims_no_more(bench, tokenizer: Tokenizer):
     open_gate = False
     slow = FakeGeneration(walker(tokenizer), delay_s=lambda _: 0.0 if open_gate else 0.05)
     async with bench(*group(0), generation=slow) as b:
@@ -295,7 +295,7 @@ async def test_a_drained_worker_finishes_what_it_plays_and_claims_no_more(bench,
         assert {task.number for task in b.buffer.submitted} == {0}
 
 
-async def test_a_paused_run_goes_on_where_it_stopped(bench):
+async def test_a_paused_run_resumes_where_it_stopped(bench):
     async with bench() as b:
         b.buffer.draining = True
         await wait_until(lambda: b.buffer.heartbeats >= 2)
@@ -360,7 +360,7 @@ async def test_a_trajectory_that_the_buffer_refuses_is_failed(bench):
     assert b.buffer.failed == [(train_episode(0), "internal_error")]
 
 
-async def test_an_episode_whose_failure_nobody_hears_of_ends_the_worker(bench):
+async def test_an_episode_whose_failure_cannot_be_reported_ends_the_worker(bench):
     envs = {"Bad": custom("BadEnv", env_config={"how": "raise"})}
     async with bench(custom_envs=envs) as b:
 
@@ -374,7 +374,7 @@ async def test_an_episode_whose_failure_nobody_hears_of_ends_the_worker(bench):
     assert b.buffer.released == 1
 
 
-async def test_a_users_env_plays_and_is_used_again(bench):
+async def test_a_users_env_runs_and_is_reused(bench):
     async with bench(
         *group(0, 6), custom_envs={"Mine": custom("CountingEnv")}, rollout=RolloutConfig(max_env_num_per_worker=2)
     ) as b:
@@ -389,7 +389,7 @@ async def test_a_users_env_plays_and_is_used_again(bench):
         )
 
 
-async def test_metric_records_count_what_happened(bench):
+async def test_metric_records_count_episodes_turns_and_failures(bench):
     envs = {"Bad": custom("BadEnv", env_config={"how": "raise"}), "Good": custom("CountingEnv")}
     async with bench(*group(0), *group(1), custom_envs=envs) as b:
         await b.until_done(8)

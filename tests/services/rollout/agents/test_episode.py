@@ -95,7 +95,7 @@ async def test_a_step_by_step_agent_gives_the_policys_own_trajectory(mesh):
     assert {name: by_agent.metrics[name] for name in shared} == alone.metrics
 
 
-async def test_a_command_plays_and_its_processes_are_gone_afterwards(mesh, tmp_path: Path):
+async def test_a_commands_processes_end_with_its_episode(mesh, tmp_path: Path):
     script = tmp_path / "agent.py"
     script.write_text(SCRIPT)
     before = children_of(os.getpid())
@@ -122,7 +122,7 @@ async def test_a_number_is_the_reward_instead_of_the_envs(mesh):
 @pytest.mark.parametrize(
     ("agent", "reason"), [("silent", "agent_silent"), ("raises", "agent_error"), ("nonsense", "agent_result")]
 )
-async def test_what_goes_wrong_in_an_agent_is_data(mesh, agent: str, reason: str):
+async def test_an_agents_failure_is_recorded_as_data(mesh, agent: str, reason: str):
     async with mesh(played_by(agent)) as m:
         assert await m.outcome() == reason
 

@@ -56,7 +56,7 @@ def test_an_agent_survives_the_timeout_of_its_idle_connection():
         serving.join()
 
 
-def test_of_what_a_command_says_only_the_end_is_kept(capfd: pytest.CaptureFixture[str]):
+def test_only_the_end_of_a_commands_output_is_retained(capfd: pytest.CaptureFixture[str]):
     much = "[print('x' * 2**16, file=file) for file in (sys.stdout, sys.stderr) for _ in range(512)]"
     says = f"import sys; {much}; print('{{\"reward\": 1}}')"
     plain = AgentTask("", "", "", "", "policy", "Tag", 1, "", "", 3).plain()

@@ -56,7 +56,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_same_seed_plays_the_same_wherever_it_runs(kind: str):
+async def test_the_same_seed_gives_the_same_episode_in_every_runner(kind: str):
     expected = InlineEnv(spec("frozen_lake", is_slippery=True))
     await expected.start()
     async with running(kind, spec("frozen_lake", is_slippery=True)) as runner:
@@ -70,7 +70,7 @@ async def test_the_same_seed_plays_the_same_wherever_it_runs(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_step_comes_back_as_plain_values(kind: str):
+async def test_a_step_returns_plain_values(kind: str):
     async with running(kind, spec("CountingEnv", length=1)) as runner:
         traits = await runner.start()
         assert traits.metrics_agg_mode["total"] == "sum"
@@ -151,7 +151,7 @@ async def test_a_process_that_dies_is_a_crash_with_its_exit_status(tmp_path: Pat
         assert failed.value.reason == "env_crashed"
 
 
-async def test_what_an_env_prints_does_not_reach_the_protocol(tmp_path: Path):
+async def test_an_envs_output_does_not_reach_the_protocol(tmp_path: Path):
     async with running("process", spec("BadEnv", how="print", marker=str(tmp_path / "m"))) as runner:
         await runner.start()
         await runner.reset(0)
@@ -176,7 +176,7 @@ async def test_an_out_of_memory_process_fails_only_its_episode(tmp_path: Path):
         assert failed.value.reason == "step_error"
 
 
-async def test_of_what_an_env_prints_without_end_a_megabyte_is_passed_on(
+async def test_endless_output_of_an_env_is_forwarded_up_to_a_megabyte(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     (tmp_path / "flood").touch()

@@ -194,7 +194,7 @@ async def test_templates_shape_the_prompts(chat: ChatFormat, tokenizer: Tokenize
     assert list(player.prompts[0][: len(first)]) == first
 
 
-async def test_text_is_kept_for_people_only_when_asked(chat: ChatFormat, tokenizer: Tokenizer):
+async def test_text_is_recorded_only_on_request(chat: ChatFormat, tokenizer: Tokenizer):
     messages, _ = conversation_of(["Left", "Left"])
     trajectory = await Player(chat, saying(tokenizer, "Left")).play(keep_text=True, max_steps=2)
     assert list(trajectory.text) == [m["content"] for m in messages]
@@ -208,7 +208,7 @@ async def test_turns_that_answer_the_same_observation_share_a_state_hash(chat: C
     assert first not in later
 
 
-async def test_a_trajectory_says_what_was_played(chat: ChatFormat, tokenizer: Tokenizer):
+async def test_a_trajectory_describes_its_episode(chat: ChatFormat, tokenizer: Tokenizer):
     got = await Player(chat, saying(tokenizer, "Left")).play(3)
     assert (got.group_id, got.index, got.attempt, got.tag, got.seed) == ("run-5", 2, 0, "Lake", 3)
     decode_trajectory(encode_trajectory(got))

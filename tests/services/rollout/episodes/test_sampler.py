@@ -38,7 +38,7 @@ async def test_while_generation_is_replaced_the_same_turn_is_sent_again():
     assert len({request.request_id.split("/")[0] for request in requests}) == 1
 
 
-async def test_a_turn_that_finds_nobody_for_too_long_fails_its_episode():
+async def test_a_turn_without_a_replica_for_too_long_fails_its_episode():
     client = FakeGeneration(answer)
     client.errors = [RetryableError("gone")] * 100
     with pytest.raises(EpisodeError) as failed:
@@ -62,7 +62,7 @@ async def test_a_turn_that_was_lost_with_its_replica_is_answered_by_the_next():
     assert [call[0].request_id[-2:] for call in client.calls] == ["/0", "/1"]
 
 
-async def test_a_refusal_is_not_asked_again():
+async def test_a_refused_turn_is_not_retried():
     client = FakeGeneration(answer)
     client.errors = [GenerationError("too long")]
     with pytest.raises(EpisodeError, match="too long") as failed:

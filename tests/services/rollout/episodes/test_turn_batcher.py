@@ -115,7 +115,7 @@ async def test_a_call_that_ends_without_an_answer_may_be_sent_again():
     assert isinstance(lost, RetryableError)
 
 
-async def test_a_turn_that_nobody_waits_for_is_aborted():
+async def test_a_turn_without_a_caller_is_aborted():
     client = FakeGeneration(echo, delay_s=lambda _: 60.0)
     batcher = TurnBatcher(client, coalesce_s=0.0)
     waiting = asyncio.create_task(batcher.sample(request("r")))
@@ -137,7 +137,7 @@ async def test_a_turn_that_was_not_sent_yet_is_taken_back_unsent():
     assert client.aborted == []
 
 
-async def test_a_calls_late_turns_are_aborted_and_its_answers_kept():
+async def test_late_turns_of_a_call_are_aborted_and_its_answers_used():
     client = FakeGeneration(echo, delay_s=lambda r: 60.0 if r.request_id == "slow" else 0.0)
     batcher = TurnBatcher(client, coalesce_s=0.0, timeout_s=0.5)
     fast, slow = await asyncio.gather(
