@@ -22,38 +22,38 @@ def result_of(folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_async_compares_both_ways_of_working_with_the_ideal(tmp_path: Path) -> None:
-    (found,) = result_of(tmp_path, "async")["distributions"]
-    sync, late = found["settings"]
+    (result,) = result_of(tmp_path, "async")["distributions"]
+    sync, late = result["settings"]
     assert (sync["max_staleness"], sync["ratio"], sync["staleness_max"]) == (0.0, 1.0, 0.0)
     assert late["max_staleness"] == 1.0
     assert late["staleness_max"] <= 1.0
     assert late["ratio"] == late["trajectories_per_s"] / sync["trajectories_per_s"]
-    assert found["ideal"] == min(found["rollout_alone"], found["training_alone"]) > 0
+    assert result["ideal"] == min(result["rollout_alone"], result["training_alone"]) > 0
     assert len(sync["curve"]) == len(late["curve"]) == 4
 
 
 def test_redundant_episodes_do_not_change_the_collected_batch(tmp_path: Path) -> None:
-    found = result_of(tmp_path, "redundancy")["distributions"]
-    plain, redundant = found["lognormal"]
+    result = result_of(tmp_path, "redundancy")["distributions"]
+    plain, redundant = result["lognormal"]
     assert (plain["groups"], plain["members"]) == (4, 2)
     assert (redundant["groups"], redundant["members"]) == (5, 3)
     assert plain["cancelled"] == 0
     assert min(plain["batch_s"]["median"], redundant["batch_s"]["median"]) > 0
 
 
-def test_scale_tells_what_an_episode_costs(tmp_path: Path) -> None:
-    found = result_of(tmp_path, "scale")
-    assert [row["concurrency"] for row in found["settings"]] == [16, 64]
-    for row in found["settings"]:
+def test_scale_reports_the_cost_of_an_episode(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "scale")
+    assert [row["concurrency"] for row in result["settings"]] == [16, 64]
+    for row in result["settings"]:
         assert row["cpu_ms"]["median"] >= row["worker_cpu_ms"]["median"] > 0
         assert row["trajectories_per_s"]["median"] > 0
 
 
-def test_buffer_moves_the_same_groups_through_ours_and_through_plain_redis(tmp_path: Path) -> None:
-    found = result_of(tmp_path, "buffer")
-    (row,) = found["loads"]
+def test_buffer_moves_the_same_groups_through_both_sides(tmp_path: Path) -> None:
+    result = result_of(tmp_path, "buffer")
+    (row,) = result["loads"]
     assert set(row["sides"]) == {"offbeat", "raw", "raw_codec", "raw_pipelined"}
-    assert found["reverb_left_out"]
+    assert result["reverb_left_out"]
     for name in ("raw", "raw_codec", "raw_pipelined"):
         for part in ("into", "out", "both"):
             assert row["ratios"][name][part]["median"] > 0

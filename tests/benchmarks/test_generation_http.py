@@ -25,9 +25,9 @@ class Answering:
     async def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
         self.requests += requests
         for request in requests:
-            most = request.sampling.max_new_tokens
-            spans = (VersionSpan(0, most, 0),)
-            yield [Completion(request.request_id, (5,) * most, (-0.5,) * most, spans, FinishReason.LENGTH)]
+            num_tokens = request.sampling.max_new_tokens
+            spans = (VersionSpan(0, num_tokens, 0),)
+            yield [Completion(request.request_id, (5,) * num_tokens, (-0.5,) * num_tokens, spans, FinishReason.LENGTH)]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         raise AssertionError(request_ids)

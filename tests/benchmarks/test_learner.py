@@ -32,11 +32,11 @@ def task(model: str = "", lengths: tuple[int, ...] = (20, 64, 33, 40, 64, 18, 25
 
 
 def test_passes_cover_all_sequences_within_the_padded_token_budget() -> None:
-    for each in (task(), task(lengths=(64,) * 8), task(lengths=(200, 30, 30, 30))):
-        bins = passes(each)
-        assert sorted(i for rows in bins for i in rows) == list(range(len(each.lengths)))
+    for backend_task in (task(), task(lengths=(64,) * 8), task(lengths=(200, 30, 30, 30))):
+        bins = passes(backend_task)
+        assert sorted(i for rows in bins for i in rows) == list(range(len(backend_task.lengths)))
         for rows in bins:
-            assert len(rows) == 1 or len(rows) * max(each.lengths[i] for i in rows) <= each.budget
+            assert len(rows) == 1 or len(rows) * max(backend_task.lengths[i] for i in rows) <= backend_task.budget
 
 
 def test_ragged_lengths_span_the_range() -> None:
@@ -47,24 +47,26 @@ def test_ragged_lengths_span_the_range() -> None:
 @pytest.mark.parametrize(
     ("options", "says"), [({"sequences": 6}, "groups of 4"), ({"longest": 8}, "at least 32"), ({}, "")]
 )
-def test_what_can_not_be_measured_is_said(options: dict[str, int], says: str) -> None:
-    found = learner.check(learner.LearnerOptions(**options))
-    assert says in found
-    assert bool(found) == bool(says)
+def test_check_returns_the_reason_for_unsupported_options(options: dict[str, int], says: str) -> None:
+    reason = learner.check(learner.LearnerOptions(**options))
+    assert says in reason
+    assert bool(reason) == bool(says)
 
 
 def test_the_bare_loop_and_ours_have_one_loss_and_one_gradient(tmp_path: Path) -> None:
-    told = task(learner._make_model(tmp_path / "model", SMALL))
-    policy = load_policy(Path(told.model), ModelArgs(), seed=1)
+    backend_task = task(learner._make_model(tmp_path / "model", SMALL))
+    policy = load_policy(Path(backend_task.model), ModelArgs(), seed=1)
     engine = PlainEngine(policy)
-    args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": told.budget}
+    args = {"learning_rate": RATE, "max_grad_norm": MAX_NORM, "max_tokens_per_microbatch": backend_task.budget}
     config = LearnerConfig.model_validate({"pg_clip": CLIP, "actor_train": {"training_args": args}})
-    data = data_of(told, policy.model.config.get_text_config().vocab_size)
+    data = data_of(backend_task, policy.model.config.get_text_config().vocab_size)
     trainer = BatchTrainer(config, StepModels(engine), Ranks(0, 0, 1, torch.device("cpu")))
-    gauges = train_on(trainer, _groups(told, data), 0)
-    twin = AutoModelForCausalLM.from_pretrained(told.model, dtype=torch.float32)
-    sampled = sum(n - told.prompt for n in told.lengths)
-    loss = torch.stack([_bare_loss(twin, told, data, rows).sum() / sampled for rows in passes(told)]).sum()
+    gauges = train_on(trainer, _groups(backend_task, data), 0)
+    twin = AutoModelForCausalLM.from_pretrained(backend_task.model, dtype=torch.float32)
+    sampled = sum(n - backend_task.prompt for n in backend_task.lengths)
+    loss = torch.stack(
+        [_bare_loss(twin, backend_task, data, rows).sum() / sampled for rows in passes(backend_task)]
+    ).sum()
     assert gauges["actor/total_loss"].value == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM)

@@ -37,20 +37,22 @@ def setting(bound: float, rate: float, rewards: tuple[float, ...], step_s: float
     return RunResult("normal", bound, rate, step_s, 0.5, 0.25, bound, bound, 0, curve)
 
 
-def test_ratios_are_to_the_synchronous_run_and_shares_to_the_slower_side() -> None:
+def test_ratios_refer_to_the_synchronous_run_and_the_slower_side() -> None:
     sync = setting(0.0, 20.0, (0.1, 0.2), 4.0)
-    found = summary("normal", UnboundedRates(rollout=60.0, training=100.0), [sync, setting(1.0, 50.0, (0.1, 0.2), 1.0)])
-    assert found["ideal"] == 60.0
-    assert [row["ratio"] for row in found["settings"]] == [1.0, 2.5]
-    assert [row["share_of_ideal"] for row in found["settings"]] == [20 / 60, 50 / 60]
+    result = summary(
+        "normal", UnboundedRates(rollout=60.0, training=100.0), [sync, setting(1.0, 50.0, (0.1, 0.2), 1.0)]
+    )
+    assert result["ideal"] == 60.0
+    assert [row["ratio"] for row in result["settings"]] == [1.0, 2.5]
+    assert [row["share_of_ideal"] for row in result["settings"]] == [20 / 60, 50 / 60]
 
 
 def test_rewards_are_compared_at_equal_trajectories_and_at_equal_time() -> None:
     sync = setting(0.0, 16.0, (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), 4.0)
     fast = setting(1.0, 64.0, (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), 1.0)
-    found = summary("normal", UnboundedRates(64.0, 64.0), [sync, fast])
-    rows = found["settings"]
-    assert found["equal_time_s"] == 8.0
+    result = summary("normal", UnboundedRates(64.0, 64.0), [sync, fast])
+    rows = result["settings"]
+    assert result["equal_time_s"] == 8.0
     assert [row["reward_at_equal_trajectories"] for row in rows] == pytest.approx([0.55, 0.55])
     assert [row["reward_at_equal_time"] for row in rows] == pytest.approx([0.05, 0.55])
 
@@ -79,12 +81,12 @@ def test_a_quantile_is_the_value_that_so_many_do_not_exceed(share: float, expect
 
 
 async def test_tokens_of_requests_that_run_at_the_same_time_all_count() -> None:
-    running = most = 0
+    running = peak = 0
 
     async def call(_: GenerateRequest) -> int:
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         await asyncio.sleep(0.01)
         running -= 1
         return 3
@@ -93,7 +95,7 @@ async def test_tokens_of_requests_that_run_at_the_same_time_all_count() -> None:
     began = time.perf_counter()
     load = await under_load(call, requests, concurrency=5)
     wall_s = time.perf_counter() - began
-    assert most == 5
+    assert peak == 5
     assert 60 / wall_s <= load.tokens_per_s <= 60 / (4 * 0.01)  # four requests after one another by each of the five
 
 
@@ -104,19 +106,19 @@ def test_service_and_bare_engine_are_compared_at_their_best() -> None:
         | {"handle": [RoundLoad(800.0, 1.0, 2.0)]},
         256: {"bare": [RoundLoad(950.0, 1.0, 2.0)], "handle": [RoundLoad(900.0, 1.0, 2.0)]},
     }
-    found = generation_summary(loads)
-    assert [row["ratio"] for row in found["levels"]] == pytest.approx([0.6, 0.8, 900 / 950])
-    assert found["saturated_from"] == 64
-    assert found["saturated_ratio"] == 0.9
+    result = generation_summary(loads)
+    assert [row["ratio"] for row in result["levels"]] == pytest.approx([0.6, 0.8, 900 / 950])
+    assert result["saturated_from"] == 64
+    assert result["saturated_ratio"] == 0.9
 
 
 def test_the_buffer_is_compared_round_by_round() -> None:
     ours = [Rates(100.0, 300.0), Rates(50.0, 150.0), Rates(200.0, 200.0)]
-    found = buffer_summary({"offbeat": ours, "raw": [Rates(200.0, 300.0), Rates(50.0, 75.0), Rates(100.0, 50.0)]})
-    assert found["sides"]["offbeat"]["both"].median == pytest.approx(75.0)
-    assert found["ratios"]["raw"]["into"].median == 1.0
-    assert found["ratios"]["raw"]["out"].median == 2.0
-    assert "offbeat" not in found["ratios"]
+    result = buffer_summary({"offbeat": ours, "raw": [Rates(200.0, 300.0), Rates(50.0, 75.0), Rates(100.0, 50.0)]})
+    assert result["sides"]["offbeat"]["both"].median == pytest.approx(75.0)
+    assert result["ratios"]["raw"]["into"].median == 1.0
+    assert result["ratios"]["raw"]["out"].median == 2.0
+    assert "offbeat" not in result["ratios"]
 
 
 def test_redundancy_is_compared_by_medians_with_none() -> None:
@@ -124,14 +126,14 @@ def test_redundancy_is_compared_by_medians_with_none() -> None:
     assert [row["ratio"] for row in with_ratios(rows)] == pytest.approx([1.0, 4.8])
 
 
-def test_a_result_is_kept_with_the_machine_and_the_options(tmp_path: Path) -> None:
+def test_a_result_is_stored_with_machine_and_options(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "result.json"
     write_json(file, "async", {"steps": 3, "model": Path("x")}, {"rate": Spread.of([3.0, 1.0, 2.0])})
-    kept = json.loads(file.read_text())
-    assert kept["bench"] == "async"
-    assert kept["options"] == {"steps": 3, "model": "x"}
-    assert kept["rate"] == {"median": 2.0, "low": 1.0, "high": 3.0, "rounds": 3}
-    assert kept["machine"]["cpus"] >= 1
+    stored = json.loads(file.read_text())
+    assert stored["bench"] == "async"
+    assert stored["options"] == {"steps": 3, "model": "x"}
+    assert stored["rate"] == {"median": 2.0, "low": 1.0, "high": 3.0, "rounds": 3}
+    assert stored["machine"]["cpus"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -141,10 +143,10 @@ def test_numbers_are_shown_with_the_digits_that_mean_something(value: object, sh
     assert cell(value) == shown
 
 
-def test_what_a_machine_loses_between_two_rounds_is_no_setting_s_cost():
+def test_drift_between_rounds_does_not_count_as_cost():
     assert cost_spread([[1.0, 2.0, 4.0], [1.1, 2.2, 4.4], [1.2, 2.4, 4.8]]) == pytest.approx(0.2)
 
 
-def test_a_setting_costs_what_it_does_in_most_rounds():
+def test_cost_of_a_setting_is_the_median_of_its_rounds():
     assert cost_spread([[1.0, 1.0, 1.0], [1.1, 5.0, 1.1]]) == pytest.approx(0.1)
     assert cost_spread([[0.7], [0.7]]) == 0.0

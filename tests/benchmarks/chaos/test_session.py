@@ -38,7 +38,7 @@ from tests.waiting import wait_until_sync
 pytestmark = pytest.mark.slow
 
 
-def test_the_seed_fixes_the_order_and_every_kind_comes_as_often():
+def test_plan_is_seeded_and_balances_the_kinds():
     assert plan(40, 3) == plan(40, 3) != plan(40, 4)
     counts = Counter(fault.name for fault in plan(2 * len(FAULTS) + 5, 1))
     assert set(counts.values()) == {2, 3}
@@ -67,7 +67,7 @@ def test_a_victim_is_found_by_its_command_line_and_killed(child: subprocess.Pope
     assert processes_of([psutil.Process()], "victim-of-chaos") == []
 
 
-def test_a_stopped_victim_goes_on_afterwards(child: subprocess.Popen[bytes]):
+def test_a_stopped_victim_continues_afterwards(child: subprocess.Popen[bytes]):
     seen: list[str] = []
     victim = psutil.Process(child.pid)
 
@@ -94,9 +94,9 @@ def test_a_report_passes_only_where_nothing_is_wrong():
         assert not ChaosReport(**{"seed": 1, "exit_code": 0, "audit": {"proven": True}, **wrong}).passed
 
 
-def order(orders: Path, what: str, seconds: float) -> Path:
+def order(orders: Path, condition: str, seconds: float) -> Path:
     (orders / "aside").write_text(str(seconds))
-    return (orders / "aside").rename(orders / f"redis-{what}")
+    return (orders / "aside").rename(orders / f"redis-{condition}")
 
 
 def test_proxied_connections_are_delayed_silenced_torn_and_cut(tmp_path: Path):
@@ -208,4 +208,4 @@ def test_a_report_is_written_into_a_folder_that_is_made(tmp_path: Path):
 def test_the_folder_and_the_name_of_the_run_are_the_commands(command: str, override: str):
     outcome = CliRunner().invoke(app, [command, "num_env_groups=2", override], env={"COLUMNS": "200"})
     assert outcome.exit_code == 2
-    assert f"{override}: where the run lies is said with --out" in outcome.output
+    assert f"{override}: set the folder with --out" in outcome.output

@@ -55,18 +55,18 @@ GROWING: dict[str, Callable[[np.random.Generator], Memory]] = {
 
 
 def how_often(series: Callable[[np.random.Generator], Memory], runs: int = 40) -> float:
-    found = [growth(HOURS.tolist(), (460 + series(np.random.default_rng(seed))).tolist()) for seed in range(runs)]
-    return sum(each is not None and each.exceeds(LIMIT) for each in found) / runs
+    trends = [growth(HOURS.tolist(), (460 + series(np.random.default_rng(seed))).tolist()) for seed in range(runs)]
+    return sum(trend is not None and trend.exceeds(LIMIT) for trend in trends) / runs
 
 
 def test_a_straight_line_is_found_exactly():
     hours = np.arange(60) / 60
-    found = growth(hours.tolist(), (3.0 + 4.0 * hours).tolist())
-    assert found is not None
-    assert (found.per_hour, found.late) == (pytest.approx(4.0, rel=0.02), pytest.approx(4.0, rel=0.02))
-    assert found.error < 0.1
-    assert found.exceeds(3.5)
-    assert not found.exceeds(4.5)
+    trend = growth(hours.tolist(), (3.0 + 4.0 * hours).tolist())
+    assert trend is not None
+    assert (trend.per_hour, trend.late) == (pytest.approx(4.0, rel=0.02), pytest.approx(4.0, rel=0.02))
+    assert trend.error < 0.1
+    assert trend.exceeds(3.5)
+    assert not trend.exceeds(4.5)
 
 
 def test_a_short_time_tells_nothing():
@@ -77,18 +77,18 @@ def test_a_short_time_tells_nothing():
 
 
 @pytest.mark.parametrize("noise", MAX_COST_SPREAD)
-def test_memory_that_swings_or_fills_up_is_not_said_to_grow(noise: str):
+def test_oscillating_or_saturating_memory_does_not_count_as_growth(noise: str):
     assert how_often(MAX_COST_SPREAD[noise]) <= 0.05
 
 
 @pytest.mark.parametrize("leak", GROWING)
 @pytest.mark.parametrize("noise", ["measured", "restless", "fills up"])
-def test_growth_is_seen_whatever_its_shape(noise: str, leak: str):
+def test_growth_of_any_shape_is_detected(noise: str, leak: str):
     assert how_often(lambda rng: MAX_COST_SPREAD[noise](rng) + GROWING[leak](rng)) >= 0.6
 
 
 @pytest.mark.parametrize("noise", ["swings for minutes", "there and back", "collected now and then"])
-def test_growth_that_outdoes_the_swings_is_seen_through_them(noise: str):
+def test_growth_is_detected_despite_smaller_oscillation(noise: str):
     assert how_often(lambda rng: MAX_COST_SPREAD[noise](rng) + 80 * HOURS) >= 0.8
 
 

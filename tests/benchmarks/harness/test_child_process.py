@@ -86,34 +86,34 @@ def test_calls_are_answered_by_another_process_that_keeps_its_state(tmp_path: Pa
     assert "noise on stdout" in (tmp_path / "log").read_text()
 
 
-def test_what_a_servant_raises_at_its_start_is_raised_here(tmp_path: Path) -> None:
+def test_actor_raises_an_error_of_its_start(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ValueError: starts below zero"), ProcessActor(Adder(-1), tmp_path / "log"):
         pass
 
 
-def test_a_process_that_ends_during_a_call_is_missed_with_its_last_words(tmp_path: Path) -> None:
+def test_call_raises_the_crash_and_its_last_output(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"code -9\nlast words"), ProcessActor(Adder(0), tmp_path / "log") as adder:
         adder.call("die")
 
 
-def test_a_process_that_ended_between_two_calls_is_missed_by_the_next_one(tmp_path: Path) -> None:
+def test_call_raises_a_crash_that_happened_before_it(tmp_path: Path) -> None:
     """Not by a broken pipe, which a command line takes for `| head` and keeps to itself."""
     with pytest.raises(RuntimeError, match="code -9"), ProcessActor(Adder(0), tmp_path / "log") as adder:
         add_after_death(adder)
 
 
-def test_a_process_that_ended_after_its_last_call_is_missed_at_the_end(tmp_path: Path) -> None:
+def test_exit_raises_a_crash_after_the_last_call(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="code -9"), ProcessActor(Adder(0), tmp_path / "log") as adder:
         kill(adder.pid)
 
 
-def test_a_process_that_ends_just_when_it_is_told_to_is_missed(tmp_path: Path) -> None:
+def test_exit_raises_a_crash_during_shutdown(tmp_path: Path) -> None:
     """The pipe of one that dies takes the goodbye for as long as a thread of it is left."""
     with pytest.raises(RuntimeError, match="code -9"), ProcessActor(Falling(0), tmp_path / "log") as adder:
         adder.call("add", 1)
 
 
-def test_a_process_dies_with_its_parent_whatever_it_is_doing(tmp_path: Path) -> None:
+def test_a_busy_process_dies_with_its_parent(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(textwrap.dedent(PARENT.format(log=str(tmp_path / "log"))))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -34,7 +34,7 @@ from tests.waiting import wait_until_sync
 
 def write_lines(path: Path, records: list[dict[str, object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(json.dumps(each) for each in records) + "\n", encoding="utf-8")
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n", encoding="utf-8")
 
 
 def side(step_s: float, successes: list[float]) -> SideRun:
@@ -64,20 +64,20 @@ def test_rates_leave_out_the_first_steps() -> None:
 def test_the_sides_are_compared_at_the_highest_success_that_all_reach() -> None:
     ours, theirs = side(1.0, [0.1, 0.4, 0.8, 0.96, 0.97]), side(4.0, [0.1, 0.4, 0.8, 0.92, 0.91])
     assert common_target([ours, theirs]) == 0.9
-    found = compare({"offbeat": {1: ours}, "trl": {1: theirs}}, 64)
-    assert found["rate_ratio"] == pytest.approx(4.0)
-    assert found["speedup_to_target"] == pytest.approx((40 + 20 * (0.9 - 0.8) / 0.12) / (10 + 5 * (0.9 - 0.8) / 0.16))
+    result = compare({"offbeat": {1: ours}, "trl": {1: theirs}}, 64)
+    assert result["rate_ratio"] == pytest.approx(4.0)
+    assert result["speedup_to_target"] == pytest.approx((40 + 20 * (0.9 - 0.8) / 0.12) / (10 + 5 * (0.9 - 0.8) / 0.16))
 
 
-def test_each_seed_is_compared_at_what_it_reaches() -> None:
+def test_each_seed_is_compared_at_its_own_success() -> None:
     ours = {1: side(1.0, [0.1, 0.5, 0.9, 0.9, 0.9]), 2: side(1.0, [0.1, 0.2, 0.2, 0.2, 0.2]), 3: side(1.0, [0.0] * 5)}
     theirs = {1: side(3.0, [0.1, 0.5, 0.9, 0.9, 0.9]), 2: side(5.0, [0.1, 0.2, 0.3, 0.3, 0.3]), 3: side(5.0, [0.9] * 5)}
-    found = compare({"offbeat": ours, "trl": theirs}, 64)
-    assert [run["target_success"] for run in found["sides"]["trl"]["runs"]] == [0.9, 0.2, None]
-    assert found["speedup_to_target"] == pytest.approx((3 + 5) / 2)
+    result = compare({"offbeat": ours, "trl": theirs}, 64)
+    assert [run["target_success"] for run in result["sides"]["trl"]["runs"]] == [0.9, 0.2, None]
+    assert result["speedup_to_target"] == pytest.approx((3 + 5) / 2)
 
 
-def test_no_common_success_is_said_to_be_none() -> None:
+def test_target_is_none_without_a_common_success() -> None:
     assert common_target([side(1.0, [0.0] * 5), side(1.0, [0.9] * 5)]) is None
     assert "speedup_to_target" not in compare(
         {"offbeat": {1: side(1.0, [0.0] * 5)}, "trl": {1: side(1.0, [0.9] * 5)}}, 8
@@ -97,8 +97,8 @@ def test_offbeats_time_counts_from_the_report_of_its_first_weights(tmp_path: Pat
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     run = read_offbeat(tmp_path, Path("start"))
     assert run.startup_s == 30.0
-    assert [(each.step, each.seconds, each.success) for each in run.steps] == [(1, 2.5, 0.25), (2, 4.0, 0.5)]
-    assert [(each.step, each.seconds) for each in run.snapshots] == [(0, 0.0), (2, 4.0)]
+    assert [(step.step, step.seconds, step.success) for step in run.steps] == [(1, 2.5, 0.25), (2, 4.0, 0.5)]
+    assert [(snapshot.step, snapshot.seconds) for snapshot in run.snapshots] == [(0, 0.0), (2, 4.0)]
 
 
 def test_trls_snapshots_stand_at_their_steps_time(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_trls_snapshots_stand_at_their_steps_time(tmp_path: Path) -> None:
     for step in (0, 2):
         (tmp_path / "snapshots" / f"step-{step:06d}").mkdir(parents=True)
     run = read_trl(tmp_path)
-    assert [(each.step, each.seconds) for each in run.snapshots] == [(0, 0.0), (2, 2.5)]
+    assert [(snapshot.step, snapshot.seconds) for snapshot in run.snapshots] == [(0, 0.0), (2, 2.5)]
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -135,7 +135,7 @@ def test_neither_side_evaluates_or_warms_up_within_its_time(folder: Path, tmp_pa
     assert play_rules(config, 4).max_turns == config.custom_envs["FrozenLake"].max_steps
 
 
-def test_what_is_set_on_the_command_line_holds_over_the_setting(folder: Path, tmp_path: Path) -> None:
+def test_command_line_overrides_the_setting(folder: Path, tmp_path: Path) -> None:
     setting = with_overrides(SETTINGS["b"], ["max_staleness=1", "rollout.coalesce_s=0.02"])
     config = offbeat_config(setting, 1, 10, folder, tmp_path / "run")
     assert (config.max_staleness, config.rollout.coalesce_s, config.rollout.num_threads) == (1, 0.02, 256)
@@ -143,7 +143,7 @@ def test_what_is_set_on_the_command_line_holds_over_the_setting(folder: Path, tm
         offbeat_config(with_overrides(SETTINGS["b"], ["max_stalenes=1"]), 1, 10, folder, tmp_path / "run")
 
 
-def test_options_name_what_is_wrong() -> None:
+def test_invalid_options_are_named() -> None:
     words = {"settings": "a,c", "seeds": "1, 5", "sides": "trl", "venv": None}
     assert parse(**words) == PeerOptions(settings=("a", "c"), seeds=(1, 5), sides=("trl",), venv=parse(**words).venv)
     with pytest.raises(PeerError, match="there is no 'd', there is a, b, c"):
@@ -177,7 +177,7 @@ def test_cpu_time_counts_between_the_steps_that_the_rates_count() -> None:
     ]  # fmt: skip
 
 
-def test_the_meter_counts_what_children_compute(tmp_path: Path) -> None:
+def test_meter_includes_children(tmp_path: Path) -> None:
     # 0.6 for 0.5: the kernel tells hundredths, rounded down
     work = "import time\nwhile time.process_time() < 0.6: pass\ntime.sleep(60)"
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', sys.argv[1]])"

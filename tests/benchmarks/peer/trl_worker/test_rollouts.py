@@ -57,7 +57,7 @@ def logits_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def test_what_a_slot_has_read_counts_exactly_as_if_it_were_read_at_once(model: torch.nn.Module) -> None:
+def test_cached_tokens_give_the_logits_of_one_forward_pass(model: torch.nn.Module) -> None:
     store = Store(model, 4, 64)
     read: dict[int, list[int]] = {0: [], 1: [], 2: [], 3: []}
     rounds = [
@@ -75,7 +75,7 @@ def test_what_a_slot_has_read_counts_exactly_as_if_it_were_read_at_once(model: t
 
 
 @torch.inference_mode()
-def test_a_slot_goes_on_from_what_was_copied_into_it(model: torch.nn.Module) -> None:
+def test_a_slot_continues_from_a_copy(model: torch.nn.Module) -> None:
     store = Store(model, 3, 64)
     store.feed([0], [[5, 6, 7, 8]])
     store.copy(0, [1, 2])
@@ -102,7 +102,7 @@ def test_a_slot_goes_on_from_what_was_copied_into_it(model: torch.nn.Module) -> 
     ],
     ids=["instant", "who is ready", "all together"],
 )
-def test_an_env_that_hears_the_recorded_answers_gives_the_recorded_reward(
+def test_replaying_recorded_answers_gives_the_recorded_reward(
     model: torch.nn.Module, chat: Chat, changes: dict[str, object]
 ) -> None:
     torch.manual_seed(1)
@@ -137,7 +137,7 @@ def test_siblings_start_alike_and_go_their_own_ways(model: torch.nn.Module, chat
     assert len({tuple(each.completion) for each in episodes}) > 1
 
 
-def test_what_an_env_raises_ends_the_rollout(model: torch.nn.Module, chat: Chat) -> None:
+def test_an_env_error_ends_the_rollout(model: torch.nn.Module, chat: Chat) -> None:
     player = EpisodeRunner(model, chat, rules(env_threads=2), 2)
 
     def broken(_: str) -> None:
