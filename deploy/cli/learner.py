@@ -30,7 +30,7 @@ def find_target(run: str, redis_url: str | None) -> Target:
     Raises:
         UnknownRedisError: no URL is given, and no run of that name or folder is active on this host.
     """
-    folder = next((each for each in (Path(run), RUNS / run) if (each / run_folder.CONFIG).is_file()), None)
+    folder = next((folder for folder in (Path(run), RUNS / run) if (folder / run_folder.CONFIG).is_file()), None)
     run_id = run if folder is None else _name_of(folder)
     if redis_url is not None:
         return Target(run_id, redis_url)

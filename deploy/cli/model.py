@@ -61,10 +61,10 @@ def _gguf_file() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
     places = [Path(place) for place in spec.submodule_search_locations or ()]
-    found = [path for place in places for path in sorted(place.glob("*.gguf"))]
-    if not found:
+    files = [path for place in places for path in sorted(place.glob("*.gguf"))]
+    if not files:
         raise ModelError(f"{PACKAGE} holds no .gguf file any more: install `{EXTRA}` as pyproject.toml pins it")
-    return found[0]
+    return files[0]
 
 
 def _convert(source: Path, folder: Path) -> int:

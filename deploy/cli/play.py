@@ -239,11 +239,13 @@ def _print_summary(played: Any, order: Any) -> None:
     typer.echo(f"reward {sum(t.reward for t in done) / len(done):.4g}, mean of {len(done)} episodes")
     groups = [[bool(read_success(t)) for t in members] for _, members in groupby(done, key=lambda t: t.group_id)]
     if any(read_success(t) is not None for t in done):
-        whole = [group for group in groups if len(group) == order.group_size]
+        complete = [group for group in groups if len(group) == order.group_size]
         powers = [2**i for i in range(order.group_size.bit_length())]
-        for k in [k for k in dict.fromkeys((*powers, order.group_size)) if k <= order.group_size and whole]:
+        for k in [k for k in dict.fromkeys((*powers, order.group_size)) if k <= order.group_size and complete]:
             typer.echo(
-                f"pass@{k} {pass_at_k(whole, k):.4g}" if order.group_size > 1 else f"success {pass_at_k(whole, 1):.4g}"
+                f"pass@{k} {pass_at_k(complete, k):.4g}"
+                if order.group_size > 1
+                else f"success {pass_at_k(complete, 1):.4g}"
             )
 
 

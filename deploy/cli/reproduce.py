@@ -52,7 +52,7 @@ def reproduce_run(run: str, step: int | None, *, console: Console, as_json: bool
         console.print_json(json.dumps(asdict(reproduced)))
     else:
         _show(reproduced, step, console)
-    return 0 if all(each.equal for each in reproduced.compared) else 1
+    return 0 if all(weights.equal for weights in reproduced.compared) else 1
 
 
 def _discard(_: str) -> None:
@@ -73,18 +73,20 @@ def _table(step: int, samples: Sequence["SampleView"]) -> Table:
     )
     for column in ("group", "member", "reward", "turns", "tokens", "versions", "lag", "ratio", "max", "advantage"):
         table.add_column(column, justify="right")
-    for each in samples[:SHOWN]:
-        low, high = each.advantage_min, each.advantage_max
+    for sample in samples[:SHOWN]:
+        low, high = sample.advantage_min, sample.advantage_max
         table.add_row(
-            str(each.group),
-            str(each.index),
-            f"{each.reward:.3g}",
-            str(each.turns),
-            str(each.tokens),
-            f"{each.versions[0]}-{each.versions[1]}" if each.versions[0] != each.versions[1] else str(each.versions[0]),
-            str(each.staleness),
-            f"{each.ratio_mean:.4f}",
-            f"{each.ratio_max:.4f}",
-            f"{low:+.3f}" if low == high else f"{each.advantage_mean:+.3f} [{low:+.3f}, {high:+.3f}]",
+            str(sample.group),
+            str(sample.index),
+            f"{sample.reward:.3g}",
+            str(sample.turns),
+            str(sample.tokens),
+            f"{sample.versions[0]}-{sample.versions[1]}"
+            if sample.versions[0] != sample.versions[1]
+            else str(sample.versions[0]),
+            str(sample.staleness),
+            f"{sample.ratio_mean:.4f}",
+            f"{sample.ratio_max:.4f}",
+            f"{low:+.3f}" if low == high else f"{sample.advantage_mean:+.3f} [{low:+.3f}, {high:+.3f}]",
         )
     return table

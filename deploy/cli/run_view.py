@@ -221,8 +221,10 @@ def summary(view: RunView, history: RunHistory) -> dict[str, str]:
         if reward := _format_value(last, "reward"):
             out["reward"] = reward
         if staleness := _format_value(last, "staleness"):
-            most = last.value("staleness_max", 0.0)
-            out["staleness"] = f"mean {staleness}, max {most:.0f} (bound {view.settings.to_settings().max_staleness:g})"
+            max_lag = last.value("staleness_max", 0.0)
+            out["staleness"] = (
+                f"mean {staleness}, max {max_lag:.0f} (bound {view.settings.to_settings().max_staleness:g})"
+            )
     generated, trained = history.rate("generation/tokens"), history.rate("learner/tokens_trained")
     if generated or trained:
         out["tokens/s"] = f"{generated:,.0f} generated, {trained:,.0f} trained"
@@ -238,9 +240,9 @@ def _format_value(step: Step | None, name: str) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    whole = int(seconds)
+    total = int(seconds)
     return (
-        f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-        if whole >= 3600
-        else f"{whole // 60}:{whole % 60:02d}"
+        f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
+        if total >= 3600
+        else f"{total // 60}:{total % 60:02d}"
     )

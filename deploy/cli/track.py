@@ -54,10 +54,10 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise TrackError(f"{folder} has no {METRICS_FILE}: its learner has measured nothing yet")
-    told = _tracker_kwargs(config, name, settings)
-    kept = progress_file(folder, name)
-    with _lock_cursor(kept, name):
-        progress = read_progress(kept)
+    kwargs = _tracker_kwargs(config, name, settings)
+    cursor_file = progress_file(folder, name)
+    with _lock_cursor(cursor_file, name):
+        progress = read_progress(cursor_file)
         if progress.offset >= metrics.stat().st_size:
             console.print(_describe_result(name, progress, "had"), markup=False)
             return
@@ -70,17 +70,18 @@ def track_run(run: str, name: str, settings: Sequence[str] = (), *, console: Con
         kind = find_tracker(name)
         try:
             tracker = kind(
-                TrackedRun(config.exp_name, progress.key, resumed, progress.step, place, shown), **arguments(kind, told)
+                TrackedRun(config.exp_name, progress.key, resumed, progress.step, place, shown),
+                **arguments(kind, kwargs),
             )
-            write_progress(kept, progress)
-            _deliver(Delivery(metrics, kept, progress, tracker), metrics, console)
+            write_progress(cursor_file, progress)
+            _deliver(Delivery(metrics, cursor_file, progress, tracker), metrics, console)
             tracker.close("finished" if progress.step >= config.max_steps else "stopped")
         except TrackerDownError as error:
             raise TrackError(f"{name} takes nothing: {error}; what it has taken is not sent again") from error
         except Exception as error:
             raise TrackError(f"{name} failed: {type(error).__name__}: {error}") from error
         progress.place = tracker.place or progress.place
-        write_progress(kept, progress)
+        write_progress(cursor_file, progress)
     console.print(_describe_result(name, progress, "has"), markup=False)
 
 
@@ -88,26 +89,26 @@ def _tracker_kwargs(config: RunConfig, name: str, settings: Sequence[str]) -> di
     """Return the tracker's `tracker_kwargs`. Raises TrackError."""
     if name in IN_LEARNER:
         raise TrackError(f"{name} is written by the learner itself, while it runs: name a tracker that is sent to")
-    told = dict(config.tracker_kwargs.get(name, {}))
+    kwargs = dict(config.tracker_kwargs.get(name, {}))
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise TrackError(f"{setting!r} is no KEY=VALUE")
         try:
-            told[key] = yaml.safe_load(value)
+            kwargs[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise TrackError(f"{setting!r}: its value is no YAML: {error}") from error
-    issues = list(check_trackers(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: told}})))
+    issues = list(check_trackers(config.model_copy(update={"track_with": (name,), "tracker_kwargs": {name: kwargs}})))
     if issues:
         raise TrackError("; ".join(str(issue) for issue in issues))
-    return told
+    return kwargs
 
 
 @contextmanager
-def _lock_cursor(kept: Path, name: str) -> Iterator[None]:
+def _lock_cursor(cursor_file: Path, name: str) -> Iterator[None]:
     """Lock the tracker's position in the metrics. Raises TrackError if it is locked."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with kept.with_suffix(".lock").open("w") as lock:
+    cursor_file.parent.mkdir(parents=True, exist_ok=True)
+    with cursor_file.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -74,8 +74,8 @@ def train(config: RunConfig, config_path: Path, overrides: Sequence[str]) -> int
 
 def resume_command(config_path: Path, overrides: Sequence[str]) -> str:
     """Return the shell command that resumes a run."""
-    kept = (each for each in overrides if each.lstrip("+~").partition("=")[0] != RESUME)
-    return shlex.join(["offbeat", "train", str(config_path), *kept, f"{RESUME}=true"])
+    retained = (override for override in overrides if override.lstrip("+~").partition("=")[0] != RESUME)
+    return shlex.join(["offbeat", "train", str(config_path), *retained, f"{RESUME}=true"])
 
 
 def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
@@ -89,8 +89,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
         try:
             return asyncio.run(command.run())
         except (Exception, SystemExit) as error:
-            # A mistake of ours, or nobody reads what is said any more (rich makes SystemExit of a broken pipe); whatever it
-            # is, nothing that was started may outlive this command.
+            # A bug, or a closed output pipe (rich raises SystemExit): no started process may outlive this command
             logger.exception("the command failed")
             command.kill()
             view.close()
@@ -140,9 +139,9 @@ class TrainCommand:
             if task.done():
                 task.result()
         finally:
-            for each in (task, interrupt):
-                each.cancel()
-            # What blocks in a thread goes on there; ending the processes that it waits for ends it.
+            for pending in (task, interrupt):
+                pending.cancel()
+            # A blocked thread continues until the processes that it waits for are ended
             await asyncio.wait({task, interrupt}, timeout=1.0)
 
     async def _run_to_its_end(self) -> None:
@@ -194,7 +193,7 @@ class TrainCommand:
     async def _read_metrics(self, client: ControlClient) -> None:
         while True:
             page = await client.metrics(self._config.exp_name, after=self._history.position, limit=METRICS_PAGE)
-            self._history.add((each.id, each.record()) for each in page.records)
+            self._history.add((record.id, record.record()) for record in page.records)
             if len(page.records) < METRICS_PAGE:
                 return
 

@@ -19,10 +19,10 @@ def run_baselines(config: RunConfig) -> dict[str, float]:
         seeds.setdefault(task.tag, []).append(task.seed)
     sums = {"random": 0.0, "scripted": 0.0, "optimal": 0.0}
     for tag, of_tag in seeds.items():
-        found = _of_tag(config.custom_envs[tag], of_tag)
-        if found is None:
+        scores = _of_tag(config.custom_envs[tag], of_tag)
+        if scores is None:
             return {}
-        for name, value in found._asdict().items():
+        for name, value in scores._asdict().items():
             sums[name] += value * len(of_tag)
     return {name: total / config.final_val_batch_size for name, total in sums.items()}
 

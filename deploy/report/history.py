@@ -59,8 +59,8 @@ class Steps:
         return [self._step(row) for row in range(first, len(self._numbers))]
 
     def _step(self, row: int) -> Step:
-        seen = ((name, column[row]) for name, column in self._values.items())
-        return Step(self._numbers[row], self._times[row], {name: value for name, value in seen if value == value})
+        values = ((name, column[row]) for name, column in self._values.items())
+        return Step(self._numbers[row], self._times[row], {name: value for name, value in values if value == value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class RunHistory:
 
     def _add_evaluation(self, record: MetricRecord) -> None:
         values = record.values
-        found = EvaluationResult(
+        result = EvaluationResult(
             kind=record.labels.get("when", "during"),
             sampling=record.labels.get("sampling", "sampled"),
             step=record.step or 0,
@@ -160,7 +160,7 @@ class RunHistory:
             reward=values["reward"].value if "reward" in values else float("nan"),
             episodes=int(values["reward"].count) if "reward" in values else 0,
         )
-        self.evaluations[found.kind, found.sampling, found.step] = found
+        self.evaluations[result.kind, result.sampling, result.step] = result
 
     def seconds(self, time: float) -> float:
         """Return the running time from the first start to the Unix time `time`, s, without pauses between attempts."""
@@ -170,13 +170,13 @@ class RunHistory:
 
     def evaluation(self, kind: str, sampling: str) -> EvaluationResult | None:
         """Return the newest evaluation of that kind."""
-        found = [each for each in self.evaluations.values() if (each.kind, each.sampling) == (kind, sampling)]
-        return max(found, key=lambda each: (each.step, each.time), default=None)
+        results = [result for result in self.evaluations.values() if (result.kind, result.sampling) == (kind, sampling)]
+        return max(results, key=lambda result: (result.step, result.time), default=None)
 
     def curve(self) -> list[EvaluationResult]:
         """Return the sampled evaluations by step: before, during and after training."""
-        found = [each for each in self.evaluations.values() if each.sampling == "sampled"]
-        return sorted(found, key=lambda each: (each.step, each.time))
+        results = [result for result in self.evaluations.values() if result.sampling == "sampled"]
+        return sorted(results, key=lambda result: (result.step, result.time))
 
     def total(self, key: str) -> float:
         """Return the sum of a metric over the whole run, 0 if it was never recorded."""

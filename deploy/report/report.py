@@ -86,9 +86,9 @@ def build_report(
 ) -> dict[str, Any]:
     """Return all figures of a run; None for what was not measured. Times are in seconds."""
     steps = history.steps.newest()
-    trained = [each.values["tokens_trained"] for each in steps if "tokens_trained" in each.values]
+    trained = [step.values["tokens_trained"] for step in steps if "tokens_trained" in step.values]
     before, after = history.evaluation("before", "sampled"), history.evaluation("after", "sampled")
-    staleness = [each.value("staleness_max") for each in steps if "staleness_max" in each.values]
+    staleness = [step.value("staleness_max") for step in steps if "staleness_max" in step.values]
     return {
         "exp_name": config.exp_name,
         "seed": config.seed,
@@ -105,7 +105,7 @@ def build_report(
         "phases_s": phases(history, ended_at),
         "startup_s": {name: round(seconds, 2) for name, seconds in startup_s.items()},
         "steps": steps[-1].number if steps else 0,
-        "trajectories": int(sum(each.values["trajectories"] for each in steps if "trajectories" in each.values)),
+        "trajectories": int(sum(step.values["trajectories"] for step in steps if "trajectories" in step.values)),
         "tokens_generated": int(history.total("generation/tokens")),
         "tokens_trained": int(sum(trained)),
         "weight_updates": int(history.total("generation/weight_updates")),
@@ -122,15 +122,17 @@ def build_report(
         "mismatch_abs_max": history.peaks.get("learner/mismatch_abs_max"),
         "evaluations": [
             {
-                "kind": each.kind,
-                "sampling": each.sampling,
-                "step": each.step,
-                "at_s": round(history.seconds(each.time), 2),
-                "success": _finite(each.success),
-                "reward": _finite(each.reward),
-                "episodes": each.episodes,
+                "kind": evaluation.kind,
+                "sampling": evaluation.sampling,
+                "step": evaluation.step,
+                "at_s": round(history.seconds(evaluation.time), 2),
+                "success": _finite(evaluation.success),
+                "reward": _finite(evaluation.reward),
+                "episodes": evaluation.episodes,
             }
-            for each in sorted(history.evaluations.values(), key=lambda each: (each.time, each.sampling))
+            for evaluation in sorted(
+                history.evaluations.values(), key=lambda evaluation: (evaluation.time, evaluation.sampling)
+            )
         ],
     }
 
@@ -155,7 +157,7 @@ def phases(history: RunHistory, ended_at: float) -> dict[str, float]:
     steps = history.steps.newest()
     if not steps:
         return {}
-    began = [each.time for each in history.evaluations.values() if each.kind == "before"]
+    began = [evaluation.time for evaluation in history.evaluations.values() if evaluation.kind == "before"]
     marks = [history.seconds(time) for time in (max(began, default=steps[0].time), steps[-1].time, ended_at)]
     return {
         "before_training": round(marks[0], 2),
@@ -219,7 +221,7 @@ def show_report(report: Mapping[str, Any], folder: Path, console: Console) -> No
 
 def _newest_measure(report: Mapping[str, Any], kind: str, sampling: str, measure: str) -> float | None:
     """Return `measure` of the newest such evaluation."""
-    values = [each[measure] for each in report["evaluations"] if (each["kind"], each["sampling"]) == (kind, sampling)]
+    values = [row[measure] for row in report["evaluations"] if (row["kind"], row["sampling"]) == (kind, sampling)]
     return values[-1] if values else None
 
 

@@ -141,8 +141,8 @@ def scale(
     """Change the number of env workers and vLLM engines of a running run."""
     from offbeat.deploy.cli.runs.calls import change_run
 
-    wanted = {"num_workers": env_workers, "num_replicas": replicas}
-    values = [f"{name}={value}" for name, value in wanted.items() if value is not None]
+    sizes = {"num_workers": env_workers, "num_replicas": replicas}
+    values = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if not values:
         raise typer.BadParameter("say --env-workers, --replicas, or both")
     raise typer.Exit(change_run(url, token, run, values, as_json=json))

@@ -107,9 +107,9 @@ def _with_absolute_paths(tree: dict[str, Any]) -> dict[str, Any]:
         rooted |= _absolute_path(rooted, key)
     teachers = tree.get("teacher")
     if isinstance(teachers, dict):
-        told = cast(dict[str, Any], teachers)
+        by_name = cast(dict[str, Any], teachers)
         rooted["teacher"] = {
-            n: {**t, **_absolute_path(t, "pretrain")} if isinstance(t, dict) else t for n, t in told.items()
+            n: {**t, **_absolute_path(t, "pretrain")} if isinstance(t, dict) else t for n, t in by_name.items()
         }
     return rooted
 
@@ -126,10 +126,10 @@ def list_them(url: str, token: str | None, states: Sequence[str], name: str, lim
     """List runs."""
 
     async def ask(client: ControlClient) -> int:
-        found = await client.runs(states=states, name=name, limit=limit)
-        for one in [] if as_json else found.unreadable:
+        answer = await client.runs(states=states, name=name, limit=limit)
+        for one in [] if as_json else answer.unreadable:
             print_message(one.reason)
-        return show_answer(found, as_json=as_json, otherwise=lambda: runs_table(found))
+        return show_answer(answer, as_json=as_json, otherwise=lambda: runs_table(answer))
 
     return call(url, token, ask)
 
@@ -178,8 +178,8 @@ def explain_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> i
     """Print what the run waits for."""
 
     async def ask(client: ControlClient) -> int:
-        found = await client.why(run_id)
-        return show_answer(found, as_json=as_json, otherwise=lambda: found.sentence)
+        answer = await client.why(run_id)
+        return show_answer(answer, as_json=as_json, otherwise=lambda: answer.sentence)
 
     return call(url, token, ask)
 
@@ -188,13 +188,13 @@ def show_quarantine(url: str, token: str | None, run_id: str, *, as_json: bool) 
     """Print the run's quarantined blobs."""
 
     async def ask(client: ControlClient) -> int:
-        found = await client.quarantine(run_id)
+        answer = await client.quarantine(run_id)
         lines = [
-            f"group {each.group}, member {each.member}: {each.complaint} ({each.size} bytes, {each.head[:32]}...)"
-            for each in found.trajectories
+            f"group {row.group}, member {row.member}: {row.complaint} ({row.size} bytes, {row.head[:32]}...)"
+            for row in answer.trajectories
         ]
         return show_answer(
-            found, as_json=as_json, otherwise=lambda: escape("\n".join(lines)) or "nothing is kept aside"
+            answer, as_json=as_json, otherwise=lambda: escape("\n".join(lines)) or "nothing is kept aside"
         )
 
     return call(url, token, ask)

@@ -10,12 +10,12 @@ from offbeat.deploy.cli.run_view import MARKS
 from offbeat.services.control.schemas import RunsView, RunView
 
 
-def runs_table(found: RunsView) -> Table:
+def runs_table(listing: RunsView) -> Table:
     """Return a table with a row per run."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("run", "state", "step", "success", "trajectories/s", "since"):
         table.add_column(heading, no_wrap=True)
-    for view in found.runs:
+    for view in listing.runs:
         success = view.metrics.get("success")
         rate = view.rates.trajectories if view.rates else 0.0
         table.add_row(
@@ -47,8 +47,8 @@ def _rows(view: RunView) -> Iterator[tuple[str, str]]:
         yield "error", escape(view.error) + (f" (see {escape(view.log)})" if view.log else "")
     yield "step", f"{max(view.step, 0)} of {view.max_steps}, version {view.version}, attempt {view.attempt}"
     if view.staleness and view.staleness.mean is not None:
-        most = f", at most {view.staleness.max:.0f}" if view.staleness.max is not None else ""
-        yield "staleness", f"{view.staleness.mean:.2f} on average{most} (bound {view.staleness.bound:g})"
+        maximum = f", at most {view.staleness.max:.0f}" if view.staleness.max is not None else ""
+        yield "staleness", f"{view.staleness.mean:.2f} on average{maximum} (bound {view.staleness.bound:g})"
     if view.rates and any(view.rates.model_dump().values()):
         rates = view.rates
         tokens = f"{rates.tokens_generated:,.0f} tokens/s generated, {rates.tokens_trained:,.0f} trained"

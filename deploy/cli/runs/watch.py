@@ -31,7 +31,7 @@ def watch_run(url: str, token: str | None, run_id: str, *, as_json: bool) -> int
     except (KeyboardInterrupt, asyncio.CancelledError):
         return DONE
     except BrokenPipeError:
-        sys.stderr.close()  # nobody reads any more; Python would complain when it flushes
+        sys.stderr.close()  # the reader has gone; Python would complain at the flush
         return UNREACHABLE
 
 
