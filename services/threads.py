@@ -39,7 +39,7 @@ class _Thread:
             try:
                 self._loop.call_soon_threadsafe(report, self, result, error)
             except RuntimeError:
-                return  # the loop is closed: nobody waits for this any more
+                return  # the loop is closed: no caller waits for this
 
 
 class DaemonThreads:

@@ -15,7 +15,7 @@ class Lineage:
 
     steps: list[StepLine] = field(default_factory=list[StepLine])
     first: int = 1
-    """Number of the first step; above 1 where the run went on from another run's checkpoint."""
+    """Number of the first step; above 1 if the run was resumed from another run's checkpoint."""
     restored_to: int = 0
     """Step up to which Redis had lost its data."""
     rewound: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
@@ -65,7 +65,7 @@ def _resume(lineage: Lineage, line: ResumedLine, before: dict[int, StepLine]) ->
         lineage.first = line.step + 1
     elif line.step > lineage.last or line.step < lineage.first - 1:
         lineage.findings.append(
-            f"a learner (epoch {line.epoch}) went on from step {line.step}, though the journal ends at step {lineage.last}"
+            f"a learner (epoch {line.epoch}) resumed from step {line.step}, but the ledger ends at step {lineage.last}"
         )
     keep = max(0, line.step - lineage.first + 1)
     undone, lineage.steps = lineage.steps[keep:], lineage.steps[:keep]

@@ -126,7 +126,7 @@ class WorkerState:
 
     worker_id: str
     silent_s: float
-    """Time since it was heard of."""
+    """Time since its last heartbeat."""
     episodes: int
     """Number of its current episodes."""
 

@@ -146,7 +146,7 @@ class LedgerThread(Follower):
         if not self._warned and any(event.ordinal == UNCOUNTED for event in events):
             self._warned = True
             logger.warning(
-                "run %s: its Redis holds events of an older version of Offbeat, which did not count them: training goes on, "
+                "run %s: its Redis has unnumbered events of an older version of Offbeat: training continues, "
                 "and `offbeat audit` can't prove that none of those is missing",
                 self._run_id,
             )

@@ -205,7 +205,7 @@ class RedisLearnerBuffer:
         trajectory = decode_trajectory(blob)
         expected = (group_id_of(self._run_id, number), index)
         if (trajectory.group_id, trajectory.index) != expected:
-            raise CodecError(f"{trajectory.group_id}/{trajectory.index} lies where {expected[0]}/{index} should")
+            raise CodecError(f"{trajectory.group_id}/{trajectory.index} is stored in place of {expected[0]}/{index}")
         return trajectory
 
     def _newest_ring(self) -> str:

@@ -174,7 +174,7 @@ class AsyncBufferScripts:
         size = 0
         while self._waiting and len(calls) < MOST_CALLS and size < MOST_BYTES:
             call = self._waiting.popleft()
-            if not call.answer.done():  # somebody still waits for it
+            if not call.answer.done():  # its caller may have been cancelled
                 calls.append(call)
                 size += call.size
         return calls

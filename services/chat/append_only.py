@@ -99,7 +99,7 @@ class ChatFormat:
             RolloutError: the model reads no images, or its template writes none.
         """
         if self._reader is None:
-            raise RolloutError("pictures are read as a model folder says, and none is known")
+            raise RolloutError("images need a model folder with an image processor, and none is given")
         return ImageTokens(_picture_of(self._render), self._reader())
 
     def calling(self, tool_call_parser: str | None) -> ChatTemplate:
@@ -164,7 +164,7 @@ class ChatFormat:
         if token is None or not pieces.head.startswith(token.content):
             raise RolloutError(
                 f"the chat template puts {pieces.head[:20]!r} after an answer, which is no special token of the "
-                "tokenizer: where an answer ends could not be told"
+                "tokenizer: the end of an answer can't be determined"
             )
         return first
 

@@ -163,7 +163,7 @@ def _end_of_turn(render: RenderAny, tokenizer: Tokenizer) -> tuple[int, str]:
             return token_id, token.content
     raise RolloutError(
         f"the chat template puts {behind[:20]!r} after an answer, which is no special token of the tokenizer: where an "
-        "answer ends could not be told"
+        "answer ends can't be determined"
     )
 
 
@@ -191,7 +191,7 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: 
     try:
         before = render([USER], [OFFERED], True)
         after = render([USER, CALLING.for_template(style)], [OFFERED], False)
-        told = render([USER, replace(CALLING, content=VALUE).for_template(style)], [OFFERED], False)
+        rendered = render([USER, replace(CALLING, content=VALUE).for_template(style)], [OFFERED], False)
     except (TemplateError, TypeError, ValueError, KeyError):
         return None
     if not after.startswith(before) or NAME not in before:
@@ -207,7 +207,7 @@ def _tool_format(render: RenderAny, tokenizer: Tokenizer, end_text: str, style: 
     keys = {value if isinstance(value, str) else "arguments": key for key, value in found.items()}
     arguments_key = next((key for key, value in found.items() if value == {KEY: VALUE}), None)
     # an empty thought, say, that stands before a call alone is no part of it
-    behind_words = told.rpartition(written[start : start + length])[0] or written[:start]
+    behind_words = rendered.rpartition(written[start : start + length])[0] or written[:start]
     opening = _common_end(written[:start], behind_words).strip()
     closing = written[start + length :].strip()
     if NAME not in keys or arguments_key is None or not _survives(tokenizer, opening + closing):

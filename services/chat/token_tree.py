@@ -68,14 +68,14 @@ class TokenTree:
         """
         whole = self.template.render(messages, tools, prompt=True)
         anchor = messages[-1].content if messages else ""
-        told = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        for place in reversed(told):
+        answer_indexes = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        for place in reversed(answer_indexes):
             found = self._continued(messages, tools, place, whole)
             if found is not None:
                 parent, tokens = found
-                later = sum(other > place for other in told)
+                later = sum(other > place for other in answer_indexes)
                 return Prompt(tokens, parent, whole, later, anchor=anchor)
-        return Prompt(self.template.encode(whole), ROOT, whole, len(told), anchor=anchor)
+        return Prompt(self.template.encode(whole), ROOT, whole, len(answer_indexes), anchor=anchor)
 
     def plan_text(self, text: str) -> Prompt:
         """Return the prompt of a plain-text call: it continues the longest known text."""

@@ -86,16 +86,16 @@ def render_call(template: ChatTemplate, calls: tuple[ToolCall, ...] = (CALL,)) -
     Raises:
         RolloutError: the template does not describe functions, or does not write calls.
     """
-    told = _render(template, (ASKED,), prompt=True)
-    if OFFERED not in told:
+    prompt_text = _render(template, (ASKED,), prompt=True)
+    if OFFERED not in prompt_text:
         raise RolloutError(
             "the chat template does not tell the policy of functions (`tools`): leave them to the prompt"
         )
     whole = _render(template, (ASKED, ChatMessage("assistant", "", calls)), prompt=False)
-    if not whole.startswith(told):  # the generation prompt opens a thought, say
-        told = _render(template, (ASKED,), prompt=False)
-    written = whole.removeprefix(told)
-    if not whole.startswith(told) or OFFERED not in written:
+    if not whole.startswith(prompt_text):  # the generation prompt opens a thought, say
+        prompt_text = _render(template, (ASKED,), prompt=False)
+    written = whole.removeprefix(prompt_text)
+    if not whole.startswith(prompt_text) or OFFERED not in written:
         raise RolloutError("the chat template does not write an assistant's calls of functions (`tool_calls`)")
     return written[: written.rfind(template.end_text)] if template.end_text in written else written
 
@@ -121,8 +121,8 @@ def _check_end(template: ChatTemplate, written: str) -> None:
     _, found, behind = whole.partition(written)
     if found and not behind.lstrip().startswith(template.end_text):
         raise RolloutError(
-            f"the chat template goes on by {behind[:30]!r} after a call of functions, and ends other answers by "
-            f"{template.end_text!r}: where a call ends could not be told"
+            f"the chat template continues with {behind[:30]!r} after a call of functions, and ends other answers by "
+            f"{template.end_text!r}: the end of a call can't be determined"
         )
 
 

@@ -27,12 +27,12 @@ EVALUATING = "evaluating"
 class Cause:
     """One part, and what it waits for."""
 
-    who: str
+    component: str
     """`learner`, `group 41`, `episodes`, `env workers`, `generation`, `env`, `agent`, `run`, `redis`, or a component's
     name."""
     state: str
     """State in one word: `waits`, `trains`, `loads`, `samples`, `absent`, ..."""
-    says: str
+    text: str
     """State as a clause for humans."""
     waits_for: str | None = None
     """Next link; None for a busy component."""
@@ -62,30 +62,30 @@ class RunSnapshot:
     """Error of a Redis that can be read but refuses writes."""
 
 
-def chain(picture: RunSnapshot) -> list[Cause]:
+def chain(snapshot: RunSnapshot) -> list[Cause]:
     """Return the chain from the waiting component to the one that it ultimately waits for; never empty."""
-    return [*_refused(picture), *_chain(picture), *_unattended(picture)]
+    return [*_refused(snapshot), *_chain(snapshot), *_unattended(snapshot)]
 
 
-def _refused(picture: RunSnapshot) -> list[Cause]:
+def _refused(snapshot: RunSnapshot) -> list[Cause]:
     """Return causes that come first: other reports are outdated while writes are rejected."""
-    if not picture.redis_trouble or picture.record.state.over:
+    if not snapshot.redis_trouble or snapshot.record.state.over:
         return []
-    says = f"{picture.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
-    return [Cause("redis", "refuses", says)]
+    text = f"{snapshot.redis_trouble}: everything waits for it and resumes on its own; what follows was reported before"
+    return [Cause("redis", "refuses", text)]
 
 
-def _unattended(picture: RunSnapshot) -> list[Cause]:
+def _unattended(snapshot: RunSnapshot) -> list[Cause]:
     """Report a run without a reconciler: its dead components are not replaced."""
-    silent_s = picture.now - picture.record.beat
-    if picture.record.state.over or picture.redis_trouble or not picture.record.beat or silent_s < UNATTENDED_S:
+    silent_s = snapshot.now - snapshot.record.beat
+    if snapshot.record.state.over or snapshot.redis_trouble or not snapshot.record.beat or silent_s < UNATTENDED_S:
         return []
-    says = f"and the run has not been reconciled for {silent_s:.0f} s: the control service hangs or is being replaced"
-    return [Cause("control", "silent", says, None, silent_s)]
+    text = f"and the run has not been reconciled for {silent_s:.0f} s: the control service hangs or is being replaced"
+    return [Cause("control", "silent", text, None, silent_s)]
 
 
-def _chain(picture: RunSnapshot) -> list[Cause]:
-    record = picture.record
+def _chain(snapshot: RunSnapshot) -> list[Cause]:
+    record = snapshot.record
     match record.state:
         case RunState.FINISHED | RunState.STOPPED | RunState.FAILED:
             why = f": {record.error}" if record.error else ""
@@ -93,117 +93,117 @@ def _chain(picture: RunSnapshot) -> list[Cause]:
         case RunState.PREPARING:
             return [Cause("run", "preparing", "The run makes its folder and its model ready")]
         case RunState.STARTING:
-            return _starting(picture)
+            return _starting(snapshot)
         case RunState.DRAINING:
-            return _draining(picture)
+            return _draining(snapshot)
         case RunState.PAUSED:
-            return _paused(picture)
+            return _paused(snapshot)
         case RunState.RUNNING:
-            return _running(picture)
+            return _running(snapshot)
 
 
 def sentence(links: Sequence[Cause]) -> str:
     """Return the chain as one sentence."""
-    clauses = "; ".join(link.says for link in links)
+    clauses = "; ".join(link.text for link in links)
     return f"{clauses[:1].upper()}{clauses[1:]}."
 
 
-def _starting(picture: RunSnapshot) -> list[Cause]:
+def _starting(snapshot: RunSnapshot) -> list[Cause]:
     missing = {
         name: observation
-        for name, observation in picture.observations.items()
+        for name, observation in snapshot.observations.items()
         if observation.health is not Health.READY
     }
     if not missing:
         return [Cause("run", "starting", "The run starts; no part of it has been looked at yet")]
     names = _listed(sorted(missing))
     links = [Cause("run", "waits", f"The run starts and waits for {names}", next(iter(missing)))]
-    links += [_component(picture, name, observation) for name, observation in missing.items()]
-    return [*links, *_slow_fetches(picture)]
+    links += [_component(snapshot, name, observation) for name, observation in missing.items()]
+    return [*links, *_slow_fetches(snapshot)]
 
 
-def _component(picture: RunSnapshot, name: str, observation: Observation) -> Cause:
-    detail = picture.learner.phase if name == "learner" and observation.health is Health.STARTING else ""
+def _component(snapshot: RunSnapshot, name: str, observation: Observation) -> Cause:
+    detail = snapshot.learner.phase if name == "learner" and observation.health is Health.STARTING else ""
     detail = detail or observation.detail
     clause = f"{_the(name)} is {observation.health}" + (f" ({detail})" if detail else "")
     return Cause(name, observation.health.value, clause, detail={"detail": detail, "log": observation.log})
 
 
-def _draining(picture: RunSnapshot) -> list[Cause]:
+def _draining(snapshot: RunSnapshot) -> list[Cause]:
     remaining = [
         name
-        for name, observation in picture.observations.items()
+        for name, observation in snapshot.observations.items()
         if observation.health in (Health.READY, Health.STARTING)
     ]
-    since = picture.now - picture.record.draining_at
+    since = snapshot.now - snapshot.record.draining_at
     first = Cause(
         "run", "draining", f"The run ends since {since:.1f} s and waits for {_listed(remaining)}", None, since
     )
     if "learner" not in remaining:
         return [first]
-    doing = _learner_busy(picture) or Cause("learner", "ends", "the learner ends its step and saves a checkpoint")
-    return [Cause("run", "draining", first.says, "learner", since), doing]
+    doing = _learner_busy(snapshot) or Cause("learner", "ends", "the learner ends its step and saves a checkpoint")
+    return [Cause("run", "draining", first.text, "learner", since), doing]
 
 
-def _paused(picture: RunSnapshot) -> list[Cause]:
-    playing = sum(worker.episodes for worker in picture.buffer.workers)
+def _paused(snapshot: RunSnapshot) -> list[Cause]:
+    playing = sum(worker.episodes for worker in snapshot.buffer.workers)
     rest = f"; {playing} running episodes finish first" if playing else ""
-    learner = _learner_busy(picture)
-    says = f"The run is paused: `offbeat runs resume {picture.record.run_id}` resumes it{rest}"
-    return [Cause("run", "paused", says), *([learner] if learner else [])]
+    learner = _learner_busy(snapshot)
+    text = f"The run is paused: `offbeat runs resume {snapshot.record.run_id}` resumes it{rest}"
+    return [Cause("run", "paused", text), *([learner] if learner else [])]
 
 
-def _running(picture: RunSnapshot) -> list[Cause]:
-    observation = picture.observations.get("learner")
+def _running(snapshot: RunSnapshot) -> list[Cause]:
+    observation = snapshot.observations.get("learner")
     if observation is not None and observation.health in (Health.DEAD, Health.ABSENT, Health.BROKEN):
-        return [*_rollouts_wait(picture), _no_learner(picture, observation)]
-    if not picture.leased:
-        phase = f" ({picture.learner.phase})" if picture.learner.phase else ""
+        return [*_rollouts_wait(snapshot), _no_learner(snapshot, observation)]
+    if not snapshot.leased:
+        phase = f" ({snapshot.learner.phase})" if snapshot.learner.phase else ""
         starting = Cause("learner", "starting", f"the learner starts and does not hold the run yet{phase}")
-        return [*_rollouts_wait(picture), starting]
-    busy = _learner_busy(picture)
+        return [*_rollouts_wait(snapshot), starting]
+    busy = _learner_busy(snapshot)
     if busy is not None:
-        return [*_rollouts_wait(picture), busy, *_trouble(picture)]
-    if EVALUATING in picture.learner.phase and not picture.buffer.ready:
-        return [*_evaluating(picture), *_trouble(picture)]
-    return [*_learner_waits(picture), *_trouble(picture)]
+        return [*_rollouts_wait(snapshot), busy, *_trouble(snapshot)]
+    if EVALUATING in snapshot.learner.phase and not snapshot.buffer.ready:
+        return [*_evaluating(snapshot), *_trouble(snapshot)]
+    return [*_learner_waits(snapshot), *_trouble(snapshot)]
 
 
-def _trouble(picture: RunSnapshot) -> list[Cause]:
+def _trouble(snapshot: RunSnapshot) -> list[Cause]:
     """Report problems that nothing waits for yet."""
-    trouble = picture.learner.trouble
+    trouble = snapshot.learner.trouble
     unsaved = [Cause("learner", "unsaved", f"but {trouble}; it is retried every few seconds")] if trouble else []
-    return [*unsaved, *_slow_fetches(picture)]
+    return [*unsaved, *_slow_fetches(snapshot)]
 
 
-def _slow_fetches(picture: RunSnapshot) -> list[Cause]:
+def _slow_fetches(snapshot: RunSnapshot) -> list[Cause]:
     """Report replicas that keep an older version because newer weights do not arrive."""
     links: list[Cause] = []
-    for name, replica in picture.replicas.items():
-        if replica.fetching is None or picture.now - replica.at >= SILENT_S:
+    for name, replica in snapshot.replicas.items():
+        if replica.fetching is None or snapshot.now - replica.at >= SILENT_S:
             continue
-        since, version = picture.now - replica.fetching.since, replica.fetching.version
+        since, version = snapshot.now - replica.fetching.since, replica.fetching.version
         if since >= SLOW_FETCH_S:
             serves = f"serves version {replica.version}" if replica.version >= 0 else "serves nothing yet"
-            says = f"but replica {name} {serves} and has been fetching version {version} for {since:.0f} s from "
+            text = f"but replica {name} {serves} and has been fetching version {version} for {since:.0f} s from "
             detail = {"replica": name, "version": version, "source": replica.fetching.source}
-            says += f"{replica.fetching.source}: the share may hang"
-            links.append(Cause("generation", "fetches", says, None, since, detail))
+            text += f"{replica.fetching.source}: the share may hang"
+            links.append(Cause("generation", "fetches", text, None, since, detail))
     return links
 
 
-def _no_learner(picture: RunSnapshot, observation: Observation) -> Cause:
-    ready = picture.buffer.ready + picture.buffer.consumed
+def _no_learner(snapshot: RunSnapshot, observation: Observation) -> Cause:
+    ready = snapshot.buffer.ready + snapshot.buffer.consumed
     if observation.health is Health.ABSENT:
-        says = f"no learner trains it ({observation.detail or 'none was started'}), and {ready} complete groups wait for one"
+        text = f"no learner trains it ({observation.detail or 'none was started'}), and {ready} complete groups wait for one"
     else:
-        says = f"the learner is {observation.health} ({observation.detail}) and is being replaced"
-    return Cause("learner", observation.health.value, says, detail={"groups_ready": ready, "log": observation.log})
+        text = f"the learner is {observation.health} ({observation.detail}) and is being replaced"
+    return Cause("learner", observation.health.value, text, detail={"groups_ready": ready, "log": observation.log})
 
 
-def _learner_busy(picture: RunSnapshot) -> Cause | None:
+def _learner_busy(snapshot: RunSnapshot) -> Cause | None:
     """Return the learner's activity, unless it waits for groups."""
-    doing = picture.learner.doing
+    doing = snapshot.learner.doing
     stage, step = doing.get("stage"), doing.get("step", 0)
     clauses = {
         "train": f"the learner trains step {step + 1}",
@@ -215,80 +215,80 @@ def _learner_busy(picture: RunSnapshot) -> Cause | None:
     }
     if stage not in clauses:
         return None
-    since = max(picture.now - float(doing.get("since", picture.now)), 0.0)
+    since = max(snapshot.now - float(doing.get("since", snapshot.now)), 0.0)
     return Cause("learner", str(stage), clauses[stage] + _for(since), None, since, {"step": step})
 
 
-def _rollouts_wait(picture: RunSnapshot) -> list[Cause]:
+def _rollouts_wait(snapshot: RunSnapshot) -> list[Cause]:
     """Return the env workers, if they wait for the learner."""
-    if picture.buffer.admission is Admission.STALENESS_BOUND and not _playing(picture):
-        says = "The env workers wait for the learner: they are as far ahead as max_staleness allows"
-        return [Cause("env workers", "waits", says, "learner", detail={"admission": picture.buffer.admission.value})]
+    if snapshot.buffer.admission is Admission.STALENESS_BOUND and not _playing(snapshot):
+        text = "The env workers wait for the learner: they are as far ahead as max_staleness allows"
+        return [Cause("env workers", "waits", text, "learner", detail={"admission": snapshot.buffer.admission.value})]
     return []
 
 
-def _learner_waits(picture: RunSnapshot) -> list[Cause]:
-    doing = picture.learner.doing
-    since = max(picture.now - float(doing.get("since", picture.now)), 0.0)
-    step = int(doing.get("step", picture.buffer.step or 0))
-    if picture.buffer.ready:
-        says = f"The learner takes groups for step {step + 1}; {picture.buffer.ready} are ready"
-        return [Cause("learner", "takes", says, None, since, {"step": step, "ready": picture.buffer.ready})]
-    group = min(picture.groups, key=lambda group: (group.missing, group.number), default=None)
+def _learner_waits(snapshot: RunSnapshot) -> list[Cause]:
+    doing = snapshot.learner.doing
+    since = max(snapshot.now - float(doing.get("since", snapshot.now)), 0.0)
+    step = int(doing.get("step", snapshot.buffer.step or 0))
+    if snapshot.buffer.ready:
+        text = f"The learner takes groups for step {step + 1}; {snapshot.buffer.ready} are ready"
+        return [Cause("learner", "takes", text, None, since, {"step": step, "ready": snapshot.buffer.ready})]
+    group = min(snapshot.groups, key=lambda group: (group.missing, group.number), default=None)
     if group is None:
-        return _no_running_group(picture, step, since)
+        return _no_running_group(snapshot, step, since)
     who = f"group {group.number}"
-    detail = {"step": step, "groups_needed": doing.get("groups"), "groups_taken": picture.buffer.consumed}
+    detail = {"step": step, "groups_needed": doing.get("groups"), "groups_taken": snapshot.buffer.consumed}
     first = Cause("learner", "waits", f"The learner waits for {who}" + _for(since), who, since, detail)
-    return [first, *_group(picture, group)]
+    return [first, *_group(snapshot, group)]
 
 
-def _no_running_group(picture: RunSnapshot, step: int, since: float) -> list[Cause]:
+def _no_running_group(snapshot: RunSnapshot, step: int, since: float) -> list[Cause]:
     """Explain why no group is active though the learner needs one."""
-    admission = picture.buffer.admission
+    admission = snapshot.buffer.admission
     reasons = {
         Admission.PAUSED: "no new group may start while the run is paused",
         Admission.NO_WEIGHTS: "no weights are published yet",
         Admission.ALL_ADMITTED: "all groups of the run were admitted",
         Admission.STALENESS_BOUND: "the staleness bound admits none before the next version is published",
     }
-    says = f"The learner waits for groups of step {step + 1}" + _for(since)
+    text = f"The learner waits for groups of step {step + 1}" + _for(since)
     if admission in reasons:
-        first = Cause("learner", "waits", says, "admission", since)
+        first = Cause("learner", "waits", text, "admission", since)
         return [first, Cause("admission", admission.value, f"no group is running: {reasons[admission]}")]
-    return [Cause("learner", "waits", says, "env workers", since), _workers(picture, "no group is running yet: ")]
+    return [Cause("learner", "waits", text, "env workers", since), _workers(snapshot, "no group is running yet: ")]
 
 
-def _workers(picture: RunSnapshot, opening: str) -> Cause:
-    alive = picture.buffer.workers
+def _workers(snapshot: RunSnapshot, opening: str) -> Cause:
+    alive = snapshot.buffer.workers
     if not alive:
-        observation = picture.observations.get("env-workers")
+        observation = snapshot.observations.get("env-workers")
         how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
         return Cause("env workers", "absent", f"{opening}no env worker is there{how}")
     playing = sum(worker.episodes for worker in alive)
-    says = f"{opening}{len(alive)} env worker(s) run {playing} episodes and claim more as slots become free"
-    return Cause("env workers", "busy", says, detail={"workers": len(alive)})
+    text = f"{opening}{len(alive)} env worker(s) run {playing} episodes and claim more as slots become free"
+    return Cause("env workers", "busy", text, detail={"workers": len(alive)})
 
 
-def _group(picture: RunSnapshot, group: GroupProgress) -> list[Cause]:
+def _group(snapshot: RunSnapshot, group: GroupProgress) -> list[Cause]:
     still = min(group.missing, group.played + group.queued)
-    waits = _waits(picture.workers.values(), "groups", str(group.number), picture.now)
+    waits = _waits(snapshot.workers.values(), "groups", str(group.number), snapshot.now)
     if not group.played:
-        says = f"{group.missing} of its {group.size} episodes are not claimed yet"
-        first = Cause(f"group {group.number}", "queued", says, "env workers", detail=_progress(group))
-        return [first, _workers(picture, "")]
-    says = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still running"
+        text = f"{group.missing} of its {group.size} episodes are not claimed yet"
+        first = Cause(f"group {group.number}", "queued", text, "env workers", detail=_progress(group))
+        return [first, _workers(snapshot, "")]
+    text = f"{still} of its {group.size} episodes {'is' if still == 1 else 'are'} still running"
     longest = _longest(waits)
-    first = Cause(f"group {group.number}", "playing", says, "episodes", detail=_progress(group))
-    return [first, *_episodes(picture, waits, longest, still)]
+    first = Cause(f"group {group.number}", "playing", text, "episodes", detail=_progress(group))
+    return [first, *_episodes(snapshot, waits, longest, still)]
 
 
 def _episodes(
-    picture: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
+    snapshot: RunSnapshot, waits: Mapping[str, tuple[int, float]], longest: str | None, still: int
 ) -> list[Cause]:
     """Explain what the `still` running episodes wait for, by the longest wait; their workers reported recently."""
     if longest is None:
-        silent = [worker for worker in picture.buffer.workers if worker.silent_s > SILENT_S]
+        silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > SILENT_S]
         about = (
             f"their env worker has been silent for {max(worker.silent_s for worker in silent):.0f} s" if silent else ""
         )
@@ -298,58 +298,58 @@ def _episodes(
     detail: dict[str, Any] = {wait: number for wait, (number, _) in waits.items()}
     match longest:
         case "generation":
-            first = Cause("episodes", "waits", f"{they} for generation", "generation", picture.now - since, detail)
-            return [first, _generation(picture)]
+            first = Cause("episodes", "waits", f"{they} for generation", "generation", snapshot.now - since, detail)
+            return [first, _generation(snapshot)]
         case "env":
-            says = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(picture.now - since)
-            return [Cause("episodes", "waits", says, "env", picture.now - since, detail)]
+            text = f"{they} for {'its' if still == 1 else 'their'} env to answer" + _for(snapshot.now - since)
+            return [Cause("episodes", "waits", text, "env", snapshot.now - since, detail)]
         case "agent":
-            says = f"{they} for {'its' if still == 1 else 'their'} agent to continue" + _for(picture.now - since)
-            return [Cause("episodes", "waits", says, "agent", picture.now - since, detail)]
+            text = f"{they} for {'its' if still == 1 else 'their'} agent to continue" + _for(snapshot.now - since)
+            return [Cause("episodes", "waits", text, "agent", snapshot.now - since, detail)]
         case "place":
-            return [Cause("episodes", "waits", f"{they} for an env of the pool", "env", picture.now - since, detail)]
+            return [Cause("episodes", "waits", f"{they} for an env of the pool", "env", snapshot.now - since, detail)]
         case _:
-            says = "it is being handed in" if still == 1 else "they are being handed in"
-            return [Cause("episodes", "waits", says, "buffer", picture.now - since, detail)]
+            text = "it is being handed in" if still == 1 else "they are being handed in"
+            return [Cause("episodes", "waits", text, "buffer", snapshot.now - since, detail)]
 
 
-def _generation(picture: RunSnapshot) -> Cause:
-    replicas = {name: replica for name, replica in picture.replicas.items() if picture.now - replica.at < SILENT_S}
-    detail = {"replicas": len(replicas), "newest_version": picture.version}
+def _generation(snapshot: RunSnapshot) -> Cause:
+    replicas = {name: replica for name, replica in snapshot.replicas.items() if snapshot.now - replica.at < SILENT_S}
+    detail = {"replicas": len(replicas), "newest_version": snapshot.version}
     if not replicas:
-        observation = picture.observations.get("generation")
+        observation = snapshot.observations.get("generation")
         how = f" ({observation.health}{f', {observation.detail}' if observation.detail else ''})" if observation else ""
         return Cause("generation", "absent", f"no replica of which answers{how}", detail=detail)
     whose = "whose replica is" if len(replicas) == 1 else f"of whose {len(replicas)} replicas one is"
     for replica in replicas.values():
         if replica.load.loading is not None:
-            since = picture.now - replica.load.loading_since
-            says = f"{whose} loading version {replica.load.loading} since {since:.1f} s"
-            return Cause("generation", "loads", says, None, since, {**detail, "version": replica.load.loading})
-    behind = [replica for replica in replicas.values() if replica.load.waiting and replica.version < picture.version]
+            since = snapshot.now - replica.load.loading_since
+            text = f"{whose} loading version {replica.load.loading} since {since:.1f} s"
+            return Cause("generation", "loads", text, None, since, {**detail, "version": replica.load.loading})
+    behind = [replica for replica in replicas.values() if replica.load.waiting and replica.version < snapshot.version]
     if behind:
-        says = f"which serves version {behind[0].version} and fetches version {picture.version}"
-        return Cause("generation", "fetches", says, detail=detail)
+        text = f"which serves version {behind[0].version} and fetches version {snapshot.version}"
+        return Cause("generation", "fetches", text, detail=detail)
     running = sum(replica.load.running for replica in replicas.values())
-    says = f"which samples {running} request(s) under version {max(replica.version for replica in replicas.values())}"
-    return Cause("generation", "samples", says, detail={**detail, "requests": running})
+    text = f"which samples {running} request(s) under version {max(replica.version for replica in replicas.values())}"
+    return Cause("generation", "samples", text, detail={**detail, "requests": running})
 
 
-def _evaluating(picture: RunSnapshot) -> list[Cause]:
-    units = {name for report in picture.workers.values() for name in report.get("evaluations", {})}
-    says = f"The learner waits for an evaluation ({picture.learner.phase})"
-    first = Cause("learner", "waits", says, "evaluation")
+def _evaluating(snapshot: RunSnapshot) -> list[Cause]:
+    units = {name for report in snapshot.workers.values() for name in report.get("evaluations", {})}
+    text = f"The learner waits for an evaluation ({snapshot.learner.phase})"
+    first = Cause("learner", "waits", text, "evaluation")
     waits: dict[str, tuple[int, float]] = {}
     for unit in units:
-        waits = _merged(waits, _waits(picture.workers.values(), "evaluations", unit, picture.now))
+        waits = _merged(waits, _waits(snapshot.workers.values(), "evaluations", unit, snapshot.now))
     if not waits:
-        workers = _workers(picture, "")
-        says = f"{picture.buffer.queued_eval} of its episodes are not claimed yet"
-        return [first, Cause("evaluation", "queued", says, workers.who), workers]
+        workers = _workers(snapshot, "")
+        text = f"{snapshot.buffer.queued_eval} of its episodes are not claimed yet"
+        return [first, Cause("evaluation", "queued", text, workers.component), workers]
     playing = sum(number for number, _ in waits.values())
-    says = f"{playing} of its episodes are playing and {picture.buffer.queued_eval} are queued"
-    second = Cause("evaluation", "playing", says, "episodes", detail={"queued": picture.buffer.queued_eval})
-    return [first, second, *_episodes(picture, waits, _longest(waits), playing)]
+    text = f"{playing} of its episodes are playing and {snapshot.buffer.queued_eval} are queued"
+    second = Cause("evaluation", "playing", text, "episodes", detail={"queued": snapshot.buffer.queued_eval})
+    return [first, second, *_episodes(snapshot, waits, _longest(waits), playing)]
 
 
 def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: float) -> dict[str, tuple[int, float]]:
@@ -376,8 +376,8 @@ def _longest(waits: Mapping[str, tuple[int, float]]) -> str | None:
     return min(waits, key=lambda wait: waits[wait][1], default=None)
 
 
-def _playing(picture: RunSnapshot) -> int:
-    return sum(worker.episodes for worker in picture.buffer.workers)
+def _playing(snapshot: RunSnapshot) -> int:
+    return sum(worker.episodes for worker in snapshot.buffer.workers)
 
 
 def _progress(group: GroupProgress) -> dict[str, Any]:
@@ -394,4 +394,4 @@ def _the(name: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     spoken = [_the(name) for name in names]
-    return " and ".join([", ".join(spoken[:-1]), spoken[-1]]) if len(spoken) > 1 else "".join(spoken) or "nobody"
+    return " and ".join([", ".join(spoken[:-1]), spoken[-1]]) if len(spoken) > 1 else "".join(spoken) or "no component"

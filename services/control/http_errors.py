@@ -117,7 +117,7 @@ def answer_errors(api: FastAPI) -> None:
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(500, "internal", "the control service failed; its log says why")
+        return error_response(500, "internal", "the control service failed; see its log")
 
     for kind in ANSWERS:
         api.add_exception_handler(kind, _known)

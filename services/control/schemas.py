@@ -231,7 +231,17 @@ class WhyView(View):
 
     @classmethod
     def of(cls, run_id: str, links: Sequence[Cause]) -> "WhyView":
-        chain = [LinkView.model_validate(link, from_attributes=True) for link in links]
+        chain = [
+            LinkView(
+                who=link.component,
+                state=link.state,
+                says=link.text,
+                waits_for=link.waits_for,
+                since_s=link.since_s,
+                detail=dict(link.detail),
+            )
+            for link in links
+        ]
         return cls(run=run_id, sentence=sentence(links), chain=chain)
 
 

@@ -280,8 +280,8 @@ class RunStore:
         async with self.redis.pipeline() as pipe:
             pipe.hset(RunKeys(run_id).record, mapping=cast(dict[Any, Any], mapping))
             if "state" in changes:
-                told = {name: changes[name] for name in ("state", "error") if changes.get(name)}
-                self._note(pipe, run_id, "state", told)
+                event = {name: changes[name] for name in ("state", "error") if changes.get(name)}
+                self._note(pipe, run_id, "state", event)
             await pipe.execute()
 
     async def delete(self, run_id: str) -> None:

@@ -126,7 +126,7 @@ class GenerationDeployment:
             try:
                 tenant = await find_tenant(self._redis, self._app)
             except (redis_errors.ConnectionError, redis_errors.TimeoutError) as error:
-                logger.warning("goes on as before: %s", complaint(error))
+                logger.warning("version unchanged: %s", complaint(error))
             else:
                 if tenant != (self._tenancy.tenant if self._tenancy else None):
                     await self._serve(tenant)

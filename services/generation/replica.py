@@ -93,10 +93,10 @@ class GenerationReplica:
             except WeightsError as error:
                 # Nothing was touched: the old weights are whole and go on serving until newer ones can be read.
                 self._counts.refused_weights()
-                logger.warning("going on with version %d: %s", self._version, error)
+                logger.warning("still serving version %d: %s", self._version, error)
                 await asyncio.sleep(RETRY_S)
             except RetryableError as error:
-                logger.warning("going on with version %d: %s", self._version, error)
+                logger.warning("still serving version %d: %s", self._version, error)
                 await asyncio.sleep(RETRY_S)
 
     async def _take(self, manifest: Manifest) -> None:

@@ -38,4 +38,4 @@ def check_unsampled(segment: Segment) -> None:
     """Raise ValueError if an image token counts as sampled."""
     for picture in segment.pictures:
         if segment.loss_mask[picture.start : picture.start + picture.count].any():
-            raise ValueError(f"the tokens of the picture at {picture.start} are said to be sampled")
+            raise ValueError(f"the tokens of the picture at {picture.start} are marked as sampled")

@@ -61,6 +61,6 @@ def find_refusal(error: redis_errors.ResponseError) -> RedisReadOnlyError | None
         if found is None:
             return None
         code, text = found["code"], found["why"]
-    told = RedisReadOnlyError(f"Redis refuses writes: {code} {text.rstrip('.')} ({REMEDIES[code]})")
-    told.__cause__ = error
-    return told
+    refusal = RedisReadOnlyError(f"Redis refuses writes: {code} {text.rstrip('.')} ({REMEDIES[code]})")
+    refusal.__cause__ = error
+    return refusal

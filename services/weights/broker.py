@@ -65,9 +65,9 @@ class WeightBroker:
             try:
                 await self.collect()
                 await self.measure()
-                heard = await self._redis.xread({self._keys.versions: after}, block=int(every_s * 1000))
-                if heard:
-                    after = heard[0][1][-1][0]
+                entries = await self._redis.xread({self._keys.versions: after}, block=int(every_s * 1000))
+                if entries:
+                    after = entries[0][1][-1][0]
             except (ConnectionError, TimeoutError) as error:
                 logger.warning("%s", complaint(error))
             await asyncio.sleep(1.0)

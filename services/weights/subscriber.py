@@ -85,15 +85,15 @@ class RedisWeightSubscriber:
             manifest = await self._newest(version)
             if manifest is not None:
                 return manifest
-            heard: list[Any] | None = None
-            while not heard:
+            entries: list[Any] | None = None
+            while not entries:
                 left_ms = int((deadline - time.monotonic()) * 1000)
                 if left_ms <= 0:
                     return None
                 block_ms = min(left_ms, int(LONGEST_BLOCK_S * 1000))
                 with _retryable():
-                    heard = await self._redis.xread({self._keys.versions: after}, block=block_ms)
-            after = heard[0][1][-1][0]
+                    entries = await self._redis.xread({self._keys.versions: after}, block=block_ms)
+            after = entries[0][1][-1][0]
 
     def fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Path]:
         return self._reader.opened(manifest, self._transport.fetch(manifest), manifest.num_bytes)

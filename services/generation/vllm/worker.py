@@ -89,7 +89,7 @@ class WorkerExtension:
     _staging: Staging | None = None
 
     def stage_weights(self, path: str) -> bool:
-        """Begin to prepare a file's version beside the one that serves; False where it has to be loaded in a pause."""
+        """Start staging a file's version next to the one in use; return False if it has to be loaded in a pause."""
         if self._staging is None and can_stage(self.vllm_config):
             self._staging = Staging(self.model_runner.get_model(), self.vllm_config)
         if self._staging is not None:
@@ -114,7 +114,7 @@ class WorkerExtension:
         skip_vocabulary_layers(self.model_runner.get_model(), self.model_runner.lora_manager._adapter_manager)
 
     def take_adapter(self, folder: str) -> None:
-        """Serve a version that is an adapter, after its base if that lies beside it. Raises `LoadError`."""
+        """Serve a version that is an adapter, after its base if that is in the same folder. Raises `LoadError`."""
         base = Path(folder, BASE)
         if base.exists():
             with unwrap(self.model_runner.get_model()):

@@ -82,7 +82,7 @@ def apply_difference(old: Bytes, change: Difference) -> Bytes:
     new = old.copy()
     elements = new.view(f"<u{change.width}")
     if len(change.positions) and int(change.positions[-1]) >= len(elements):
-        raise ValueError("a changed element lies behind the end")
+        raise ValueError("a changed element is past the end")
     elements[change.positions] ^= change.flips
     return new
 

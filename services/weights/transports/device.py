@@ -84,7 +84,7 @@ class DeviceTransport:
         stored = Stored(location, checksum(tensors.items()), num_bytes)
         if self._serving is None:
             sender = self._sender or getattr(importlib.import_module(SENDERS), f"send_{self.name}")
-            self._serving = threading.Thread(target=self._serve, args=(sender,), name="pull-desk", daemon=True)
+            self._serving = threading.Thread(target=self._serve, args=(sender,), name="pull-server", daemon=True)
             self._serving.start()
         return stored
 

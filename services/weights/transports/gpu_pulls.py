@@ -26,7 +26,7 @@ FORGOTTEN_AFTER_S = 600
 """Time after which unread answers expire."""
 HOLDER_TTL_S = 15
 """Time without a heartbeat after which the learner, and its weights, are considered gone."""
-LOOK_S = 5.0
+CHECK_INTERVAL_S = 5.0
 """Longest blocking read; below the clients' socket timeout and `HOLDER_TTL_S`, however long a replica loads."""
 
 
@@ -53,25 +53,25 @@ class PullServer:
     def take(self, timeout_s: float) -> TensorPull | None:
         """Return the next request whose replica still waits; also renews the heartbeat."""
         self._renew_holder()
-        heard = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
-        if heard is None:
+        reply = cast(Any, self._redis.blpop([self._keys.key("pulls")], timeout=timeout_s))
+        if reply is None:
             return None
-        pull = TensorPull(**json.loads(heard[1]))
+        pull = TensorPull(**json.loads(reply[1]))
         return pull if pull.expires_at > time.time() else None
 
-    def answer(self, pull: TensorPull, ticket: PullParameters) -> None:
+    def answer(self, pull: TensorPull, parameters: PullParameters) -> None:
         """Send the pull parameters."""
         key = self._keys.key("pull", pull.pull_id)
-        self._redis.rpush(key, json.dumps(ticket))
+        self._redis.rpush(key, json.dumps(parameters))
         self._redis.expire(key, FORGOTTEN_AFTER_S)
 
     def wait_done(self, pull: TensorPull) -> None:
         """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
-        key, heard = self._keys.key("pull", pull.pull_id, "done"), None
-        while heard is None and time.time() < pull.expires_at:
+        key, reply = self._keys.key("pull", pull.pull_id, "done"), None
+        while reply is None and time.time() < pull.expires_at:
             self._renew_holder()
-            heard = cast(Any, self._redis.blpop([key], timeout=LOOK_S))
-        if heard is None or heard[1] != b"ok":
+            reply = cast(Any, self._redis.blpop([key], timeout=CHECK_INTERVAL_S))
+        if reply is None or reply[1] != b"ok":
             raise WeightsError(f"a replica did not load version {pull.version}")
 
     def _renew_holder(self) -> None:
@@ -110,16 +110,16 @@ def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_
     request = {name: getattr(pull, name) for name in TensorPull.__slots__}
     with _translate_redis_errors():
         redis.rpush(keys.key("pulls"), json.dumps(request))
-        heard = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
-    if heard is None:
+        reply = cast(Any, redis.blpop([keys.key("pull", pull.pull_id)], timeout=timeout_s))
+    if reply is None:
         raise WeightsError(f"the learner did not hand out version {version} within {timeout_s} s")
-    ticket: PullParameters = json.loads(heard[1])
-    if "error" in ticket:
-        raise WeightsError(f"the learner refused version {version}: {ticket['error']}")
+    parameters: PullParameters = json.loads(reply[1])
+    if "error" in parameters:
+        raise WeightsError(f"the learner refused version {version}: {parameters['error']}")
     done = keys.key("pull", pull.pull_id, "done")
     outcome = "failed"
     try:
-        yield ticket
+        yield parameters
         outcome = "ok"
     finally:
         with _translate_redis_errors():

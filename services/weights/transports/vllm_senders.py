@@ -37,9 +37,9 @@ class HeldSource(WeightSource):
 class PullServerClient:
     """A `VLLMWeightSyncClient` whose other end is a replica that pulls."""
 
-    def __init__(self, pull: TensorPull, desk: PullServer, source: HeldSource, *, rendezvous: bool) -> None:
+    def __init__(self, pull: TensorPull, server: PullServer, source: HeldSource, *, rendezvous: bool) -> None:
         self._pull = pull
-        self._desk = desk
+        self._server = server
         self._source = source
         self._rendezvous = rendezvous
 
@@ -53,7 +53,7 @@ class PullServerClient:
                 "dtype_names": [str(m.dtype).removeprefix("torch.") for m in meta],
                 "shapes": [list(m.shape) for m in meta],
             }
-            self._desk.answer(self._pull, {"init": init_info, "update": update})
+            self._server.answer(self._pull, {"init": init_info, "update": update})
 
     def start_weight_update(self) -> None:
         """Do nothing: the replica starts by itself."""
@@ -61,8 +61,8 @@ class PullServerClient:
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
         """Send the pull parameters, unless the replica has them, and wait until it has loaded."""
         if not self._rendezvous:
-            self._desk.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
-        self._desk.wait_done(self._pull)
+            self._server.answer(self._pull, {"init": self._init, "update": _plain(cast(dict[str, Any], update_info))})
+        self._server.wait_done(self._pull)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Do nothing: the replica finishes by itself."""
@@ -92,14 +92,14 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
     return {name: update_info[name] for name in kept} | {"handles": plain}
 
 
-def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer) -> None:
+def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer) -> None:
     """Map the weights in one piece into a replica on this GPU."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         raise WeightsError("transport `ipc` needs a learner of one process; use `nccl`")
     source = HeldSource(held)
     size = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
     info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=size)
-    client = PullServerClient(pull, desk, source, rendezvous=False)
+    client = PullServerClient(pull, server, source, rendezvous=False)
     with torch.cuda.device(next(iter(held.values())).device):
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
         try:
@@ -108,12 +108,12 @@ def send_ipc(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer) 
             engine.shutdown()
 
 
-def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, desk: PullServer) -> None:
+def send_nccl(held: dict[str, torch.Tensor], pull: TensorPull, server: PullServer) -> None:
     """Broadcast the weights to a replica's workers."""
     source = HeldSource(held)
     address = socket.gethostbyname(socket.gethostname())
     info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=free_port(""), world_size=1 + pull.workers)
-    client = PullServerClient(pull, desk, source, rendezvous=True)
+    client = PullServerClient(pull, server, source, rendezvous=True)
     with torch.cuda.device(next(iter(held.values())).device):
         engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
         try:

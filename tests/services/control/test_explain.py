@@ -67,7 +67,7 @@ def picture(state: RunState = RunState.RUNNING, **changes: Any) -> RunSnapshot:
 
 
 def told(links: Sequence[Cause]) -> list[tuple[str, str, str | None]]:
-    return [(link.who, link.state, link.waits_for) for link in links]
+    return [(link.component, link.state, link.waits_for) for link in links]
 
 
 def test_the_chain_leads_from_the_learner_to_a_loading_replica():
@@ -90,7 +90,7 @@ def test_each_link_waits_for_the_next():
     for replicas in ({}, {"r0": ReplicaReport(12, NOW)}, {"r0": ReplicaReport(11, NOW, ReplicaLoad(3, 3))}):
         links = chain(picture(replicas=replicas))
         for link, following in pairwise(links):
-            assert link.waits_for == following.who
+            assert link.waits_for == following.component
         assert links[-1].waits_for is None
 
 
@@ -133,7 +133,7 @@ def test_a_fetch_is_not_said_to_hang_before_it_does(calm: ReplicaReport):
 
 def test_episodes_wait_for_what_the_longest_of_them_waits_for():
     links = chain(picture(workers={"w0": report({"41": {"env": [1, NOW - 9.0], "generation": [2, NOW - 0.1]}})}))
-    assert links[-1].says == "1 of them waits for their env to answer since 9.0 s"
+    assert links[-1].text == "1 of them waits for their env to answer since 9.0 s"
     assert links[-1].detail == {"env": 1, "generation": 2}
 
 
@@ -154,17 +154,17 @@ def test_an_agent_that_thinks_is_told_apart_from_its_env():
 def test_a_worker_that_is_silent_is_not_believed():
     silent = replace(BUFFER, workers=(WorkerState("w0", 12.0, 8),))
     links = chain(picture(buffer=silent, workers={"w0": report({"41": {"env": [3, NOW - 20]}}, at=NOW - 12)}))
-    assert links[-1].says == "their env worker has been silent for 12 s"
+    assert links[-1].text == "their env worker has been silent for 12 s"
 
 
 def test_queued_episodes_wait_for_the_workers():
     groups = (GroupProgress(41, 8, 5, 0, 0, 3, 11),)
-    assert [link.says for link in chain(picture(groups=groups))][1:] == [
+    assert [link.text for link in chain(picture(groups=groups))][1:] == [
         "3 of its 8 episodes are not claimed yet",
         "2 env worker(s) run 8 episodes and claim more as slots become free",
     ]
     gone = chain(picture(groups=groups, buffer=replace(BUFFER, workers=())))
-    assert gone[-1].says == "no env worker is there (ready)"
+    assert gone[-1].text == "no env worker is there (ready)"
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_queued_episodes_wait_for_the_workers():
 )
 def test_a_busy_learner_keeps_rollouts_waiting_at_the_staleness_bound(doing: dict[str, Any], says: str):
     learner = LearnerReport("training", doing)
-    assert [link.says for link in chain(picture(learner=learner))] == [says]
+    assert [link.text for link in chain(picture(learner=learner))] == [says]
     idle = replace(BUFFER, admission=Admission.STALENESS_BOUND, workers=(WorkerState("w0", 0.1, 0),))
     links = chain(picture(learner=learner, buffer=idle))
     assert told(links)[0] == ("env workers", "waits", "learner")
-    assert links[1].says == says
+    assert links[1].text == says
 
 
 def test_a_run_without_a_learner_says_how_to_attach_one():
@@ -222,7 +222,7 @@ def test_what_a_dead_learner_said_is_not_told_of_the_one_that_starts():
 )
 def test_the_reason_why_no_group_is_running(admission: Admission, says: str):
     links = chain(picture(groups=(), buffer=replace(BUFFER, admission=admission)))
-    assert [link.says for link in links] == ["The learner waits for groups of step 13 since 1.5 s", says]
+    assert [link.text for link in links] == ["The learner waits for groups of step 13 since 1.5 s", says]
 
 
 def test_nothing_waits_for_ready_groups():
@@ -300,7 +300,7 @@ def test_troubles_follow_the_chain():
 )
 def test_a_wait_for_the_disk_has_a_line(stage: str, says: str):
     learner = LearnerReport("training", {"stage": stage, "step": 12, "since": NOW - 3.0})
-    assert chain(picture(learner=learner))[-1].says == says
+    assert chain(picture(learner=learner))[-1].text == says
 
 
 def test_a_read_only_redis_is_named_first():
@@ -310,6 +310,6 @@ def test_a_read_only_redis_is_named_first():
     links = chain(picture(redis_trouble=refusal, record=silent))
     assert told(links)[0] == ("redis", "refuses", None)
     assert sentence(links).startswith(f"{refusal}: everything waits for it")
-    assert "control" not in [link.who for link in links]
+    assert "control" not in [link.component for link in links]
     over = replace(silent, state=RunState.FINISHED)
     assert told(chain(picture(redis_trouble=refusal, record=over))) == [("run", "finished", None)]

@@ -139,7 +139,7 @@ def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
     redis_url: str, replica: DeviceTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_pulls, "HOLDER_TTL_S", 1)
-    monkeypatch.setattr(gpu_pulls, "LOOK_S", 0.1)
+    monkeypatch.setattr(gpu_pulls, "CHECK_INTERVAL_S", 0.1)
     monkeypatch.setattr(device, "DESK_WAIT_S", 0.1)
     outcomes: list[str] = []
 
