@@ -38,7 +38,7 @@ class LiveView(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line that stays."""
         ...
 
@@ -77,7 +77,7 @@ class RunLineView:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def starting(self, up: Collection[str]) -> None: ...
@@ -94,7 +94,7 @@ class RunLineView:
         if history.last_step is not None:
             parts += [f"step {history.last_step.number}/{view.max_steps}"]
             parts += [f"{name} {value}" for name, value in summary(view, history).items()]
-        self.say("  ".join(parts))
+        self.print("  ".join(parts))
 
     def close(self) -> None: ...
 
@@ -117,7 +117,7 @@ class RunTerminalView:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def starting(self, up: Collection[str]) -> None:

@@ -84,7 +84,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
     run_folder.write_config(config.output_dir, dump_yaml(config))
     with open_view(config.exp_name) as view:
         if aside is not None:
-            view.say(f"An earlier run lay there; it is in {_short_path(aside)} now.")
+            view.print(f"An earlier run was moved to {_short_path(aside)}.")
         command = TrainCommand(config, view, resume)
         try:
             return asyncio.run(command.run())
@@ -93,7 +93,7 @@ def _train(config: RunConfig, resume: str, aside: Path | None) -> int:
             logger.exception("the command failed")
             command.kill()
             view.close()
-            view.say(f"offbeat failed: {error!r}\nRead {_short_path(config.output_dir / LOGS / 'offbeat.log')}")
+            view.print(f"offbeat failed: {error!r}\nRead {_short_path(config.output_dir / LOGS / 'offbeat.log')}")
             return FAILED
 
 
@@ -104,7 +104,7 @@ class TrainCommand:
         self._config = config
         self._view = view
         self._resume_command = resume_command
-        self._mesh = LocalMesh(config, started_at=psutil.Process().create_time(), on_progress=view.say)
+        self._mesh = LocalMesh(config, started_at=psutil.Process().create_time(), on_progress=view.print)
         self._history = RunHistory()
         self._report = ReportMaker(config, self._history)
         self._interrupted = asyncio.Event()
@@ -120,10 +120,10 @@ class TrainCommand:
         except RedisConnectionError as error:
             return await self._end_failed(retryable(error))
         if self._interrupted.is_set():
-            self._view.say("Stopping ... (Ctrl-C again kills at once)")
+            self._view.print("Stopping ... (Ctrl-C again kills at once)")
             return await self._end_stopped()
         if self._last is not None and self._last.state is RunState.STOPPED:
-            self._view.say("The run was stopped over REST.")
+            self._view.print("The run was stopped over REST.")
             return await self._end_stopped()
         return await self._end_finished()
 
@@ -145,9 +145,9 @@ class TrainCommand:
             await asyncio.wait({task, interrupt}, timeout=1.0)
 
     async def _run_to_its_end(self) -> None:
-        self._view.say("Starting Redis, Ray, the learner and the services ...")
+        self._view.print("Starting Redis, Ray, the learner and the services ...")
         async with await self._start() as client:
-            self._view.say(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
+            self._view.print(f"Control service at {client.url}, Redis at {self._mesh.redis_address}")
             self._report.timings = self._mesh.timings
             # Beside the watch: who asks a service whose Redis is gone waits for its answer
             chores = {"keep redis": self._mesh.supervise_redis(), "watch memory": self._mesh.watch_shared_memory()}
@@ -198,7 +198,7 @@ class TrainCommand:
                 return
 
     async def _end_finished(self) -> int:
-        self._view.say("Trained. Writing the report ...")
+        self._view.print("Trained. Writing the report ...")
         making = asyncio.create_task(asyncio.to_thread(self._report.make_artifacts))
         await self._mesh.stop(RunState.FINISHED)
         await making
@@ -212,7 +212,7 @@ class TrainCommand:
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
         self._write_report()
-        self._view.say(f"The run failed: {error}")
+        self._view.print(f"The run failed: {error}")
         self._show_resume_command()
         return FAILED
 
@@ -221,7 +221,7 @@ class TrainCommand:
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
         self._write_report()
-        self._view.say(describe_stop(self._config, published))
+        self._view.print(describe_stop(self._config, published))
         self._show_resume_command()
         return INTERRUPTED
 
@@ -235,7 +235,7 @@ class TrainCommand:
             logger.exception("report.json could not be written")
 
     def _show_resume_command(self) -> None:
-        self._view.say(f"Resume with: {self._resume_command}")
+        self._view.print(f"Resume with: {self._resume_command}")
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

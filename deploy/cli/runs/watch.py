@@ -60,7 +60,7 @@ async def _show_events(client: ControlClient, run_id: str) -> int:
                 case _:
                     _print_event(shown, HistoryView.model_validate_json(message.data), view.started_at)
         shown.close()
-        shown.say(_describe_end(view))
+        shown.print(_describe_end(view))
     return _exit_code(view.state)
 
 
@@ -71,13 +71,13 @@ def _print_event(shown: LiveView, event: HistoryView, since: float) -> None:
     detail = event.detail
     match event.event:
         case "died":
-            shown.say(f"{detail['component']} died ({detail['why']}) and is started again")
+            shown.print(f"{detail['component']} died ({detail['why']}) and is restarted")
         case "adopted":
-            shown.say(f"from step {detail['step'] + 1} on: {_format_values(detail['values'])}")
+            shown.print(f"from step {detail['step'] + 1} on: {_format_values(detail['values'])}")
         case "asked":
-            shown.say(f"asked for: {_format_values(detail['values'])}")
+            shown.print(f"requested: {_format_values(detail['values'])}")
         case "state" if detail.get("state") in ("paused", "draining"):
-            shown.say(f"the run is {detail['state']}" + (f": {detail['error']}" if detail.get("error") else ""))
+            shown.print(f"the run is {detail['state']}" + (f": {detail['error']}" if detail.get("error") else ""))
         case _:
             return
 

@@ -110,7 +110,7 @@ def test_a_pipe_gets_a_line_when_something_changes_and_not_at_each_poll():
             shown.show(view(RunState.STARTING, Health.STARTING, ""), RunHistory())
         for _ in range(5):
             shown.show(view(), history())
-        shown.say("[not] markup")
+        shown.print("[not] markup")
     lines = console.export_text().splitlines()
     assert len(lines) == 3, lines
     assert "starting: learner" in lines[0]

@@ -57,7 +57,7 @@ from offbeat.deploy.cli.train import TrainCommand, _train
 async def talk(self):
     self._mesh.kill = Path(sys.argv[3]).touch
     while True:
-        self._view.say("on and on")
+        self._view.print("on and on")
 
 TrainCommand.run = talk
 sys.exit(_train(load_run(Path(sys.argv[1]), [f"output_dir={sys.argv[2]}"]), "", None))

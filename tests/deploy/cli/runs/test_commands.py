@@ -185,7 +185,7 @@ async def test_what_happens_meanwhile_is_seen(terminal: Terminal):
     await terminal.api.store.update("lake", state=RunState.FINISHED)
     result = await asyncio.wait_for(watching, 60)
     assert result.exit_code == DONE, result.output
-    assert "asked for: learning_rate 0.5" in result.stdout
+    assert "requested: learning_rate 0.5" in result.stdout
     assert "from step 5 on: learning_rate 0.5" in result.stdout
 
 
