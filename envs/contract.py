@@ -264,7 +264,7 @@ def _check_tasks(runner: _EpisodeRunner, num_seeds: int) -> Findings:
         return
     first = runner.reset(env, 0)[0]
     ids = [task_id(seed) for seed in range(num_seeds)]
-    if runner.make().unwrapped.task_id(0) != ids[0]:  # pyright: ignore[reportAttributeAccessIssue]
+    if cast(Any, runner.make().unwrapped).task_id(0) != ids[0]:
         yield "problem", "task_id(0) differs between two instances"
     runner.reset(env, 0)
     if runner.reset(env, 0)[0] != first or [task_id(seed) for seed in range(num_seeds)] != ids:
