@@ -73,9 +73,9 @@ def look(folder: Path) -> dict[str, Any]:
     path = folder / "version.safetensors"
     staging = Staging(model, config)
     staging.begin(str(path))
-    while not staging.go_on():
+    while not staging.stage_next():
         pass
-    staging.exchange()
+    staging.switch()
     with TensorFile(path) as file:
         return {"tensors": len(list(file.names())), "unnoticed": unnoticed(model, file)}
 

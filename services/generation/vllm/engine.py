@@ -172,7 +172,7 @@ class VllmEngine:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await llm.collective_rpc("die_with_parent")
         if config.max_lora_rank is not None:
-            await llm.collective_rpc("expect_adapters")
+            await llm.collective_rpc("prepare_adapters")
         engine = cls(llm, config, with_pictures=with_pictures)
         await engine.warm_up()
         return engine
