@@ -213,12 +213,12 @@ def check_segments(policies: Policies, served: dict[int, int], segments: Sequenc
             assert np.abs(expected - segment.logprobs[own]).max() < FLOAT_NOISE
 
 
-SHORTENS = (
+REWRITES = (
     "{% for m in messages %}{% set old = m.role == 'assistant' and not loop.last %}"
-    "{{ '<|im_start|>' + m.role + '\n' + ((m.content.split()[-2:] | join(' ')) if old else m.content) + '<|im_end|>\n' }}"
+    "{{ '<|im_start|>' + m.role + '\n' + ('w1 ' if old else '') + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Leaves of earlier answers their last two words."""
+"""Adds a word to every earlier answer, however short."""
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "trajectory": ({}, 1),
     "step": (
@@ -241,7 +241,7 @@ async def test_every_episode_kind_records_each_turns_logprobs(policies: Policies
     folder = write_policy(tmp_path)
     if kind == "rewritten":
         path = folder / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": SHORTENS}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": REWRITES}))
     chat = load_chat_format(folder)
     assert (chat.rewriting is not None) == (kind == "rewritten")
     changes, count = KINDS[kind]
