@@ -15,7 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.errors import CodecError
 from offbeat.services.keys import RunKeys
 
-METRICS_KEPT = 200_000
+MAX_METRIC_RECORDS = 200_000
 """Records that a run's metrics stream keeps, about."""
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -127,7 +127,7 @@ class RedisMetrics:
 
     def append(self, record: MetricRecord) -> None:
         """Add one record at the end."""
-        self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=METRICS_KEPT, approximate=True)
+        self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
 
     def read(
         self, after: str = "0", *, block_ms: int | None = None, count: int = 1000
@@ -148,7 +148,7 @@ class AsyncRedisMetrics:
 
     async def append(self, record: MetricRecord) -> None:
         """Add one record at the end."""
-        await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=METRICS_KEPT, approximate=True)
+        await self._redis.xadd(self._key, {"r": encode_record(record)}, maxlen=MAX_METRIC_RECORDS, approximate=True)
 
     async def read(self, after: str = "0", *, count: int = 1000) -> list[tuple[str, MetricRecord]]:
         """Return at most `count` pairs (id, record) after the id `after`."""

@@ -107,7 +107,7 @@ class DaemonThreads:
             self._idle.append(thread)
 
 
-LAST_ROUND_S = 10.0
+FINAL_ROUND_TIMEOUT_S = 10.0
 
 
 class Follower(ABC):
@@ -125,7 +125,7 @@ class Follower(ABC):
     def __exit__(self, *_: object) -> None:
         """Write what is in the stream by now, then end."""
         self._stop.set()
-        self._thread.join(timeout=LAST_ROUND_S)
+        self._thread.join(timeout=FINAL_ROUND_TIMEOUT_S)
 
     @abstractmethod
     def _follow(self) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from offbeat.deploy.audit.lineage import Lineage, trace
 from offbeat.services.buffer.api import Counters
-from offbeat.services.buffer.group_ledger import UNCOUNTED, LifeEvent
+from offbeat.services.buffer.group_ledger import UNNUMBERED, LifeEvent
 from offbeat.trainer.learner.step_ledger import ResumedLine, StepLine
 
 TRAINED, DROPPED, FAILED = "trained", "dropped", "failed"
@@ -112,7 +112,7 @@ def audit(evidence: Evidence) -> Audit:
 def _surviving_events(events: Sequence[LifeEvent], result: Audit) -> list[LifeEvent]:
     """Return the events that no loss of data in Redis undid."""
     surviving: list[LifeEvent] = []
-    counted = [event for event in events if event.ordinal != UNCOUNTED]
+    counted = [event for event in events if event.ordinal != UNNUMBERED]
     if old := len(events) - len(counted):
         result.notes.append(f"{old} events of an older version of Offbeat are not numbered and were ignored")
     for event in counted:

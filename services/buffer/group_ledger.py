@@ -22,11 +22,11 @@ from offbeat.services.threads import Follower
 logger = logging.getLogger(__name__)
 
 LEDGER_FILE = Path("ledger", "groups.jsonl")
-PAGE = 1000
+PAGE_SIZE = 1000
 BLOCK_MS = 500
-RETRY_S = 0.5
-SYNC_EVERY_S = 1.0
-UNCOUNTED = 0
+RETRY_INTERVAL_S = 0.5
+SYNC_INTERVAL_S = 1.0
+UNNUMBERED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class LifeEvent:
 
 def read_events_after(redis: Redis, run_id: str, after: str, *, block_ms: int | None = None) -> list[LifeEvent]:
     """Return up to one page of events after the id `after` (`0`: from the oldest that is kept)."""
-    reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE, block=block_ms)
+    reply = redis.xread({BufferKeys(run_id).life: after}, count=PAGE_SIZE, block=block_ms)
     streams = cast(list[Any], reply or [])
     return [_event(entry_id, fields) for _, entries in streams for entry_id, fields in entries]
 
 
 def _event(entry_id: bytes, fields: dict[bytes, bytes]) -> LifeEvent:
     number, event, detail = (fields[name] for name in (b"n", b"e", b"d"))
-    return LifeEvent(entry_id.decode(), int(fields.get(b"i", UNCOUNTED)), int(number), event.decode(), detail.decode())
+    return LifeEvent(entry_id.decode(), int(fields.get(b"i", UNNUMBERED)), int(number), event.decode(), detail.decode())
 
 
 class LedgerFile:
@@ -135,7 +135,7 @@ class LedgerThread(Follower):
                 count = self._copy(file, None if last_round else BLOCK_MS)
                 if last_round and not count:
                     return
-                if count and time.monotonic() > synced + SYNC_EVERY_S:
+                if count and time.monotonic() > synced + SYNC_INTERVAL_S:
                     _sync(file)
                     synced = time.monotonic()
         finally:
@@ -143,7 +143,7 @@ class LedgerThread(Follower):
             file.close()
 
     def _warn_of_old(self, events: Sequence[LifeEvent]) -> None:
-        if not self._warned and any(event.ordinal == UNCOUNTED for event in events):
+        if not self._warned and any(event.ordinal == UNNUMBERED for event in events):
             self._warned = True
             logger.warning(
                 "run %s: its Redis has unnumbered events of an older version of Offbeat: training continues, "
@@ -158,7 +158,7 @@ class LedgerThread(Follower):
             self._warn_of_old(events)
         except (RedisError, OSError) as error:
             logger.warning("the ledger can't be written now: %s", error)
-            self._stop.wait(RETRY_S)
+            self._stop.wait(RETRY_INTERVAL_S)
             return 0
         return len(events)
 

@@ -27,11 +27,11 @@ from offbeat.services.errors import CodecError
 from offbeat.services.live_settings import decode_change, encode_change
 from offbeat.services.messages.codec import decode_trajectory
 from offbeat.services.messages.types import Group, Trajectory
-from offbeat.services.redis.connection import LONGEST_BLOCK_S
+from offbeat.services.redis.connection import MAX_BLOCK_S
 
 logger = logging.getLogger(__name__)
 
-MOST_GROUPS = 16
+MAX_PREFETCHED_GROUPS = 16
 """Maximum number of groups per round trip."""
 ENDINGS = (b"stopped", b"killed")
 """Desired states in which the learner should end."""
@@ -74,7 +74,7 @@ class RedisLearnerBuffer:
                     heapq.heappush(self._ahead, (group.number, group))
                 continue
             position = self._newest_ring() if self._ahead else ""
-            reply = self._run("take", self._epoch, self._last, min(max(wanted, 1), MOST_GROUPS))
+            reply = self._run("take", self._epoch, self._last, min(max(wanted, 1), MAX_PREFETCHED_GROUPS))
             if not isinstance(reply, int):
                 self._last = reply[-1][0].decode()
                 self._fetched.extend(reply)
@@ -214,6 +214,6 @@ class RedisLearnerBuffer:
         return entries[0][0].decode() if entries else "0-0"
 
     def _wait(self, stream: str, after: str, timeout_s: float) -> None:
-        block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         with translate_errors():
             self._redis.xread({stream: after}, count=1, block=block_ms)

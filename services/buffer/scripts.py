@@ -26,13 +26,13 @@ Argument = str | bytes | int | float
 
 FOLDER = Path(__file__).parent / "lua"
 SHARED = ("prelude", "admission", "sweep")
-UNTRANSLATED = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
+REDIS_ERRORS = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError)
 """Redis errors that have a class of their own here."""
-MOST_CALLS = 32
+MAX_CALLS = 32
 """Maximum number of calls per round trip."""
-MOST_BYTES = 1 << 19
+MAX_BYTES = 1 << 19
 """After which it takes no further call, so that Redis works on the first while the next are made ready."""
-MOST_TRIPS = 2
+MAX_ROUND_TRIPS = 2
 """Round trips of a process that are under way together: while Redis works on one, the next is made ready."""
 
 
@@ -64,12 +64,12 @@ def translate_errors() -> Iterator[None]:
     """
     try:
         yield
-    except UNTRANSLATED as error:
+    except REDIS_ERRORS as error:
         raise _translate(error) from error
 
 
 def _translate(error: Exception) -> MeshError:
-    """Return one of `UNTRANSLATED` as the mesh calls it."""
+    """Return one of `REDIS_ERRORS` as the mesh calls it."""
     if not isinstance(error, redis_errors.ResponseError):
         return retryable(error)
     # Redis 7 puts ERR before a code of our own, 6 does not.
@@ -117,7 +117,7 @@ class AsyncBufferScripts:
     """The scripts of one run, called from an event loop. Calls made while others are under way share a round trip; each
     is a command of its own, or part of one that answers several."""
 
-    def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MOST_TRIPS) -> None:
+    def __init__(self, redis: AsyncRedis, run_id: str, *, trips: int = MAX_ROUND_TRIPS) -> None:
         """trips: round trips that are under way together at most."""
         self._redis = redis
         self._trips = trips
@@ -172,7 +172,7 @@ class AsyncBufferScripts:
     def _next_calls(self) -> list["_Call"]:
         calls: list[_Call] = []
         size = 0
-        while self._waiting and len(calls) < MOST_CALLS and size < MOST_BYTES:
+        while self._waiting and len(calls) < MAX_CALLS and size < MAX_BYTES:
             call = self._waiting.popleft()
             if not call.answer.done():  # its caller may have been cancelled
                 calls.append(call)
@@ -219,7 +219,7 @@ class _Call:
             self.answer.set_result(reply)
             return
         error = reply
-        if isinstance(reply, UNTRANSLATED):
+        if isinstance(reply, REDIS_ERRORS):
             error = _translate(reply)
             error.__cause__ = reply
         self.answer.set_exception(error)

@@ -21,9 +21,9 @@ from offbeat.services.buffer.scripts import (
 from offbeat.services.errors import BufferError
 from offbeat.services.messages.codec import encode_trajectory
 from offbeat.services.messages.types import EpisodeKind, EpisodeTask, Trajectory
-from offbeat.services.redis.connection import LONGEST_BLOCK_S
+from offbeat.services.redis.connection import MAX_BLOCK_S
 
-REASON_LENGTH = 64
+MAX_REASON_CHARS = 64
 
 
 def unit_of(kind: EpisodeKind, group_id: str, number: int) -> str:
@@ -95,7 +95,7 @@ class AsyncRolloutBuffer:
     async def fail(self, worker_id: str, task: EpisodeTask, reason: str) -> None:
         """Report a failed episode. `reason` is a short name (`step_timeout`), by which failures are counted."""
         unit = unit_of(task.kind, task.group_id, task.number)
-        await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:REASON_LENGTH] or "unknown")
+        await self._run("fail", worker_id, unit, task.index, task.attempt, reason[:MAX_REASON_CHARS] or "unknown")
         self._forget(worker_id, task)
 
     async def task(self, number: int, drawn: str = "") -> tuple[str, str]:
@@ -131,7 +131,7 @@ class AsyncRolloutBuffer:
     async def _next_ring(self, position: str, timeout_s: float) -> str | None:
         """Return the newest ring after `position`, awaited if there is none yet: the stream keeps few, so all are read
         at once."""
-        block_ms = max(1, int(min(timeout_s, LONGEST_BLOCK_S) * 1000))
+        block_ms = max(1, int(min(timeout_s, MAX_BLOCK_S) * 1000))
         streams = cast(list[Any], await self._redis.xread({self._doorbell: position}, block=block_ms) or [])
         return streams[0][1][-1][0].decode() if streams else None
 

@@ -30,8 +30,8 @@ FunctionTemplate = Callable[[str | None], ChatTemplate]
 
 MARKS = tuple(f"offbeat{i}mark{i}" for i in range(6))
 """Markers for contents during the analysis; they occur in no template and no text."""
-CACHED_TEXTS = 2_048
-LONGEST_CACHED = 512
+MAX_CACHED_TEXTS = 2_048
+MAX_CACHED_CHARS = 512
 """Maximum length of cached texts, characters; longer texts rarely repeat."""
 
 
@@ -84,8 +84,8 @@ class ChatFormat:
             if template is None:
                 raise
             self.rewriting, self.rewrites = template(), str(error)
-        self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
-        self._decode = lru_cache(CACHED_TEXTS)(self._decode_now)
+        self._encode = lru_cache(MAX_CACHED_TEXTS)(self._encode_now)
+        self._decode = lru_cache(MAX_CACHED_TEXTS)(self._decode_now)
         self.end_id = self._end_of_turn(self._next) if self.rewriting is None else self.rewriting.end_id
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
         if self.rewriting is None:
@@ -138,7 +138,7 @@ class ChatFormat:
 
     def answer(self, token_ids: tuple[int, ...]) -> str:
         """Return the text of an answer without special tokens."""
-        return self._decode(token_ids) if len(token_ids) <= LONGEST_CACHED else self._decode_now(token_ids)
+        return self._decode(token_ids) if len(token_ids) <= MAX_CACHED_CHARS else self._decode_now(token_ids)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token for display, special ones by name."""
@@ -146,7 +146,7 @@ class ChatFormat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return tokens of a rendered text, special tokens by their names, none added."""
-        return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
+        return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _content(self, text: str) -> str:
         return text.strip() if self._trims else text

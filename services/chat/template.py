@@ -29,8 +29,8 @@ from offbeat.services.errors import RolloutError
 RenderAny = Callable[[Sequence[dict[str, Any]], Sequence[Any], bool], str]
 """(messages, tools, whether the generation prompt follows) -> text."""
 
-CACHED_TEXTS = 4_096
-LONGEST_CACHED = 512
+MAX_CACHED_TEXTS = 4_096
+MAX_CACHED_CHARS = 512
 """Maximum length of cached texts, characters; longer texts rarely repeat, and thousands of whole conversations would be
 kept."""
 NAME, KEY, VALUE = "offbeatname", "offbeatkey", "offbeatvalue"
@@ -73,7 +73,7 @@ class ChatTemplate:
         self.end_id, self.end_text = _end_of_turn(render, tokenizer)
         self.stop_ids = tuple(dict.fromkeys((self.end_id, *extra_stop_ids)))
         self.tools = _tool_format(render, tokenizer, self.end_text, self._style)
-        self._encode = lru_cache(CACHED_TEXTS)(self._encode_now)
+        self._encode = lru_cache(MAX_CACHED_TEXTS)(self._encode_now)
 
     def render(self, messages: Sequence[ChatMessage], tools: Tools, *, prompt: bool) -> str:
         """Render the conversation as text, with the generation prompt if `prompt`.
@@ -119,7 +119,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return tokens of a rendered text, special tokens by their names, none added."""
-        return self._encode(text) if len(text) <= LONGEST_CACHED else self._encode_now(text)
+        return self._encode(text) if len(text) <= MAX_CACHED_CHARS else self._encode_now(text)
 
     def _encode_now(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

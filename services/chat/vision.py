@@ -20,9 +20,9 @@ from offbeat.services.errors import RolloutError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """`model_type` of the models whose pictures can be read."""
-CACHED_PIXELS = 32
+MAX_CACHED_IMAGES = 32
 """Pictures; a large one takes 20 MB."""
-CACHED_COUNTS = 16_384
+MAX_CACHED_COUNTS = 16_384
 """Number of images whose token count is cached, by digest; whole images could take as many MB."""
 
 
@@ -59,14 +59,14 @@ class PictureReader:
         config = json.loads((folder / "config.json").read_text())
         self.image_token_id = int(config["image_token_id"])
         self.merge = int(config["vision_config"].get("spatial_merge_size", 2))
-        self.pixels = lru_cache(CACHED_PIXELS)(self._pixels)
+        self.pixels = lru_cache(MAX_CACHED_IMAGES)(self._pixels)
         self._counts: dict[bytes, int] = {}
 
     def count(self, png: bytes) -> int:
         """Return the number of tokens of an image. Raises ValueError if it can't be read."""
         digest = blake2b(png, digest_size=16).digest()
         if digest not in self._counts:
-            if len(self._counts) >= CACHED_COUNTS:
+            if len(self._counts) >= MAX_CACHED_COUNTS:
                 self._counts.clear()
             _, height, width = self.pixels(png).grid
             self._counts[digest] = height * width // self.merge**2

@@ -45,10 +45,10 @@ DOCS_PATHS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 """Paths without a token: a browser can't send one before the page is loaded, and nothing in them is secret."""
 
 
-READING = ("GET", "HEAD", "OPTIONS")
-CALLS_PER_S, CALLS_AT_ONCE = 200.0, 1000
+READ_METHODS = ("GET", "HEAD", "OPTIONS")
+CALLS_PER_S, CALL_BURST = 200.0, 1000
 """Rate limit of all callers together; calls beyond it are refused before any work."""
-WRONG_PER_S, WRONG_AT_ONCE = 1.0, 30
+WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST = 1.0, 30
 """Rate limit of calls with a wrong token."""
 
 
@@ -71,8 +71,8 @@ class AuthMiddleware:
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
         self._tokens = tokens
-        self._calls = TokenBucket(CALLS_PER_S, CALLS_AT_ONCE)
-        self._wrong = TokenBucket(WRONG_PER_S, WRONG_AT_ONCE)
+        self._calls = TokenBucket(CALLS_PER_S, CALL_BURST)
+        self._wrong = TokenBucket(WRONG_TOKENS_PER_S, WRONG_TOKEN_BURST)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or reject it."""
@@ -96,7 +96,7 @@ class AuthMiddleware:
         given = request.headers.get("authorization", "").encode()
         # Both are compared whatever the first says: the time that it takes tells nothing
         operates, reads = _is(given, self._tokens.operate), _is(given, self._tokens.read)
-        if operates or (reads and request.method in READING):
+        if operates or (reads and request.method in READ_METHODS):
             return None
         if reads:
             return 403, "read_only", f"this token is for reading: {request.method} needs the operating token"

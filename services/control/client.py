@@ -24,7 +24,7 @@ from offbeat.services.errors import ControlError, RetryableError
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSentEvent:
+class StreamEvent:
     """One event of a stream."""
 
     id: str
@@ -32,7 +32,7 @@ class ServerSentEvent:
     data: str
 
 
-async def messages(lines: AsyncIterator[str]) -> AsyncIterator[ServerSentEvent]:
+async def messages(lines: AsyncIterator[str]) -> AsyncIterator[StreamEvent]:
     """Parse server-sent events from lines; an incomplete last event is dropped."""
     fields: dict[str, str] = {}
     async for line in lines:
@@ -41,15 +41,15 @@ async def messages(lines: AsyncIterator[str]) -> AsyncIterator[ServerSentEvent]:
             if name in ("id", "event", "data"):
                 fields[name] = value.removeprefix(" ")
         elif "data" in fields:
-            yield ServerSentEvent(fields.get("id", ""), fields.get("event", "message"), fields["data"])
+            yield StreamEvent(fields.get("id", ""), fields.get("event", "message"), fields["data"])
             fields = {}
         else:
             fields = {}
 
 
 JSON = {"Content-Type": "application/json"}
-RECONNECT_S = 1.0
-SILENT_S = 30.0
+RECONNECT_INTERVAL_S = 1.0
+STREAM_TIMEOUT_S = 30.0
 """Silence after which an event stream counts as broken; FastAPI sends a keep-alive every 15 s."""
 
 
@@ -157,7 +157,7 @@ class ControlClient:
         from_start: bool = False,
         patience_s: float = 60.0,
         parting_s: float = 10.0,
-    ) -> AsyncIterator[ServerSentEvent]:
+    ) -> AsyncIterator[StreamEvent]:
         """Yield a run's events until it is over; a broken stream is resumed where it broke.
 
         patience_s: time for which the service may be gone before `RetryableError` is raised; parting_s: after which a run
@@ -170,7 +170,7 @@ class ControlClient:
             headers = {"Last-Event-ID": last_id} if last_id else {}
             try:
                 async with self._http.stream(
-                    "GET", f"/runs/{run_id}/events", params=params, headers=headers, timeout=SILENT_S
+                    "GET", f"/runs/{run_id}/events", params=params, headers=headers, timeout=STREAM_TIMEOUT_S
                 ) as response:
                     if response.status_code >= 400:
                         await response.aread()
@@ -187,7 +187,7 @@ class ControlClient:
                     return
                 if clock() > heard_at + patience_s:
                     raise RetryableError(f"the control service can't be reached: {error!r}") from error
-                await asyncio.sleep(RECONNECT_S)
+                await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     async def _call(self, method: str, path: str, **kwargs: Any) -> Any:
         try:

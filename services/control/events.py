@@ -21,9 +21,9 @@ from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import decode_record
 
 POLL_S = 0.25
-VIEW_EVERY_S = 1.0
+VIEW_INTERVAL_S = 1.0
 """Longest time that a change of the run's view goes untold."""
-COUNT = 500
+PAGE_SIZE = 500
 POSITION = re.compile(r"(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20}),(\d{1,20})-(\d{1,20})")
 START = "0-0"
 
@@ -118,7 +118,7 @@ class Feed:
 
     async def _due_view(self) -> RunView | None:
         now = asyncio.get_running_loop().time()
-        if now < self._shown_at + VIEW_EVERY_S:
+        if now < self._shown_at + VIEW_INTERVAL_S:
             return None
         self._shown_at = now
         return await self._view()
@@ -133,7 +133,7 @@ class Feed:
         if not streams:
             return position, []
         positions = {key: getattr(position, name) for name, key in streams.items()}
-        rows = cast(list[Any], await self._redis.xread(positions, count=COUNT) or [])
+        rows = cast(list[Any], await self._redis.xread(positions, count=PAGE_SIZE) or [])
         events: list[Event] = []
         for key, entries in rows:
             kind = next(EventKind(name) for name, stream in streams.items() if stream == key.decode())

@@ -12,13 +12,13 @@ from offbeat.services.control.interfaces import Health, Observation
 from offbeat.services.control.run import LearnerReport, RunRecord, RunState
 from offbeat.services.weights.replica_reports import ReplicaReport
 
-SILENT_S = 5.0
+MAX_REPORT_AGE_S = 5.0
 """Age from which a component's report is ignored."""
-UNATTENDED_S = 15.0
+UNATTENDED_AFTER_S = 15.0
 """Age of the reconciler's last look from which a run counts as unattended."""
-NOTABLE_S = 0.05
+MIN_REPORTED_WAIT_S = 0.05
 """A wait that is shorter is not worth its time in the sentence."""
-SLOW_FETCH_S = 30.0
+SLOW_FETCH_AFTER_S = 30.0
 """Duration from which a replica's read of weights is reported, even if nothing waits for it."""
 EVALUATING = "evaluating"
 
@@ -78,7 +78,12 @@ def _refused(snapshot: RunSnapshot) -> list[Cause]:
 def _unattended(snapshot: RunSnapshot) -> list[Cause]:
     """Report a run without a reconciler: its dead components are not replaced."""
     silent_s = snapshot.now - snapshot.record.beat
-    if snapshot.record.state.over or snapshot.redis_trouble or not snapshot.record.beat or silent_s < UNATTENDED_S:
+    if (
+        snapshot.record.state.over
+        or snapshot.redis_trouble
+        or not snapshot.record.beat
+        or silent_s < UNATTENDED_AFTER_S
+    ):
         return []
     text = f"and the run has not been reconciled for {silent_s:.0f} s: the control service hangs or is being replaced"
     return [Cause("control", "silent", text, None, silent_s)]
@@ -180,10 +185,10 @@ def _slow_fetches(snapshot: RunSnapshot) -> list[Cause]:
     """Report replicas that keep an older version because newer weights do not arrive."""
     links: list[Cause] = []
     for name, replica in snapshot.replicas.items():
-        if replica.fetching is None or snapshot.now - replica.at >= SILENT_S:
+        if replica.fetching is None or snapshot.now - replica.at >= MAX_REPORT_AGE_S:
             continue
         since, version = snapshot.now - replica.fetching.since, replica.fetching.version
-        if since >= SLOW_FETCH_S:
+        if since >= SLOW_FETCH_AFTER_S:
             serves = f"serves version {replica.version}" if replica.version >= 0 else "serves nothing yet"
             text = f"but replica {name} {serves} and has been fetching version {version} for {since:.0f} s from "
             detail = {"replica": name, "version": version, "source": replica.fetching.source}
@@ -288,7 +293,7 @@ def _episodes(
 ) -> list[Cause]:
     """Explain what the `still` running episodes wait for, by the longest wait; their workers reported recently."""
     if longest is None:
-        silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > SILENT_S]
+        silent = [worker for worker in snapshot.buffer.workers if worker.silent_s > MAX_REPORT_AGE_S]
         about = (
             f"their env worker has been silent for {max(worker.silent_s for worker in silent):.0f} s" if silent else ""
         )
@@ -314,7 +319,9 @@ def _episodes(
 
 
 def _generation(snapshot: RunSnapshot) -> Cause:
-    replicas = {name: replica for name, replica in snapshot.replicas.items() if snapshot.now - replica.at < SILENT_S}
+    replicas = {
+        name: replica for name, replica in snapshot.replicas.items() if snapshot.now - replica.at < MAX_REPORT_AGE_S
+    }
     detail = {"replicas": len(replicas), "newest_version": snapshot.version}
     if not replicas:
         observation = snapshot.observations.get("generation")
@@ -356,7 +363,7 @@ def _waits(reports: Iterable[Mapping[str, Any]], kind: str, unit: str, now: floa
     """Return the waits of a unit's episodes from recent reports: wait -> (number of episodes, start of the longest)."""
     waits: dict[str, tuple[int, float]] = {}
     for report in reports:
-        if now - float(report.get("at", 0.0)) < SILENT_S:
+        if now - float(report.get("at", 0.0)) < MAX_REPORT_AGE_S:
             entries = report.get(kind, {}).get(unit, {})
             waits = _merged(waits, {wait: (int(number), float(since)) for wait, (number, since) in entries.items()})
     return waits
@@ -385,7 +392,7 @@ def _progress(group: GroupProgress) -> dict[str, Any]:
 
 
 def _for(seconds: float) -> str:
-    return f" since {seconds:.1f} s" if seconds >= NOTABLE_S else ""
+    return f" since {seconds:.1f} s" if seconds >= MIN_REPORTED_WAIT_S else ""
 
 
 def _the(name: str) -> str:

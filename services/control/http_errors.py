@@ -27,7 +27,7 @@ from offbeat.services.redis.errors import RedisReadOnlyError
 
 logger = logging.getLogger(__name__)
 
-WORDS = {
+STATUS_DESCRIPTIONS = {
     400: "The body is malformed.",
     401: "The bearer token is missing or wrong.",
     403: "Without a token only programs on this machine may call; the read token may not change anything.",
@@ -39,7 +39,7 @@ WORDS = {
     429: "Too many calls, or too many event streams.",
     503: "Redis is unavailable: retry.",
 }
-ANSWERS: dict[type[Exception], tuple[int, str]] = {
+STATUS_BY_ERROR: dict[type[Exception], tuple[int, str]] = {
     UnknownRunError: (404, "unknown_run"),
     RunExistsError: (409, "run_exists"),
     BusyError: (409, "busy"),
@@ -59,7 +59,8 @@ class HttpError(MeshError):
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the error responses of a route for its documentation; every route also has 401, 403, 429 and 503."""
     return {
-        status: {"model": ErrorView, "description": WORDS[status]} for status in sorted({401, 403, 429, 503, *statuses})
+        status: {"model": ErrorView, "description": STATUS_DESCRIPTIONS[status]}
+        for status in sorted({401, 403, 429, 503, *statuses})
     }
 
 
@@ -119,12 +120,12 @@ def answer_errors(api: FastAPI) -> None:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return error_response(500, "internal", "the control service failed; see its log")
 
-    for kind in ANSWERS:
+    for kind in STATUS_BY_ERROR:
         api.add_exception_handler(kind, _known)
 
 
 async def _known(_: Request, error: Exception) -> Response:
-    status, code = ANSWERS[type(error)]
+    status, code = STATUS_BY_ERROR[type(error)]
     return error_response(status, code, str(error))
 
 

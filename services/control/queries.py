@@ -23,9 +23,9 @@ from offbeat.services.errors import CodecError
 from offbeat.services.live_settings import Settings, settings_now
 from offbeat.services.telemetry import MetricRecord
 
-RATE_S = 15.0
+RATE_WINDOW_S = 15.0
 """Window of rates, s."""
-RATED = {
+RATE_METRICS = {
     "trajectories": ("rollout", "episodes"),
     "tokens_generated": ("generation", "tokens"),
     "tokens_trained": ("learner", "tokens_trained"),
@@ -74,7 +74,7 @@ class Overview:
             self._buffer.snapshot(run_id),
             store.learner(run_id),
             store.changes(run_id),
-            store.metrics_since(run_id, store.clock() - RATE_S),
+            store.metrics_since(run_id, store.clock() - RATE_WINDOW_S),
         )
         settings = settings_now(record.settings, changes)
         return RunView(
@@ -135,10 +135,10 @@ def _staleness(learner: LearnerReport, settings: Settings) -> StalenessView:
 
 
 def _rates(records: Iterable[MetricRecord]) -> RatesView:
-    totals, steps = dict.fromkeys(RATED, 0.0), 0
+    totals, steps = dict.fromkeys(RATE_METRICS, 0.0), 0
     for record in records:
         steps += record.source == "learner" and record.step is not None
-        for rate, (source, name) in RATED.items():
+        for rate, (source, name) in RATE_METRICS.items():
             if record.source == source and (partial := record.values.get(name)) is not None:
                 totals[rate] += partial.total
-    return RatesView(steps=steps / RATE_S, **{rate: total / RATE_S for rate, total in totals.items()})
+    return RatesView(steps=steps / RATE_WINDOW_S, **{rate: total / RATE_WINDOW_S for rate, total in totals.items()})

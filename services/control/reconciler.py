@@ -41,7 +41,7 @@ RECONCILE_TIMEOUT_S = 900.0
 OUTAGE_GRACE_S = 3.0
 """Grace period after Redis refused writes, in which live components can report before any is considered dead."""
 REPORT_RETRY_S = 5.0
-GONE = (Health.ABSENT, Health.DEAD, Health.DONE)
+STOPPED_STATES = (Health.ABSENT, Health.DEAD, Health.DONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,9 @@ class Reconciler:
         if not now:
             await mesh.drain()
         observations = await self._observe(record, mesh.components)
-        remaining = [component for component in mesh.components if observations[component.name].health not in GONE]
+        remaining = [
+            component for component in mesh.components if observations[component.name].health not in STOPPED_STATES
+        ]
         if remaining:
             stopping = remaining if now or remaining[0] is not mesh.components[0] else remaining[:1]
             await asyncio.gather(*(component.stop(now=now) for component in stopping))

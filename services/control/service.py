@@ -36,8 +36,8 @@ from offbeat.services.telemetry import AsyncRedisMetrics
 
 T = TypeVar("T")
 
-VALIDATED_AT_ONCE = 4
-VALIDATE_S = 300.0
+MAX_CONCURRENT_VALIDATIONS = 4
+VALIDATION_TIMEOUT_S = 300.0
 """An env may load its data set when it is made, and the first to do so waits for all of it."""
 
 
@@ -90,15 +90,15 @@ class ControlService:
         self._wiring = wiring
         self._overview = Overview(store, wiring, redis_trouble)
         self._wake = wake
-        self._validating = ThreadPoolExecutor(VALIDATED_AT_ONCE, thread_name_prefix="validate")
+        self._validating = ThreadPoolExecutor(MAX_CONCURRENT_VALIDATIONS, thread_name_prefix="validate")
 
     async def _validated(self, validate: Callable[..., T], *args: Any) -> T:
         """Run in dedicated threads: validation resets the run's envs, which are user code and may hang."""
         try:
-            async with asyncio.timeout(VALIDATE_S):
+            async with asyncio.timeout(VALIDATION_TIMEOUT_S):
                 return await asyncio.get_running_loop().run_in_executor(self._validating, validate, *args)
         except TimeoutError:
-            message = f"not validated in {VALIDATE_S:g} s: does an env hang when it is made or reset?"
+            message = f"not validated in {VALIDATION_TIMEOUT_S:g} s: does an env hang when it is made or reset?"
             raise InvalidRunError([ProblemView(path="custom_envs", message=message)]) from None
 
     async def create(self, document: str | dict[str, Any], *, dry_run: bool = False) -> tuple[RunView | None, bool]:

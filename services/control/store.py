@@ -47,11 +47,11 @@ from offbeat.services.weights.replica_reports import decode_report
 
 ORPHANED_AFTER_S = 30.0
 """Time without a reconciler's look after which a run counts as not running, for callers that are no reconciler."""
-OF_ONE_ATTEMPT = ("restarts", "components", "learner", "doing")
+ATTEMPT_FIELDS = ("restarts", "components", "learner", "doing")
 """Fields about a run's processes; cleared when it is started again."""
-HISTORY_KEPT = 1000
+MAX_HISTORY = 1000
 REPORT_DUE, REPORT_WRITTEN, REPORT_FAILED = "due", "written", "failed"
-EPOCH_KEPT_S = 7 * 24 * 3600
+EPOCH_TTL_S = 7 * 24 * 3600
 """Time that a deleted run's epoch is kept: longer than an isolated learner could take to return."""
 
 
@@ -100,7 +100,7 @@ class RunStore:
                 if not spec.resume:
                     pipe.incr(keys.epoch)
                 pipe.persist(keys.epoch)  # a deleted run's expires
-                pipe.delete(keys.record, *(keys.key(name) for name in OF_ONE_ATTEMPT))
+                pipe.delete(keys.record, *(keys.key(name) for name in ATTEMPT_FIELDS))
                 pipe.hset(keys.record, mapping=cast(dict[Any, Any], record.encode()))
                 pipe.zadd(RUNS, {spec.run_id: record.created_at})
                 for kind, name in spec.claims.items():
@@ -307,7 +307,7 @@ class RunStore:
             if stale:
                 pipe.delete(*stale)
             pipe.incr(epoch)
-            pipe.expire(epoch, EPOCH_KEPT_S)
+            pipe.expire(epoch, EPOCH_TTL_S)
             pipe.zrem(RUNS, run_id)
             await pipe.execute()
 
@@ -375,7 +375,7 @@ class RunStore:
     def _note(pipe: Pipeline, run_id: str, event: str, detail: Mapping[str, Any]) -> None:
         """Add to the run's history."""
         entry = {"e": event, "d": json.dumps(detail)}
-        pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=HISTORY_KEPT, approximate=True)
+        pipe.xadd(RunKeys(run_id).history, cast(dict[Any, Any], entry), maxlen=MAX_HISTORY, approximate=True)
 
     async def _keys_of(self, run_id: str) -> list[bytes]:
         """Return all but its epoch."""

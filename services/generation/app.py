@@ -33,9 +33,9 @@ from offbeat.services.weights.config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Between two looks for the run that has claimed the application."""
-TENANT_S = 20.0
+TENANT_TIMEOUT_S = 20.0
 """Timeout of a call that waits for the application to be claimed by a run."""
 MAX_ONGOING_CALLS = 4096
 """Calls in one replica; each carries several turns, and the engine queues what it can't batch."""
@@ -130,11 +130,11 @@ class GenerationDeployment:
             else:
                 if tenant != (self._tenancy.tenant if self._tenancy else None):
                     await self._serve(tenant)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def _wait_for_tenant(self) -> Tenancy:
         try:
-            async with asyncio.timeout(TENANT_S):
+            async with asyncio.timeout(TENANT_TIMEOUT_S):
                 await self._occupied.wait()
         except TimeoutError:
             raise RetryableError(f"{self._app} serves no run") from None

@@ -22,9 +22,9 @@ from offbeat.services.weights.replica_reports import ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S = 30.0
+FOLLOW_TIMEOUT_S = 30.0
 """Longest wait for news of the broker in one call."""
-RETRY_S = 1.0
+RETRY_INTERVAL_S = 1.0
 """Pause after weights could not be fetched, or the broker not be reached."""
 
 
@@ -87,17 +87,17 @@ class GenerationReplica:
         """
         while True:
             try:
-                manifest = await self._subscriber.wait_newer(self._version, FOLLOW_S)
+                manifest = await self._subscriber.wait_newer(self._version, FOLLOW_TIMEOUT_S)
                 if manifest is not None:
                     await self._take(manifest)
             except WeightsError as error:
                 # Nothing was touched: the old weights are whole and go on serving until newer ones can be read.
                 self._counts.refused_weights()
                 logger.warning("still serving version %d: %s", self._version, error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
             except RetryableError as error:
                 logger.warning("still serving version %d: %s", self._version, error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _take(self, manifest: Manifest) -> None:
         async with self._subscriber.fetch(manifest) as path:

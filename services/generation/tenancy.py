@@ -30,7 +30,7 @@ from offbeat.services.weights.subscriber import RedisWeightSubscriber
 
 logger = logging.getLogger(__name__)
 
-REPORT_EVERY_S = 1.0
+REPORT_INTERVAL_S = 1.0
 APP = "app"
 """Kind of claim."""
 
@@ -152,7 +152,7 @@ class Tenancy:
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(REPORT_EVERY_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)
             try:
                 await self._metrics.append(self.replica.take_metrics())
                 await self.replica.report()

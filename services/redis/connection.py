@@ -31,7 +31,7 @@ RETRY_BASE_S = 0.02
 RETRY_CAP_S = 0.5
 MAX_RETRIES = 200
 """Ends what fails at once each time though Redis is there."""
-LONGEST_BLOCK_S = 5.0
+MAX_BLOCK_S = 5.0
 """Longest blocking read; below the clients' socket timeout, so that a dead connection is noticed."""
 
 

@@ -26,7 +26,7 @@ from offbeat.services.redis.errors import retryable
 logger = logging.getLogger(__name__)
 
 RENEWALS_PER_TIMEOUT = 4
-LONGEST_WAIT_S = 5.0
+MAX_WAIT_S = 5.0
 STOP_TIMEOUT_S = 1.0
 
 _ACQUIRE = """
@@ -182,7 +182,7 @@ class LearnerLease:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise LeaseHeldError(holder[0].decode().rpartition(" ")[0], float(holder[1]))
-            look_s = min(remaining_s, max(value, 0) / 1000 + 0.005, LONGEST_WAIT_S, self._renewal_s)
+            look_s = min(remaining_s, max(value, 0) / 1000 + 0.005, MAX_WAIT_S, self._renewal_s)
             self._wait_for_release(position, look_s)
 
     def held(self) -> bool:

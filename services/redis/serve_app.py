@@ -20,7 +20,7 @@ from offbeat.services.telemetry import configure_logging
 DEPLOYMENT = "redis"
 HEAD_NODE = "node:__internal_head__"
 """Ray's resource of the head node: a replica that starts again must find its folder, and its clients the same address."""
-SHUTDOWN_S = 40.0
+SHUTDOWN_TIMEOUT_S = 40.0
 """Time limit of `before_end` and of the server's shutdown."""
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def build(settings: RedisSettings) -> Application:
         num_replicas=1,
         health_check_period_s=0.5,
         health_check_timeout_s=10.0,
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        graceful_shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0, "resources": {HEAD_NODE: 0.001}},
     )(RedisDeployment)
     return deployment.bind(settings)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 SCHEMES = ("redis", "rediss", "unix")
 FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 CHOICES = {"ssl_check_hostname": ("true", "false"), "ssl_cert_reqs": ("required", "none")}
-PATIENCE_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 def address_problem(url: str) -> str:
@@ -54,7 +54,7 @@ def refusal(url: str) -> str:
         if name in FILES and not Path(value).exists():
             return f"{name}: {value} is not on this host"
     try:
-        with connect(url, patience_s=PATIENCE_S) as redis:
+        with connect(url, patience_s=CONNECT_TIMEOUT_S) as redis:
             redis.ping()
             for name in ("appendonly", "maxmemory-policy"):
                 _warn_of(redis.config_get(name), url)

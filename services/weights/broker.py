@@ -27,13 +27,13 @@ from offbeat.services.weights.transports.factory import leaves_files, make_trans
 
 logger = logging.getLogger(__name__)
 
-UNANNOUNCED_AFTER_S = 300.0
+UNANNOUNCED_TTL_S = 300.0
 """A file that no manifest names is collected once it is so old; until then a learner may be about to announce it. It hashes
 what it has written first, a second for each GB."""
-LOOK_S = 30.0
+CHECK_INTERVAL_S = 30.0
 """Timeout of a scan of the files; a scan that takes longer (hung share) is abandoned, and the next one starts when it
 has returned."""
-SILENT_AFTER_S = 30.0
+MAX_REPORT_AGE_S = 30.0
 """A replica that has not reported for this long is gone."""
 
 
@@ -80,26 +80,28 @@ class WeightBroker:
         try:
             return await self._collect(self._transport)
         except HungError:
-            logger.warning("the files of weight versions could not be seen to within %g s: the share may hang", LOOK_S)
+            logger.warning(
+                "the files of weight versions could not be seen to within %g s: the share may hang", CHECK_INTERVAL_S
+            )
             return 0
 
     async def _collect(self, transport: Transport) -> int:
-        stored = await self._threads.run(transport.stored, LOOK_S)
+        stored = await self._threads.run(transport.stored, CHECK_INTERVAL_S)
         blobs = cast(list[bytes], await self._redis.hvals(self._keys.manifests))
         manifests = [decode_manifest(blob) for blob in blobs]
         named = {each.location for each in (*manifests, *(m.anchor for m in manifests if m.anchor))}
-        oldest = self._clock() - UNANNOUNCED_AFTER_S
+        oldest = self._clock() - UNANNOUNCED_TTL_S
         orphans = [file.location for file in stored if file.location not in named and file.modified_at < oldest]
         for location in orphans:
             logger.info("collecting %s: no manifest names it", location)
-            await self._threads.run(lambda location=location: transport.delete(location), LOOK_S)
+            await self._threads.run(lambda location=location: transport.delete(location), CHECK_INTERVAL_S)
         return len(orphans)
 
     async def replicas(self) -> dict[str, ReplicaReport]:
         """Return the last report of each living replica; silent ones are dropped."""
         blobs = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.served))
         reports = {replica.decode(): decode_report(blob) for replica, blob in blobs.items()}
-        silent = [replica for replica, report in reports.items() if report.at < self._clock() - SILENT_AFTER_S]
+        silent = [replica for replica, report in reports.items() if report.at < self._clock() - MAX_REPORT_AGE_S]
         if silent:
             await self._redis.hdel(self._keys.served, *silent)
         return {replica: report for replica, report in reports.items() if replica not in silent}

@@ -21,7 +21,7 @@ from offbeat.services.weights.replica_reports import decode_report
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SHARED_MEMORY = Path("/dev/shm")
-SILENT_S = 15.0
+MAX_REPORT_AGE_S = 15.0
 """Reports older than this are not used to locate generation."""
 
 
@@ -56,7 +56,7 @@ def check_reach(redis: Redis, run_id: str, config: WeightsConfig, here: Locality
     blobs = cast(dict[bytes, bytes], redis.hgetall(RunKeys(run_id).served))
     for replica, blob in blobs.items():
         report = decode_report(blob)
-        if report.memory and report.memory != here.memory and report.at > time.time() - SILENT_S:
+        if report.memory and report.memory != here.memory and report.at > time.time() - MAX_REPORT_AGE_S:
             raise WeightsError(
                 f"weights.transport=shm reaches one host, and replica {replica.decode()} samples on {report.host}, this "
                 f"learner runs on {here.host}: attach it there, or start the run with weights.transport=fs and a "

@@ -1,7 +1,7 @@
 """Reads of stored weights that may never return: a hung share blocks its reader forever.
 
 Invariants: a hung read blocks neither the event loop nor process exit (its thread is a daemon), a version is never read
-twice at a time, and at most `MOST_HUNG` reads are abandoned. Whatever a read opened is closed when it returns, even if
+twice at a time, and at most `MAX_HUNG_READS` reads are abandoned. Whatever a read opened is closed when it returns, even if
 its caller is gone.
 """
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_HUNG = 3
+MAX_HUNG_READS = 3
 """Maximum number of abandoned reads; each may hold part of a version in memory or on the local disk."""
-SLOWEST_BYTES_PER_S = 100e6
+MIN_BYTES_PER_S = 100e6
 """A slower share counts as hung: reads that time out would be repeated forever."""
-CLOSE_S = 10.0
+CLOSE_TIMEOUT_S = 10.0
 """Timeout of closing a read, after which it is abandoned."""
 
 
@@ -94,7 +94,7 @@ class WeightReader:
         self._reads.append(read)
         well = False
         try:
-            limit_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+            limit_s = self._timeout_s + num_bytes / MIN_BYTES_PER_S
             if not await _any_done([read.entered], limit_s):
                 raise WeightsError(
                     f"version {manifest.version} could not be read within {limit_s:g} s from {describe_source(manifest)}: "
@@ -104,8 +104,8 @@ class WeightReader:
             well = True
         finally:
             read.leave(well=well)
-            if read.entered.done() and not await _any_done([read.ended], CLOSE_S):
-                logger.warning("version %d could not be closed within %g s", manifest.version, CLOSE_S)
+            if read.entered.done() and not await _any_done([read.ended], CLOSE_TIMEOUT_S):
+                logger.warning("version %d could not be closed within %g s", manifest.version, CLOSE_TIMEOUT_S)
         if read.ended.done():
             read.ended.result()
 
@@ -125,7 +125,7 @@ class WeightReader:
 
     async def _wait_for_room(self) -> None:
         hung = self._under_way()
-        if len(hung) < MOST_HUNG:
+        if len(hung) < MAX_HUNG_READS:
             return
         if not await _any_done([read.ended for read in hung], self._timeout_s):
             raise WeightsError(

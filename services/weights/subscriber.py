@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError, TimeoutError
 from offbeat.services.keys import RunKeys
 from offbeat.services.messages.codec import decode_manifest
 from offbeat.services.messages.types import Manifest
-from offbeat.services.redis.connection import LONGEST_BLOCK_S
+from offbeat.services.redis.connection import MAX_BLOCK_S
 from offbeat.services.redis.errors import retryable
 from offbeat.services.weights.api import IDLE
 from offbeat.services.weights.config import WeightsConfig
@@ -90,7 +90,7 @@ class RedisWeightSubscriber:
                 left_ms = int((deadline - time.monotonic()) * 1000)
                 if left_ms <= 0:
                     return None
-                block_ms = min(left_ms, int(LONGEST_BLOCK_S * 1000))
+                block_ms = min(left_ms, int(MAX_BLOCK_S * 1000))
                 with _retryable():
                     entries = await self._redis.xread({self._keys.versions: after}, block=block_ms)
             after = entries[0][1][-1][0]

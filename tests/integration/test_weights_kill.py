@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from offbeat.services.errors import WeightsError
 from offbeat.services.keys import RunKeys
-from offbeat.services.weights.broker import UNANNOUNCED_AFTER_S, WeightBroker
+from offbeat.services.weights.broker import UNANNOUNCED_TTL_S, WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import owner_of
@@ -56,7 +56,7 @@ async def test_a_kill_while_publishing_leaves_complete_weights(
             served = max(served, await newest_whole(subscriber))
         files = SharedMemoryTransport(owner_of(RUN, tmp_path)).stored()
         broker = WeightBroker(
-            connection, RUN, WeightsConfig(), tmp_path, clock=lambda: time.time() + UNANNOUNCED_AFTER_S + 1
+            connection, RUN, WeightsConfig(), tmp_path, clock=lambda: time.time() + UNANNOUNCED_TTL_S + 1
         )
         assert await broker.collect() == len(files) - 2
     assert len(SharedMemoryTransport(owner_of(RUN, tmp_path)).stored()) == 2

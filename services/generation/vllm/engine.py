@@ -28,9 +28,9 @@ BACKENDS = {"shm": "offbeat_file", "fs": "offbeat_file", "ipc": "offbeat_ipc", "
 PRIMITIVES = 512
 """Matrix products that oneDNN keeps compiled, 256 KiB each: enough for 64 batch sizes of five shapes. Its own 1024 take
 twice the memory and save no time; with 128 small batches took twice as long."""
-SETTINGS_KEPT = 1024
+MAX_CACHED_SAMPLING_PARAMS = 1024
 """Number of sampling settings whose vLLM parameters are cached: turns differ in their maximum tokens."""
-SHUTDOWN_S = 0.5
+SHUTDOWN_TIMEOUT_S = 0.5
 """Time that the engine's process has to exit."""
 
 
@@ -137,7 +137,7 @@ class VllmEngine:
         self.llm = llm
         self._config = config
         self._with_pictures = with_pictures
-        self._parameters = lru_cache(SETTINGS_KEPT)(_parameters)
+        self._parameters = lru_cache(MAX_CACHED_SAMPLING_PARAMS)(_parameters)
         self._salt = salt
         self._vocab_size: int = llm.model_config.get_vocab_size()
         self._salted = config.enable_prefix_caching and config.on_weight_update == "keep"
@@ -239,7 +239,7 @@ class VllmEngine:
         ticket = update_request_of(path)
         if ticket.init is not None:
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=ticket.init))
-        await self._start_what_waits()
+        await self._start_waiting_requests()
         asked = time.monotonic()
         await self._pause()
         paused = time.monotonic()
@@ -270,7 +270,7 @@ class VllmEngine:
         if self._pausing.done():
             self._pausing.result()
 
-    async def _start_what_waits(self) -> None:
+    async def _start_waiting_requests(self) -> None:
         """Ensure that submitted requests have their first token before weights change; otherwise they would be sampled
         again. The engine answers between two steps, so one step ran in between, which schedules whatever fits."""
         for _ in range(2):
@@ -290,7 +290,7 @@ class VllmEngine:
             raise RetryableError(f"the engine has not answered for {self._config.update_timeout_s:g} s")
 
     def close(self) -> None:
-        self.llm.shutdown(timeout=SHUTDOWN_S)
+        self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
 
 def _adapter_request() -> Any:

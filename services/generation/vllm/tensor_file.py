@@ -15,7 +15,7 @@ import torch
 
 LENGTH = 8
 """Bytes of the header's length at the start of the file."""
-LONGEST_HEADER = 100 << 20
+MAX_HEADER_BYTES = 100 << 20
 """Maximum header length, as in safetensors."""
 DTYPES = {
     "F64": torch.float64,
@@ -41,7 +41,7 @@ class TensorFile:
         size = Path(path).stat().st_size
         with Path(path).open("rb") as file:
             length = int.from_bytes(file.read(LENGTH), "little")
-            if not 0 < length <= min(size - LENGTH, LONGEST_HEADER):
+            if not 0 < length <= min(size - LENGTH, MAX_HEADER_BYTES):
                 raise ValueError(f"{path} is no safetensors file: a header of {length} bytes in {size}")
             self._entries: dict[str, dict[str, Any]] = json.loads(file.read(length))
         self._entries.pop("__metadata__", None)

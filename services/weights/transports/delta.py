@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
-WORTH_IT = 0.5
+MAX_DELTA_SHARE = 0.5
 """A difference larger than this share of its anchor is not written: the version becomes the next anchor."""
 ZSTD_LEVEL = 1
 """Higher ones took several times the time for a few percent."""
@@ -184,7 +184,7 @@ class DeltaTransport:
         ):
             return None
         packed = pack(compute_difference(base.content, content, width), digest_of_bytes(content))
-        return packed if len(packed) <= WORTH_IT * len(content) else None
+        return packed if len(packed) <= MAX_DELTA_SHARE * len(content) else None
 
     def _stage_whole(self, version: int, epoch: int, content: Bytes) -> Stored:
         stored = self._inner.store(version, epoch, WHOLE, lambda path: write_bytes(path, content.data))

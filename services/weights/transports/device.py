@@ -39,8 +39,8 @@ Sender = Callable[[Held, TensorPull, PullServer], None]
 SENDERS = "offbeat.services.weights.transports.vllm_senders"
 """Imported when a learner first stages weights on a GPU: it needs vLLM, which a learner otherwise never loads."""
 TRANSFER_TIMEOUT_S = 300.0
-DESK_WAIT_S = 1.0
-CLOSE_S = 20.0
+PULL_POLL_S = 1.0
+CLOSE_TIMEOUT_S = 20.0
 """Time that the serving thread has to notice the close; its connection is closed afterwards."""
 
 
@@ -91,7 +91,7 @@ class DeviceTransport:
     def _serve(self, sender: Sender) -> None:
         while not self._closed.is_set():
             try:
-                pull = self._desk.take(DESK_WAIT_S)
+                pull = self._desk.take(PULL_POLL_S)
                 if pull is not None:
                     self._send(sender, pull)
             except (RedisError, WeightsError) as error:
@@ -136,6 +136,6 @@ class DeviceTransport:
     def close(self) -> None:
         if self._serving is not None:
             self._closed.set()
-            self._serving.join(timeout=CLOSE_S)
+            self._serving.join(timeout=CLOSE_TIMEOUT_S)
             self._desk.leave()
         self._held.clear()

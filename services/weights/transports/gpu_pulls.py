@@ -22,7 +22,7 @@ from offbeat.services.redis.errors import retryable
 PullParameters = dict[str, Any]
 """`init` and `update` for vLLM's engine, or `error`."""
 
-FORGOTTEN_AFTER_S = 600
+PULL_TTL_S = 600
 """Time after which unread answers expire."""
 HOLDER_TTL_S = 15
 """Time without a heartbeat after which the learner, and its weights, are considered gone."""
@@ -63,7 +63,7 @@ class PullServer:
         """Send the pull parameters."""
         key = self._keys.key("pull", pull.pull_id)
         self._redis.rpush(key, json.dumps(parameters))
-        self._redis.expire(key, FORGOTTEN_AFTER_S)
+        self._redis.expire(key, PULL_TTL_S)
 
     def wait_done(self, pull: TensorPull) -> None:
         """Wait until the replica has loaded. Raises `WeightsError` if it failed or fell silent."""
@@ -124,4 +124,4 @@ def open_pull(redis: Redis, run_id: str, version: int, *, workers: int, timeout_
     finally:
         with _translate_redis_errors():
             redis.rpush(done, outcome)
-            redis.expire(done, FORGOTTEN_AFTER_S)
+            redis.expire(done, PULL_TTL_S)

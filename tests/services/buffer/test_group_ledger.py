@@ -77,7 +77,7 @@ async def test_a_disk_that_refuses_to_sync_does_not_end_the_copying(
     def full(_: LedgerFile) -> None:
         raise OSError(errno.EDQUOT, "over quota")
 
-    monkeypatch.setattr(group_ledger, "SYNC_EVERY_S", 0.0)
+    monkeypatch.setattr(group_ledger, "SYNC_INTERVAL_S", 0.0)
     monkeypatch.setattr(LedgerFile, "sync", full)
     with LedgerThread(redis, RUN, tmp_path):
         for count in (2, 4):

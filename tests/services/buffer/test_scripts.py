@@ -9,15 +9,15 @@ from redis.asyncio import Redis as AsyncRedis
 
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.scripts import (
-    MOST_BYTES,
-    MOST_CALLS,
-    MOST_TRIPS,
+    MAX_BYTES,
+    MAX_CALLS,
+    MAX_ROUND_TRIPS,
     AsyncBufferScripts,
 )
 from offbeat.services.errors import BufferError, FencedError
 from tests.services.buffer.buffer_play import RUN, limits
 
-MANY = 3 * MOST_CALLS * MOST_TRIPS
+MANY = 3 * MAX_CALLS * MAX_ROUND_TRIPS
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def test_neighbours_that_share_what_they_say_are_one_command(
     redis.config_resetstat()
     assert await asyncio.gather(*(submit_late(run_script, i) for i in range(MANY))) == ["late"] * MANY
     commands = redis.info("commandstats")["cmdstat_evalsha"]["calls"]  # type: ignore[index]
-    assert commands == MANY // MOST_CALLS
+    assert commands == MANY // MAX_CALLS
 
 
 async def test_a_refusal_of_what_neighbours_share_reaches_each_of_them(run_script: AsyncBufferScripts) -> None:
@@ -92,7 +92,7 @@ async def test_a_refusal_of_what_neighbours_share_reaches_each_of_them(run_scrip
 async def test_large_calls_do_not_wait_for_each_other(redis: Redis, run_script: AsyncBufferScripts) -> None:
     await submit_late(run_script, 0)
     redis.config_resetstat()
-    large = bytes(MOST_BYTES)
+    large = bytes(MAX_BYTES)
     calls = (run_script.one_of_many("submit", ("w",), (f"t:{i}", 0, 0, large), len(large)) for i in range(4))
     assert await asyncio.gather(*calls) == ["late"] * 4
     assert redis.info("commandstats")["cmdstat_evalsha"]["calls"] == 4  # type: ignore[index]

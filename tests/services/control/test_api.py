@@ -325,7 +325,7 @@ async def test_the_documentation_names_every_route_and_what_it_may_answer(api: A
 async def test_envs_that_hang_when_they_are_validated_hold_up_nobody_else(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(service, "VALIDATE_S", 0.2)
+    monkeypatch.setattr(service, "VALIDATION_TIMEOUT_S", 0.2)
     hanging = threading.Event()
 
     def hang(_: FakeRunFactory, document: object) -> RunSpec:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from offbeat.services.control.auth import WRONG_AT_ONCE, TokenBucket
+from offbeat.services.control.auth import WRONG_TOKEN_BURST, TokenBucket
 from tests.services.control.api_world import ApiWorld, api_world, code
 
 
@@ -36,8 +36,8 @@ async def test_a_token_that_reads_changes_nothing(redis_url: str):
 async def test_who_guesses_tokens_gets_one_answer_a_second_and_nobody_else_waits(redis_url: str):
     async with api_world(redis_url, token="secret") as api:
         wrong = {"Authorization": "Bearer guess"}
-        answers = [(await api.http.get("/runs", headers=wrong)).status_code for _ in range(WRONG_AT_ONCE + 5)]
-        assert answers[:WRONG_AT_ONCE] == [401] * WRONG_AT_ONCE
+        answers = [(await api.http.get("/runs", headers=wrong)).status_code for _ in range(WRONG_TOKEN_BURST + 5)]
+        assert answers[:WRONG_TOKEN_BURST] == [401] * WRONG_TOKEN_BURST
         assert 429 in answers
         assert (await api.client.runs()).runs == []
 

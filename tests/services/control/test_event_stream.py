@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvicorn
 
-from offbeat.services.control.client import ControlClient, ControlRefusedError, ServerSentEvent, messages
+from offbeat.services.control.client import ControlClient, ControlRefusedError, StreamEvent, messages
 from offbeat.services.control.events import Position
 from offbeat.services.control.routes import MAX_WATCHERS
 from offbeat.services.control.run import DesiredState, RunState
@@ -56,9 +56,9 @@ class Watcher:
     """Reads a stream in the background."""
 
     def __init__(self) -> None:
-        self.seen: list[ServerSentEvent] = []
+        self.seen: list[StreamEvent] = []
 
-    async def read(self, stream: AsyncIterator[ServerSentEvent]) -> None:
+    async def read(self, stream: AsyncIterator[StreamEvent]) -> None:
         async for message in stream:
             self.seen.append(message)
 
@@ -102,7 +102,7 @@ async def test_a_stream_from_the_start_has_every_retained_event(api: ApiWorld):
 async def test_a_reconnecting_watcher_gets_every_event_once(api: ApiWorld):
     await api.start("a")
     async with served(api) as url, httpx.AsyncClient(base_url=url) as http:
-        seen: list[ServerSentEvent] = []
+        seen: list[StreamEvent] = []
 
         async def read_on(count: int) -> None:
             headers = {LAST_EVENT_ID: seen[-1].id} if seen else {}

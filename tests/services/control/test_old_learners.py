@@ -13,7 +13,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.buffer.admin import configure_buffer
 from offbeat.services.buffer.learner_client import RedisLearnerBuffer
 from offbeat.services.control.run import RunSpec, RunState
-from offbeat.services.control.store import EPOCH_KEPT_S, RunStore
+from offbeat.services.control.store import EPOCH_TTL_S, RunStore
 from offbeat.services.errors import FencedError
 from offbeat.services.keys import RunKeys
 from offbeat.services.redis.lease import LearnerLease
@@ -114,4 +114,4 @@ async def test_a_learner_of_a_deleted_run_is_fenced_and_writes_no_key_of_it(
     with old.lease:
         await old.refused()
     assert redis.keys(f"{KEYS.prefix}*") == [KEYS.epoch.encode()]
-    assert EPOCH_KEPT_S - 600 < cast(int, redis.ttl(KEYS.epoch)) <= EPOCH_KEPT_S
+    assert EPOCH_TTL_S - 600 < cast(int, redis.ttl(KEYS.epoch)) <= EPOCH_TTL_S

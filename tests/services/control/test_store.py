@@ -17,7 +17,7 @@ from offbeat.services.control.run import (
     RunStateError,
     UnknownRunError,
 )
-from offbeat.services.control.store import EPOCH_KEPT_S, ORPHANED_AFTER_S, RunStore
+from offbeat.services.control.store import EPOCH_TTL_S, ORPHANED_AFTER_S, RunStore
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import MetricRecord, Partial, encode_record
 from tests.copying import replace
@@ -168,7 +168,7 @@ async def test_a_deleted_run_leaves_no_key_but_its_epoch_for_a_while(store: RunS
     await store.redis.set(RunKeys("lake").epoch, 5)
     await store.delete("lake")
     assert await store.redis.keys("*") == [RunKeys("lake").epoch.encode()]
-    assert await store.redis.ttl(RunKeys("lake").epoch) > EPOCH_KEPT_S - 600
+    assert await store.redis.ttl(RunKeys("lake").epoch) > EPOCH_TTL_S - 600
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -180,7 +180,7 @@ async def test_an_update_that_takes_too_long_has_failed() -> None:
 async def test_damaged_weights_are_refused_and_old_ones_stay_in_use(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "RETRY_S", 0.001)
+    monkeypatch.setattr(service, "RETRY_INTERVAL_S", 0.001)
     await stage.publish(0)
     stage.broker.damaged.add(1)
     await stage.broker.publish(1)
@@ -196,7 +196,7 @@ async def test_damaged_weights_are_refused_and_old_ones_stay_in_use(
 
 
 async def test_a_broker_that_cannot_be_reached_is_asked_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "RETRY_S", 0.001)
+    monkeypatch.setattr(service, "RETRY_INTERVAL_S", 0.001)
     await stage.publish(0)
     stage.broker.unreachable = True
     await stage.broker.publish(1)

@@ -13,7 +13,7 @@ from tests.waiting import wait_until_sync
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(address, "CONNECT_TIMEOUT_S", 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from redis.asyncio import Redis as AsyncRedis
 from offbeat.services.keys import RunKeys
 from offbeat.services.telemetry import AsyncRedisMetrics
 from offbeat.services.weights import broker as service
-from offbeat.services.weights.broker import UNANNOUNCED_AFTER_S, WeightBroker
+from offbeat.services.weights.broker import UNANNOUNCED_TTL_S, WeightBroker
 from offbeat.services.weights.config import WeightsConfig
 from offbeat.services.weights.publisher import RedisWeightPublisher
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
@@ -61,7 +61,7 @@ async def test_old_files_that_no_manifest_names_are_collected(
     broker = WeightBroker(client, RUN, config, Path("unused"))
     assert await broker.collect() == 1
     assert files(tmp_path) == announced | {fresh, foreign}
-    broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + UNANNOUNCED_AFTER_S + 1)
+    broker = WeightBroker(client, RUN, config, Path("unused"), clock=lambda: time.time() + UNANNOUNCED_TTL_S + 1)
     assert await broker.collect() == 1
     assert files(tmp_path) == announced | {foreign}
 
@@ -112,7 +112,7 @@ async def test_a_large_version_is_not_collected_while_its_learner_hashes_it(
 async def test_a_hung_share_pauses_only_garbage_collection(
     client: AsyncRedis, config: WeightsConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "LOOK_S", 0.2)
+    monkeypatch.setattr(service, "CHECK_INTERVAL_S", 0.2)
     orphan, gate = tmp_path / file_name(OWNER, 1, 1), tmp_path / "gate"
     orphan.touch()
     os.utime(orphan, (0, 0))

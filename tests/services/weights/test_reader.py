@@ -29,7 +29,7 @@ from offbeat.services.messages.types import (
     Sampling,
 )
 from offbeat.services.weights.config import WeightsConfig
-from offbeat.services.weights.reader import MOST_HUNG, WeightReader
+from offbeat.services.weights.reader import MAX_HUNG_READS, WeightReader
 from offbeat.services.weights.replica_reports import ReplicaReport, decode_report
 from offbeat.services.weights.subscriber import RedisWeightSubscriber
 from offbeat.services.weights.transports.base import file_name
@@ -126,8 +126,8 @@ def let_go(fifo: Path) -> None:
 
 @pytest.fixture
 async def mesh(async_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    monkeypatch.setattr(replica, "FOLLOW_S", 0.1)
-    monkeypatch.setattr(replica, "RETRY_S", 0.01)
+    monkeypatch.setattr(replica, "FOLLOW_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(replica, "RETRY_INTERVAL_S", 0.01)
     mesh = Mesh(async_redis, tmp_path, timeout_s=0.3)
     yield mesh
     await mesh.close()
@@ -205,13 +205,13 @@ async def test_looking_whether_bytes_are_there_may_hang_too(mesh: Mesh) -> None:
 
 async def test_abandoned_reads_are_limited_and_recover(mesh: Mesh) -> None:
     mesh.follow()
-    fifos = [await mesh.announce(version, hangs=True) for version in range(1, MOST_HUNG + 1)]
-    await wait_until(lambda: threads() == MOST_HUNG)
+    fifos = [await mesh.announce(version, hangs=True) for version in range(1, MAX_HUNG_READS + 1)]
+    await wait_until(lambda: threads() == MAX_HUNG_READS)
     await mesh.announce(9, hangs=False)
     mesh.replica.take_metrics()
     await wait_until(lambda: mesh.replica.take_metrics().values["refused_weights"].value > 0)
     await wait_until(lambda: mesh.replica.take_metrics().values["refused_weights"].value > 0)
-    assert (threads(), mesh.replica.status()["version"]) == (MOST_HUNG, -1)
+    assert (threads(), mesh.replica.status()["version"]) == (MAX_HUNG_READS, -1)
     let_go(fifos[0])
     await mesh.serves(9)
 

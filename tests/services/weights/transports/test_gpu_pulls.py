@@ -39,7 +39,7 @@ def server(redis_url: str) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def learner(server: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DeviceTransport]]:
-    monkeypatch.setattr(device, "DESK_WAIT_S", 0.05)
+    monkeypatch.setattr(device, "PULL_POLL_S", 0.05)
     made: list[DeviceTransport] = []
 
     def make(sender: Callable[[Held, TensorPull, PullServer], None] = hand_over) -> DeviceTransport:
@@ -140,7 +140,7 @@ def test_a_replica_may_load_longer_than_a_read_and_its_slot_last(
 ) -> None:
     monkeypatch.setattr(gpu_pulls, "HOLDER_TTL_S", 1)
     monkeypatch.setattr(gpu_pulls, "CHECK_INTERVAL_S", 0.1)
-    monkeypatch.setattr(device, "DESK_WAIT_S", 0.1)
+    monkeypatch.setattr(device, "PULL_POLL_S", 0.1)
     outcomes: list[str] = []
 
     def send(held: Held, pull: TensorPull, desk: PullServer) -> None:
