@@ -65,15 +65,25 @@ def read_history(redis: Redis, run_id: str) -> tuple[RunHistory, CountersView]:
     Raises:
         MeshError: the Redis has no such run.
     """
-    if not redis.exists(RunKeys(run_id).record):
-        raise MeshError(f"this Redis holds no run {run_id!r}: name another one with --redis")
     history = RunHistory()
+    counters = update_history(redis, run_id, history)
+    if not history.attempts:  # only `offbeat train` records them
+        history.attempts = _attempts(redis, run_id)
+    return history, counters
+
+
+def update_history(redis: Redis, run_id: str, history: RunHistory) -> CountersView:
+    """Add the metric records after `history.position`, and return the buffer's counters.
+
+    Raises:
+        MeshError: the Redis has no such run.
+    """
+    if not redis.exists(RunKeys(run_id).record):
+        raise MeshError(f"this Redis has no run {run_id!r}: set another one with --redis")
     metrics = RedisMetrics(redis, run_id)
     while page := list(metrics.read(history.position, count=PAGE)):
         history.add(page)
-    if not history.attempts:  # only `offbeat train` records them
-        history.attempts = _attempts(redis, run_id)
-    return history, CountersView.of(snapshot_from(BufferScripts(redis, run_id)("snapshot")).counters)
+    return CountersView.of(snapshot_from(BufferScripts(redis, run_id)("snapshot")).counters)
 
 
 def _attempts(redis: Redis, run_id: str) -> list[tuple[float, float]]:

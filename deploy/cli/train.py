@@ -18,6 +18,7 @@ import psutil
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from offbeat.deploy import run_folder
+from offbeat.deploy.cli.report import update_history
 from offbeat.deploy.cli.run_view import LiveView, open_view
 from offbeat.deploy.config.loader import dump_yaml
 from offbeat.deploy.config.run import RunConfig
@@ -31,6 +32,7 @@ from offbeat.services.control.interfaces import Health
 from offbeat.services.control.run import RunState
 from offbeat.services.control.schemas import RunView
 from offbeat.services.errors import MeshError, RetryableError
+from offbeat.services.redis.connection import connect
 from offbeat.services.redis.errors import retryable
 from offbeat.services.telemetry import configure_logging
 
@@ -41,6 +43,8 @@ START_POLL_S = 0.5
 WATCH_POLL_S = 1.0
 """A look at the run costs the command, the proxy and the control service some CPU, of two cores that train."""
 METRICS_PAGE = 2000
+REPORT_PATIENCE_S = 1.0
+"""Retry timeout of Redis for the report of a run that did not finish."""
 UNREACHABLE_S = 240.0
 """Time without an answer after which the control service is given up."""
 FINISHED, FAILED, INTERRUPTED = 0, 1, 130
@@ -209,29 +213,29 @@ class TrainCommand:
 
     async def _end_failed(self, error: Exception) -> int:
         logger.error("the run failed", exc_info=error)
+        await asyncio.to_thread(self._write_report)
         await self._mesh.stop(RunState.FAILED)
         self._view.close()
-        self._write_report()
         self._view.print(f"The run failed: {error}")
         self._show_resume_command()
         return FAILED
 
     async def _end_stopped(self) -> int:
         published = await self._mesh.stop_learner()
+        await asyncio.to_thread(self._write_report)
         await self._mesh.stop(RunState.STOPPED)
         self._view.close()
-        self._write_report()
         self._view.print(describe_stop(self._config, published))
         self._show_resume_command()
         return INTERRUPTED
 
     def _write_report(self) -> None:
         """Write `report.json` of a run that did not finish; rendering its episodes is left to `offbeat report`."""
-        if self._last is None:
-            return
         try:
-            self._report.write(self._last.counters, ended_at=time.time())
-        except Exception:  # the exit code is that of the run
+            with connect(self._mesh.redis_url, patience_s=REPORT_PATIENCE_S) as redis:
+                counters = update_history(redis, self._config.exp_name, self._history)
+            self._report.write(counters, ended_at=time.time())
+        except Exception:  # the run did not start, or its Redis is gone; the exit code is that of the run
             logger.exception("report.json could not be written")
 
     def _show_resume_command(self) -> None:

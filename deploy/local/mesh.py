@@ -120,6 +120,11 @@ class LocalMesh:
         """Seconds from the command's start until each part was up."""
 
     @property
+    def redis_url(self) -> str:
+        """URL of the run's Redis, with its password; empty before `start`."""
+        return self._redis_url
+
+    @property
     def redis_address(self) -> str:
         return place(self._redis_url)
 

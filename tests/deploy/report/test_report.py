@@ -160,7 +160,7 @@ def test_a_rest_run_has_the_attempts_of_its_history(
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     with Redis.from_url(redis_url) as redis:
         assert remake_report(str(tmp_path), redis_url) == 1
-        assert f"holds no run '{config.exp_name}'" in capsys.readouterr().err
+        assert f"has no run '{config.exp_name}'" in capsys.readouterr().err
         keys = RunKeys(config.exp_name)
         redis.hset(keys.record, mapping={"started_at": "200.0", "ended_at": "290.0"})
         for at, event in ((100, "created"), (150, "state"), (200, "created"), (290, "state")):
